@@ -1,0 +1,1 @@
+"""What a set of InF-IR records holds: counts, lengths, cost."""

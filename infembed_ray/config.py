@@ -1,0 +1,290 @@
+"""Typed settings of every run: a YAML file plus `key=value` overrides; unknown or ill-typed keys are refused.
+
+The settings of a stage are one frozen class each. Every field says what it is, in which unit. A field marked with
+`place()` says *where* or *how fast* a step runs; it never changes the result and so is no part of the step's identity
+(see `storage.Step`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infembed_ray.errors import InputError
+
+S = TypeVar("S", bound="Settings")
+
+
+def place(default: Any = ..., *, description: str, **bounds: Any) -> Any:
+    """A field that says where or how fast a step runs, never what it computes."""
+    return Field(default, description=description, json_schema_extra={"identity": False}, **bounds)
+
+
+class Settings(BaseModel):
+    """Frozen, strict settings. Load with `load`, or construct directly from Python."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    @classmethod
+    def load(cls: type[S], path: str | None = None, overrides: Sequence[str] = ()) -> S:
+        """Read `path` (YAML, may be None) and apply `key=value` overrides, nested keys with dots.
+
+        Raises:
+            InputError: the file is missing or no mapping, an override has no `=`, a key is unknown (the nearest
+                valid name is given) or a value is of the wrong type.
+        """
+        values: dict[str, Any] = {}
+        if path is not None:
+            file = Path(path)
+            if not file.is_file():
+                raise InputError(f"--config {path}: no such file; give a YAML file of {cls.__name__} fields")
+            try:
+                loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+            except yaml.YAMLError as error:
+                raise InputError(f"--config {path}: not valid YAML ({_one_line(error)})") from error
+            if loaded is not None and not isinstance(loaded, dict):
+                raise InputError(f"--config {path}: must hold `key: value` lines, found {type(loaded).__name__}")
+            values = loaded or {}
+        for override in overrides:
+            key, separator, text = override.partition("=")
+            if not separator or not key:
+                raise InputError(f"override {override!r}: write it as key=value, for example seed=1")
+            _set(values, key.split("."), _scalar(text), override)
+        return cls.of(values, where=f"--config {path}" if path else "settings")
+
+    @classmethod
+    def of(cls: type[S], values: dict[str, Any], where: str = "settings") -> S:
+        """Validate a mapping; InputError (one line, all faults) if it does not fit."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            faults = "; ".join(_fault(cls, fault) for fault in error.errors(include_url=False))
+            raise InputError(f"{where}: {faults}") from error
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the settings that decides the result, as plain JSON values."""
+        kept: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.get("identity") is False:
+                continue
+            value = getattr(self, name)
+            kept[name] = value.identity() if isinstance(value, Settings) else _plain(value)
+        return kept
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _scalar(text: str) -> Any:
+    """An override's value by YAML's rules, so `2`, `true`, `null` and `[a, b]` mean what they do in the file."""
+    try:
+        return yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        return text
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    for key in keys[:-1]:
+        inner = values.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise InputError(f"override {override!r}: {key} is a single value, it has no fields")
+        values = inner
+    values[keys[-1]] = value
+
+
+def _settings_class(annotation: Any) -> type[Settings] | None:
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """`did you mean X?`, or the list of valid names where none is near."""
+    valid = list(valid)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(sorted(valid))}"
+
+
+def _fault(cls: type[Settings], fault: Any) -> str:
+    location = [str(part) for part in fault["loc"]]
+    name = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        owner: type[Settings] = cls
+        for part in location[:-1]:
+            inner = _settings_class(owner.model_fields[part].annotation) if part in owner.model_fields else None
+            owner = inner or owner
+        return f"unknown key {name}: {nearest(location[-1], owner.model_fields)}"
+    if fault["type"] == "missing":
+        return f"{name} is missing: set {name}=..."
+    return f"{name}={fault['input']!r}: {fault['msg']}"
+
+
+# ------------------------------------------------------------------------------------------------- synthesis
+
+
+class ChatModel(Settings):
+    """One LLM of the synthesis pipeline and how it is asked."""
+
+    model: str = Field(description="model id at the endpoint, for example gpt-4o-mini; recorded in the provenance")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
+    )
+    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
+
+
+class Endpoint(Settings):
+    """An OpenAI-compatible endpoint."""
+
+    base_url: str = place("https://api.openai.com/v1", description="URL up to /v1")
+    api_key_env: str | None = place(
+        "OPENAI_API_KEY",
+        description="environment variable that holds the key, on every node; null: endpoint needs none",
+    )
+    timeout_s: float = place(120.0, gt=0, description="seconds until one request is given up and retried")
+    max_retries: int = place(6, ge=0, description="retries of 429, 5xx and time-outs before the row is a dead letter")
+
+
+class SynthesizeSettings(Settings):
+    """`infembed synthesize`: seeds -> InF-IR records (paper, section 4)."""
+
+    seeds: str = place(description="seeds: JSONL or Parquet with id, query, passage and optionally source")
+    output: str = place(description="directory for the published records")
+    journal: str | None = place(None, description="directory of the response journal; null: OUTPUT/journal")
+    replay: tuple[str, ...] = place(
+        (), description="finished journals (files or directories) to read first, never written"
+    )
+    columns: dict[str, str] = Field({}, description="our column name -> the name in the seeds file")
+    limit: int | None = Field(None, ge=1, description="take only the first N seeds")
+    generator: ChatModel = Field(
+        ChatModel(model="gpt-4o-mini", temperature=1.0), description="writes instructions, negatives"
+    )
+    judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
+    endpoint: Endpoint = place(Endpoint(), description="where both models are served")
+    distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
+    seed: int = Field(0, description="seed of the distractors and of the order of the candidates")
+    in_flight: int = place(64, ge=1, description="most requests in flight per actor")
+    actors: int = place(1, ge=1, description="synthesis actors")
+
+
+# -------------------------------------------------------------------------------------------------- training
+
+Template = Literal["instruction_first", "query_first", "instruct_query"]
+Pooling = Literal["auto", "last", "mean", "cls"]
+
+
+class TrainSettings(Settings):
+    """`infembed train`: records + a backbone -> a checkpoint (paper, section 5)."""
+
+    records: str = place(description="InF-IR records: JSONL or Parquet file, or a published synthesis output")
+    model: str = place(description="backbone: a local directory or a hub name")
+    output: str = place(description="directory for the published checkpoint")
+    split: str | None = Field(None, description="only rows whose column `split` has this value")
+    objective: str = Field("multi{P,I}", description="uni{...} or multi{...} over P, I, IQ (Eq. 8-21)")
+    count_positive_once: bool = Field(
+        True,
+        description="multi: the positive once in the denominator (official code), not once per variable (Eq. 18-21)",
+    )
+    temperature: float = Field(0.05, gt=0, description="similarities are divided by it")
+    instruction_negatives: int = Field(
+        5, ge=0, description="I-negatives sampled per row, the record's own poisoned instruction first"
+    )
+    template: Template = Field("instruction_first", description="how instruction and query become one text (Eq. 3)")
+    pooling: Pooling = Field(
+        "auto", description="auto: what the model directory says, else mean for encoders, last for decoders"
+    )
+    query_length: int = Field(256, ge=8, description="most tokens of instruction + query")
+    passage_length: int = Field(512, ge=8, description="most tokens of a passage")
+    epochs: int = Field(2, ge=1, description="passes over the records")
+    records_per_worker: int = Field(4, ge=1, description="records (of 3 tuples each) per worker and step")
+    workers: int = Field(2, ge=1, description="data-parallel workers; part of the identity: it sets the global batch")
+    learning_rate: float = Field(5e-5, gt=0, description="peak; linear decay to 0")
+    warmup_fraction: float = Field(0.0, ge=0, lt=1, description="share of the steps with linear warm-up")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    seed: int = Field(42, description="order of the records, sampled negatives, dropout")
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights")
+    gpus_per_worker: float = place(0.0, ge=0, description="GPUs per worker; 0 trains on CPU with gloo")
+    cpus_per_worker: float = place(1.0, gt=0, description="CPUs per worker")
+    checkpoint_every: int = place(50, ge=1, description="steps between resumable checkpoints")
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+
+
+class EvaluateSettings(Settings):
+    """`infembed evaluate`: how the given models retrieve and obey on InF-IR records."""
+
+    records: str = place(description="InF-IR records (JSONL, Parquet or a published synthesis output)")
+    models: dict[str, str] = place(
+        description="label -> checkpoint directory or hub name; the first one is the baseline"
+    )
+    output: str = place(description="directory for the published results")
+    split: str | None = Field(None, description="only rows whose column `split` has this value")
+    distractors: str | None = place(
+        None, description="passages that answer nothing: JSONL or Parquet with id and passage or text"
+    )
+    max_distractors: int = Field(1000, ge=0, description="the first N of the distractors are added to the corpus")
+    template: Template = Field("instruction_first", description="for models that carry none")
+    batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
+    actors: int = place(1, ge=1, description="encoding actors")
+    gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor")
+
+
+# ----------------------------------------------------------------------------------------- retrieval, serving
+
+
+class IndexSettings(Settings):
+    """`infembed index`: checkpoint + corpus -> FAISS shards with their passages."""
+
+    corpus: str = place(description="passages: JSONL or Parquet with id and text (or passage)")
+    columns: dict[str, str] = Field({}, description="our column name -> the name in the corpus file")
+    model: str = place(description="checkpoint directory or hub name of the encoder")
+    output: str = place(description="directory for the published index")
+    shards: int = Field(2, ge=1, description="index shards; passages are dealt out by id")
+    batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
+    actors: int = place(1, ge=1, description="encoding actors")
+    gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor")
+
+
+class ServeSettings(Settings):
+    """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
+
+    index: str = place(description="a published index")
+    model: str | None = place(None, description="encoder; null: the one the index was built with")
+    host: str = Field("127.0.0.1", description="address to bind; anything but loopback needs API keys")
+    port: int = Field(8000, ge=1, le=65535, description="HTTP port")
+    api_keys_env: str | None = Field(
+        "INFEMBED_API_KEYS", description="environment variable with comma-separated API keys; unset: open"
+    )
+    encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder")
+    shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
+    gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
+    batch_tokens: int = Field(4096, ge=64, description="padded tokens per encoding batch")
+    max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica before 429")
+    wait: bool = place(True, description="stay in the foreground until interrupted; false: leave it running and return")
+
+
+# -------------------------------------------------------------------------------------------------- analysis
+
+
+class AnalyzeSettings(Settings):
+    """`infembed analyze`: records -> quality report."""
+
+    records: str = place(description="a published synthesis output, or InF-IR records as JSONL or Parquet")
+    output: str = place(description="directory for the published report")

@@ -1,0 +1,29 @@
+"""The connection to a Ray cluster, shared by the stages' own `distributed.py`."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ray
+
+
+def connect() -> None:
+    """Join the cluster this process belongs to (a submitted job: RAY_ADDRESS is set), else start one on this machine.
+
+    A local cluster binds to loopback, has no dashboard and ends with this process.
+    """
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray 2.60 warns once per worker about a future default; the setting it asks for is this one.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING)
+    else:
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+    # Our own progress lines replace Ray Data's bars.
+    data = ray.data.DataContext.get_current()
+    data.enable_progress_bars = False
+    data.print_on_execution_start = False

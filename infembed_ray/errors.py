@@ -1,0 +1,9 @@
+"""The one error a user can cause."""
+
+
+class InputError(ValueError):
+    """Bad input: a setting, a file or an environment that cannot work.
+
+    Its message is one line that names the field, the value and the remedy. The command line prints it and exits
+    with status 2; nothing else in the package is ever raised for a user's mistake.
+    """

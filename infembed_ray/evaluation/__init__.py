@@ -1,0 +1,1 @@
+"""How well an encoder retrieves, and how well it obeys."""

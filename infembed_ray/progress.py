@@ -1,0 +1,73 @@
+"""Progress of long steps: a bar on a terminal, plain lines in a job log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Advance = Callable[..., None]
+"""`advance(n=1, note="")`: n more units are done; the note is shown beside the bar."""
+
+LOG_INTERVAL_S = 10.0
+
+
+def say(line: str) -> None:
+    """Print one line of a step's report, at once: job logs are read while the job runs."""
+    print(line, flush=True)
+
+
+@contextmanager
+def track(title: str, total: int | None) -> Iterator[Advance]:
+    """Show the progress of one step of `total` units (None where it is not known beforehand)."""
+    if sys.stdout.isatty():
+        with _terminal(title, total) as advance:
+            yield advance
+    else:
+        with _log(title, total) as advance:
+            yield advance
+
+
+@contextmanager
+def _terminal(title: str, total: int | None) -> Iterator[Advance]:
+    columns = (
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(file=sys.stdout)) as bars:
+        task = bars.add_task(title, total=total, note="")
+
+        def advance(n: int = 1, note: str = "") -> None:
+            bars.update(task, advance=n, note=note)
+
+        yield advance
+
+
+@contextmanager
+def _log(title: str, total: int | None) -> Iterator[Advance]:
+    start = last = time.monotonic()
+    done = 0
+    latest_note = ""
+
+    def line() -> str:
+        of = f"/{total}" if total is not None else ""
+        return f"{title}: {done}{of}  {time.monotonic() - start:.0f} s  {latest_note}".rstrip()
+
+    def advance(n: int = 1, note: str = "") -> None:
+        nonlocal done, last, latest_note
+        done += n
+        latest_note = note or latest_note
+        if time.monotonic() - last >= LOG_INTERVAL_S:
+            last = time.monotonic()
+            say(line())
+
+    yield advance
+    say(line())

@@ -1,0 +1,1 @@
+"""The whole product, once, on a bundled sample."""

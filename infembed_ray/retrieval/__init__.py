@@ -1,0 +1,1 @@
+"""FAISS shards with their passages."""
