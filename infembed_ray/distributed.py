@@ -18,11 +18,14 @@ def connect() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray 2.60 warns once per worker about a future default; the setting it asks for is this one.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Workers' logs stay in the cluster's log files (dashboard, `ray logs`): what a worker has to say to the person who
+    # started the step arrives as results, progress lines or the exception that ended it.
+    options = {"logging_level": logging.ERROR, "log_to_driver": False}
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, **options)
     else:
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        ray.init(address="local", include_dashboard=False, **options)
     # Our own progress lines replace Ray Data's bars.
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False

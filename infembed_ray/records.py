@@ -204,7 +204,7 @@ def _mapping(
             raise InputError(f"columns.{key}: no column of a {row.__name__.lower()}: {nearest(key, ours)}")
     mapping: dict[str, str] = {}
     for column in ours:
-        candidates = [columns[column]] if column in columns else [column, *ALIASES.get(column, ())]
+        candidates: list[str] = [columns[column]] if column in columns else [column, *ALIASES.get(column, ())]
         found = next((c for c in candidates if c in first), None)
         if found is not None:
             mapping[column] = found

@@ -22,7 +22,7 @@ from infembed_ray.config import Pooling, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode, pool
 from infembed_ray.modeling.template import render
-from infembed_ray.storage import fingerprint_files, write_json
+from infembed_ray.storage import fingerprint_files, resolve, write_json
 
 OWN_CONFIG = "infembed.json"
 _POOLING_KEYS: dict[str, PoolingMode] = {
@@ -82,7 +82,7 @@ class InstructionEncoder(nn.Module):
         """Load a checkpoint of ours, a sentence-transformers directory, or a plain Hugging Face model.
 
         Args:
-            path: directory or hub name.
+            path: directory (an output's `latest` is followed) or hub name.
             template, pooling, query_length, passage_length: what the directory does not say; None or `auto` keeps what
                 it says, else the defaults of `TextFormat`, and mean pooling for encoders, last for decoders.
             device, dtype: where the parameters go.
@@ -90,6 +90,7 @@ class InstructionEncoder(nn.Module):
         Raises:
             InputError: no such model, or a directory without weights.
         """
+        path = str(resolve(Path(path)))
         try:
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -272,3 +273,33 @@ def _saved_pooling(path: str) -> PoolingMode | None:
 
 def _is_causal(config: Any) -> bool:
     return any("CausalLM" in name for name in getattr(config, "architectures", None) or [])
+
+
+def model_identity(model: str, name: str) -> tuple[dict[str, Path], dict[str, str]]:
+    """What a model contributes to a step's identity: its directory's contents, or a hub name as it is.
+
+    Args:
+        model: directory (`latest` is followed) or hub name.
+        name: the setting it came from.
+
+    Returns:
+        `inputs` and `names` for `storage.Step`, one of them empty.
+
+    Raises:
+        InputError: it looks like a directory but there is none, or the directory holds no model, or the hub does not
+            know the name.
+    """
+    path = resolve(Path(model).expanduser())
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{name}={model}: no config.json in this directory; give a model directory")
+        return {name: path}, {}
+    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise InputError(f"{name}={model}: no such model directory; give an existing one, or a hub name like org/model")
+    try:
+        AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{name}={model}: neither a directory here nor a model the hub gives; check the spelling and the network"
+        ) from error
+    return {}, {name: model}

@@ -1,0 +1,54 @@
+"""Two real gloo processes against one process that holds the whole batch."""
+
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from infembed_ray.training.collectives import gather_rows, mean_over_workers
+from infembed_ray.training.objectives import Negatives, Objective, marginal_loss
+
+ROWS, FEATURES, DIMENSION, WORKERS = 3, 5, 4, 2
+
+
+def features():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, WORKERS * ROWS, FEATURES, generator=generator, dtype=torch.float64)
+
+
+def loss_and_gradient(rows):
+    """Loss of a two-tower linear model on the given rows, negatives from everywhere."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(FEATURES, DIMENSION, dtype=torch.float64)
+    query_features, passage_features = features()[:, rows]
+    queries, passages = (torch.nn.functional.normalize(model(x), dim=1) for x in (query_features, passage_features))
+    everyone = gather_rows(passages)
+    candidates = gather_rows(torch.tensor(rows))
+    mask = torch.tensor(rows).unsqueeze(1) != candidates.unsqueeze(0)
+    positive = (queries * passages).sum(1)
+    loss = marginal_loss(Objective.parse("uni{P}"), positive, {"P": Negatives(queries @ everyone.T, mask)}, 0.1)
+    loss.backward()
+    return loss, model.weight.grad
+
+
+def worker(rank, port, results):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORKERS)
+    loss, gradient = loss_and_gradient(list(range(rank * ROWS, (rank + 1) * ROWS)))
+    results[rank] = (mean_over_workers(loss).item(), mean_over_workers(gradient))
+    dist.destroy_process_group()
+
+
+def test_two_workers_have_the_loss_and_gradient_of_the_whole_batch():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, args=(port, results), nprocs=WORKERS)
+        (loss, gradient), (same_loss, same_gradient) = results[0], results[1]
+    whole_loss, whole_gradient = loss_and_gradient(list(range(WORKERS * ROWS)))
+    assert abs(loss - whole_loss.item()) < 1e-12
+    assert loss == same_loss
+    torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-12)
+    torch.testing.assert_close(same_gradient, whole_gradient, rtol=0, atol=1e-12)
