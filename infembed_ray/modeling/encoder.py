@@ -111,7 +111,7 @@ class InstructionEncoder(nn.Module):
             passage_length=min(passage_length or saved.get("passage_length", 512), positions),
         )
         mode = _saved_pooling(path) if pooling == "auto" else pooling
-        encoder = cls(backbone, tokenizer, mode or ("last" if _is_causal(config) else "mean"), text)
+        encoder = cls(backbone, tokenizer, mode or ("last" if _is_causal(backbone) else "mean"), text)
         encoder.source = path
         return encoder.to(device)
 
@@ -271,8 +271,9 @@ def _saved_pooling(path: str) -> PoolingMode | None:
     return next((mode for key, mode in _POOLING_KEYS.items() if saved.get(key)), None)
 
 
-def _is_causal(config: Any) -> bool:
-    return any("CausalLM" in name for name in getattr(config, "architectures", None) or [])
+def _is_causal(backbone: nn.Module) -> bool:
+    """Is this a decoder? Its attention layers say so; the saved `architectures` name only the class last saved."""
+    return any(getattr(module, "is_causal", False) for module in backbone.modules())
 
 
 def model_identity(model: str, name: str) -> tuple[dict[str, Path], dict[str, str]]:

@@ -1,0 +1,73 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.config import EvaluateSettings, ServeSettings, SynthesizeSettings, TrainSettings
+from infembed_ray.errors import InputError
+
+TRAIN = ["records=r.jsonl", "model=m", "output=o"]
+
+
+def test_overrides_win_over_the_file_and_nested_keys_merge(tmp_path):
+    file = tmp_path / "s.yaml"
+    file.write_text("seeds: a\noutput: b\ngenerator: {model: x, temperature: 0.5}\n")
+    settings = SynthesizeSettings.load(str(file), ["generator.model=y", "limit=3"])
+    assert (settings.generator.model, settings.generator.temperature, settings.limit) == ("y", 0.5, 3)
+
+
+def test_dictionaries_are_set_key_by_key():
+    settings = EvaluateSettings.load(None, ["records=r", "output=o", "models.base=a", "models.trained=b"])
+    assert settings.models == {"base": "a", "trained": "b"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "override", "message"),
+    [
+        (TrainSettings, "epoch=3", "unknown key epoch: did you mean epochs?"),
+        (TrainSettings, "epochs=two", "epochs='two': Input should be a valid integer"),
+        (TrainSettings, "zero_stage=7", "zero_stage=7: Input should be"),
+        (TrainSettings, "temperature=0", "temperature=0: Input should be greater than 0"),
+        (TrainSettings, "epochs", "override 'epochs': write it as key=value"),
+        (TrainSettings, "model.path=x", "override 'model.path=x': model is a single value"),
+        (SynthesizeSettings, "generator.temprature=1", "unknown key generator.temprature: did you mean temperature?"),
+        (ServeSettings, "port=99999", "port=99999: Input should be less than or equal to 65535"),
+    ],
+)
+def test_a_bad_setting_is_refused_naming_field_value_and_remedy(settings, override, message):
+    with pytest.raises(InputError) as caught:
+        settings.load(None, [*TRAIN, override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_setting_is_named():
+    with pytest.raises(InputError, match=r"records is missing: set records=\.\.\."):
+        TrainSettings.load(None, ["model=m", "output=o"])
+
+
+def test_a_missing_or_odd_config_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        TrainSettings.load(str(tmp_path / "none.yaml"))
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(InputError, match="found list"):
+        TrainSettings.load(str(tmp_path / "list.yaml"))
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(InputError, match="not valid YAML"):
+        TrainSettings.load(str(tmp_path / "broken.yaml"))
+
+
+def test_settings_are_frozen():
+    settings = TrainSettings.load(None, TRAIN)
+    with pytest.raises(ValueError, match="frozen"):
+        settings.epochs = 3
+
+
+@given(st.sampled_from(["output", "gpus_per_worker", "checkpoint_every", "records", "model"]))
+def test_where_and_how_fast_are_no_part_of_the_identity(name):
+    assert name not in TrainSettings.load(None, TRAIN).identity()
+
+
+def test_what_decides_the_result_is_part_of_the_identity():
+    one, other = (TrainSettings.load(None, [*TRAIN, f"seed={s}"]).identity() for s in (1, 2))
+    assert one != other
+    assert "base_url" not in str(SynthesizeSettings.load(None, ["seeds=s", "output=o"]).identity())

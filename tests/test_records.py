@@ -1,0 +1,89 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray import records
+from infembed_ray.errors import InputError
+from infembed_ray.records import Passage, Record, Seed
+
+SEED = {"id": "1", "query": "q", "passage": "p"}
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def published_record(**changes):
+    """A row of the published InF-IR set: no id, no source."""
+    names = ("query_positive", "instruction_positive", "instruction_negative", "query_negative", "document_positive")
+    row = {n: n for n in (*names, "hard_negative_document_1", "hard_negative_document_2")}
+    return {**row, **changes}
+
+
+def test_seeds_are_read_from_jsonl_and_parquet_alike(tmp_path):
+    rows = [{**SEED, "extra": 5}, {**SEED, "id": "2", "topic": "t"}]
+    one = records.read(jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    other = records.read(tmp_path / "a.parquet", Seed, "seeds")
+    assert [s.id for s in one] == [s.id for s in other] == ["1", "2"]
+    assert one[0] == Seed("1", "q", "p")
+
+
+def test_the_published_data_set_is_read_as_it_is(tmp_path):
+    older = {("document" if k == "document_positive" else k): v for k, v in published_record().items()}
+    for row in (published_record(), older):
+        got = records.read(jsonl(tmp_path / "r.jsonl", [row, row]), Record, "records")
+        assert [r.id for r in got] == ["row-1", "row-2"]
+        assert got[0].document_positive == "document_positive"
+
+
+def test_columns_are_mapped(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"pid": 7, "body": "text"}])
+    assert records.read(path, Passage, "corpus", {"id": "pid", "text": "body"}) == [Passage("7", "text")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "empty, it has no rows"),
+        ([{"id": "1", "query": "q"}], r"column passage is missing \(found: id, query\).*columns.passage="),
+        ([SEED, {**SEED, "id": "2", "query": " "}], "row 2: column query is empty"),
+        ([SEED, SEED], "row 2: id 1 stands twice"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, rows, message):
+    with pytest.raises(InputError, match=message):
+        records.read(jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": "1"\n')
+    with pytest.raises(InputError, match="line 1 is not JSON"):
+        records.read(tmp_path / "a.jsonl", Seed, "seeds")
+
+
+def test_an_unknown_column_of_ours_is_refused_with_the_nearest(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [SEED])
+    with pytest.raises(InputError, match=r"columns.pasage: no column of a seed: did you mean passage\?"):
+        records.read(path, Seed, "seeds", {"pasage": "p"})
+
+
+def test_splits_are_taken_and_an_empty_one_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{**SEED, "split": "train"}, {**SEED, "id": "2", "split": "test"}])
+    assert [s.id for s in records.read(path, Seed, "seeds", split="test")] == ["2"]
+    with pytest.raises(InputError, match="no row has split=dev"):
+        records.read(path, Seed, "seeds", split="dev")
+
+
+@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
+def test_written_records_read_back_equal(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("r") / "records.parquet"
+    rows = [Record(id=str(n), **published_record(query_positive=t)) for n, t in enumerate(texts)]
+    records.write(path, records.RECORD, [records.columns_of(r) for r in rows])
+    assert records.read(path, Record, "records") == rows
+    assert records.read(path.parent, Record, "records") == rows
