@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for a user's mistake, in one line on stderr)."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork after the first use
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours are the only ones
     try:
         if options.verb == "quickstart":
             from infembed_ray.quickstart.chain import run

@@ -25,8 +25,13 @@ def connect() -> None:
     if address:
         ray.init(address=address, **options)
     else:
+        # Ray's core prints as errors what Ray Data does on purpose (issue 53727); real failures arrive as exceptions.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         ray.init(address="local", include_dashboard=False, **options)
     # Our own progress lines replace Ray Data's bars.
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
     data.print_on_execution_start = False
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.ERROR)

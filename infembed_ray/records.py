@@ -134,7 +134,7 @@ def read(
     for number, values in enumerate(raw, start=1):
         taken = {ours: _text(values.get(theirs)) for ours, theirs in mapping.items()}
         if "id" not in mapping:
-            taken["id"] = f"row-{number}"  # the published InF-IR set has no ids
+            taken["id"] = f"row-{number}"
         for column in required:
             if not (taken[column] or "").strip():
                 theirs = mapping.get(column, column)
@@ -166,8 +166,9 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _required(row: type[Row]) -> list[str]:
-    optional = {"source", "topic", "split"}
+def _required(row: type[Seed | Record | Passage]) -> list[str]:
+    """Columns a file must have. A record's id is made where it is missing: the published InF-IR set has none."""
+    optional = {"source", "topic", "split"} | ({"id"} if row is Record else set())
     return [f.name for f in fields(row) if f.name not in optional]
 
 
@@ -196,23 +197,21 @@ def _raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _mapping(
-    first: Mapping[str, Any], row: type[Row], path: Path, name: str, columns: Mapping[str, str]
+    first: Mapping[str, Any], row: type[Seed | Record | Passage], path: Path, name: str, columns: Mapping[str, str]
 ) -> dict[str, str]:
     ours: list[str] = [f.name for f in fields(row)]
     for key in columns:
         if key not in ours:
             raise InputError(f"columns.{key}: no column of a {row.__name__.lower()}: {nearest(key, ours)}")
     mapping: dict[str, str] = {}
-    for column in ours:
-        candidates: list[str] = [columns[column]] if column in columns else [column, *ALIASES.get(column, ())]
-        found = next((c for c in candidates if c in first), None)
-        if found is not None:
-            mapping[column] = found
-        elif column == "id" and row is Record and column not in columns:
-            continue
-        elif column in _required(row) or column in columns:
+    for own in ours:
+        candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
+        found = [candidate for candidate in candidates if candidate in first]
+        if found:
+            mapping[own] = found[0]
+        elif own in columns or own in _required(row):
             raise InputError(
                 f"{name}={path}: column {candidates[0]} is missing (found: {', '.join(map(str, first))}); "
-                f"rename it or set columns.{column}=<its name>"
+                f"rename it or set columns.{own}=<its name>"
             )
     return mapping

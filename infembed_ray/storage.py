@@ -147,7 +147,7 @@ class Step:
         decides = {"stage": stage, "settings": settings.identity(), "inputs": contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
-        _require_writable(self.root)
+        require_writable(self.root, "output")
 
     def finished(self) -> Published | None:
         """The output, if an earlier run published it; `latest` then names it again."""
@@ -205,11 +205,12 @@ class Step:
             (self.root / f".{self.identity}.lock").unlink()
 
 
-def _require_writable(root: Path) -> None:
+def require_writable(root: Path, name: str) -> None:
+    """Make the directory that the setting `name` gives; InputError if nothing can be written there."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"output={root}: cannot be written ({error.strerror}); choose a writable directory") from error
+        raise InputError(f"{name}={root}: cannot be written ({error.strerror}); choose a writable directory") from error

@@ -107,7 +107,7 @@ def _progress(directory: Path, steps: int) -> Iterator[None]:
 
 
 def _follow(directory: Path, steps: int, stop: threading.Event) -> None:
-    with track("Train", steps) as advance:
+    with track("train", steps) as advance:
         shown = 0
         stopping = False
         while not stopping:

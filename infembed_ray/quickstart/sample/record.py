@@ -1,0 +1,89 @@
+"""Make the sample's seeds and journal from what was written for it: python -m infembed_ray.quickstart.sample.record
+
+Every seed goes through the pipeline's own steps; the completions come from its authored line instead of a model. Run
+this again after a prompt has changed: the journal's keys depend on the prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from infembed_ray import records
+from infembed_ray.config import SynthesizeSettings
+from infembed_ray.progress import say
+from infembed_ray.quickstart.sample import AUTHORED, JOURNAL, MODEL, SEEDS
+from infembed_ray.synthesis.chat import Completion, Request
+from infembed_ray.synthesis.journal import encode
+from infembed_ray.synthesis.steps import synthesize
+
+TEST_TOPICS = {"coffee", "databases", "hypertension", "space-missions"}
+"""Held out of training; all other topics are trained on."""
+SOURCE = "bundled-sample"
+WRITTEN = datetime(2026, 11, 21, tzinfo=timezone.utc)
+
+_DOCUMENTS = {
+    "positive": "passage",
+    "negative_instruction": "hard_negative_document_1",
+    "negative_query": "hard_negative_document_2",
+}
+"""Candidate of the judge -> its authored column."""
+
+
+def record() -> tuple[bytes, bytes]:
+    """Seeds and journal as the bytes of their JSONL files."""
+    authored = [json.loads(line) for line in AUTHORED.read_text(encoding="utf-8").splitlines()]
+    seeds = [_seed(row) for row in authored]
+    pool = [seed.passage for seed in seeds]
+    settings = SynthesizeSettings(seeds=str(SEEDS), output="", generator=MODEL, judge=MODEL)
+    journal: list[bytes] = []
+
+    async def pass_through(seed: records.Seed, row: Mapping[str, Any]) -> None:
+        async def complete(request: Request) -> Completion:
+            # Nobody counted tokens: 0, and no price table knows this model.
+            completion = Completion(_completion(request, row), "stop", MODEL.model, 0, 0)
+            journal.append(encode(request, completion, WRITTEN))
+            return completion
+
+        await synthesize(seed, pool, settings, complete)
+
+    async def pass_all_through() -> None:
+        for seed, row in zip(seeds, authored, strict=True):
+            await pass_through(seed, row)
+
+    asyncio.run(pass_all_through())
+    lines = [json.dumps(records.columns_of(seed), ensure_ascii=False) + "\n" for seed in seeds]
+    return "".join(lines).encode(), b"".join(journal)
+
+
+def _seed(row: Mapping[str, Any]) -> records.Seed:
+    split = "test" if row["topic"] in TEST_TOPICS else "train"
+    return records.Seed(row["id"], row["query"], row["passage"], SOURCE, row["topic"], split)
+
+
+def _completion(request: Request, row: Mapping[str, Any]) -> str:
+    """What was authored for a step, in the text format its prompt asks for."""
+    if request.step.startswith("judge_"):
+        return f"Answer: {_number(request, row['judge'][request.step.removeprefix('judge_')], row)}"
+    label = {"instruction": "Instruction", "query": "Query", "hard": "Passage"}[request.step.split("_")[0]]
+    return f"{label}: {row[request.step]}"
+
+
+def _number(request: Request, verdict: str, row: Mapping[str, Any]) -> str:
+    """The number under which the judge's prompt shows the candidate of an authored verdict."""
+    if verdict == "none":
+        return verdict
+    shown = request.messages[0]["content"]
+    document = row[_DOCUMENTS[verdict]]
+    return next(str(number) for number in range(1, 10) if f"[{number}] {document}" in shown)
+
+
+if __name__ == "__main__":
+    seeds_file, journal_file = record()
+    SEEDS.write_bytes(seeds_file)
+    JOURNAL.write_bytes(journal_file)
+    say(f"{SEEDS}: {len(seeds_file.splitlines())} seeds")
+    say(f"{JOURNAL}: {len(journal_file.splitlines())} completions")

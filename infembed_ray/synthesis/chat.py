@@ -1,0 +1,102 @@
+"""One request to a chat model and its answer, as plain values; and the two ways in which asking can fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+
+class RowFailure(Exception):
+    """This row cannot be completed: it becomes a dead letter and the run goes on."""
+
+
+class RunFailure(Exception):
+    """No row can be completed (a refused key, an unknown model): the run ends. The message is one line."""
+
+
+class Unjournaled(RunFailure):
+    """A request that is in no journal, while nothing may be sent."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(f"row {request.row}, step {request.step}: a request to {request.model} is in no journal")
+        self.model = request.model
+
+
+@dataclass(frozen=True)
+class Request:
+    """A chat-completions request. `prompt`, `step` and `row` are never sent."""
+
+    model: str
+    messages: tuple[Mapping[str, str], ...]
+    prompt: str
+    """Name and version of the prompt file, for example `judge=1`."""
+    step: str
+    row: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """What is sent beside model and messages, by its name on the wire."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the HTTP request."""
+        return {"model": self.model, "messages": list(self.messages), **self.parameters}
+
+    @cached_property
+    def key(self) -> str:
+        """The journal's key of this request, see `request_key`."""
+        return request_key(self)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model answered, whether usable or not: it was paid for, so it is kept as it is."""
+
+    text: str
+    finish_reason: str
+    model: str
+    """The model as the endpoint names it, usually a dated snapshot."""
+    prompt_tokens: int
+    completion_tokens: int
+    refusal: str | None = None
+    replayed: bool = False
+    """Came from a journal: nothing was paid for it in this run."""
+
+
+Complete = Callable[[Request], Awaitable[Completion]]
+"""Asks a model. Raises RowFailure or RunFailure."""
+
+
+def request_key(request: Request) -> str:
+    """SHA-256 (64 hex digits) of everything that decides the answer: what is sent, and the prompt's version."""
+    decides = {"body": request.body, "prompt": request.prompt}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def answer(completion: Completion) -> str:
+    """The text of a completion that ended as it should.
+
+    Raises:
+        RowFailure: the model refused, was filtered, was cut at the token limit, or said nothing.
+    """
+    if completion.refusal:
+        raise RowFailure(f"refused: {_shortened(completion.refusal)}")
+    if completion.finish_reason == "content_filter":
+        raise RowFailure("refused: the endpoint's content filter stopped the answer")
+    if completion.finish_reason == "length":
+        raise RowFailure(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
+    if not completion.text.strip():
+        raise RowFailure("empty answer")
+    return completion.text
+
+
+def malformed(wanted: str, text: str) -> RowFailure:
+    """The failure of an answer that is not in the format its prompt asks for."""
+    return RowFailure(f"malformed answer: no `{wanted}` in {_shortened(text)!r}")
+
+
+def _shortened(text: str, length: int = 120) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 3]}..."

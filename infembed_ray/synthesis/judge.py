@@ -1,0 +1,67 @@
+"""The judge's three scenarios (paper, section 4.1): which of some shuffled passages fits an instruction and a query?"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from infembed_ray.synthesis.chat import malformed
+
+ORDER = ("negative_query", "negative_instruction", "positive")
+"""The scenarios, the likeliest to fail first: all three cost the same, and the first failure ends the row.
+
+The positive passage was found relevant by people, and its instruction was written from it. A negative passage was
+written to order and may miss its order; with a poisoned query it must leave the subject as well.
+"""
+
+DISTRACTOR = "distractor"
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """The candidates of one scenario in the order in which the judge sees them."""
+
+    names: tuple[str, ...]
+    """Of each candidate: a scenario's name for its right answer, or DISTRACTOR."""
+    passages: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(self.passages, start=1))
+
+
+def lineup(documents: Mapping[str, str], pool: Sequence[str], distractors: int, *seed: object) -> Lineup:
+    """The row's own passages and random distractors, shuffled.
+
+    Args:
+        documents: scenario -> the passage that is its right answer.
+        pool: distinct passages to draw from, more than `distractors`; the row's positive is never drawn.
+        distractors: how many to draw.
+        seed: same values, same draw and order, on every machine.
+    """
+    rng = random.Random("\0".join(map(str, seed)))
+    drawn = (pool[index] for index in rng.sample(range(len(pool)), distractors + 1))
+    others = [passage for passage in drawn if passage != documents["positive"]][:distractors]
+    candidates = [*sorted(documents.items()), *((DISTRACTOR, passage) for passage in others)]
+    rng.shuffle(candidates)
+    names, passages = zip(*candidates, strict=True)
+    return Lineup(names, passages)
+
+
+def verdict(text: str, candidates: Lineup) -> str:
+    """The name of the candidate that an answer picks, or NONE; the last `Answer:` counts, reasoning may precede it.
+
+    Raises:
+        RowFailure: there is no answer in it, or its number is no candidate's.
+    """
+    answers: list[str] = re.findall(r"\bAnswer[ \t*]*:[ \t*\[]*(none\b|\d{1,9})", text, re.IGNORECASE)
+    if not answers:
+        raise malformed("Answer:", text)
+    if answers[-1].lower() == "none":
+        return NONE
+    number = int(answers[-1])
+    if not 1 <= number <= len(candidates.names):
+        raise malformed(f"Answer: 1..{len(candidates.names)}", text)
+    return candidates.names[number - 1]

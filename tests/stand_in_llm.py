@@ -1,0 +1,340 @@
+"""A stand-in for an OpenAI-compatible endpoint: a real HTTP server that answers the pipeline's prompts by rule.
+
+    python tests/stand_in_llm.py --port 0 --latency-s 0.1 --rate-limited 0.05 --log requests.jsonl
+
+prints its URL, then serves until it is interrupted. `StandIn` does the same from a test. The same request always gets
+the same answer; faults are drawn per attempt, refusals and useless answers per request. The log has one line for each
+request as it ended: `answered`, the fault's name, or `abandoned` where the client had gone before the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How the endpoint behaves. Rates are shares of 1."""
+
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    """Up to this much is added to the latency, evenly spread."""
+    key: str = ""
+    """The bearer key to require; empty: none."""
+    models: str = ""
+    """The models there are, with commas between; empty: any."""
+    quota: int = 0
+    """Answers until the quota is used up; 0: no end."""
+    seed: int = 0
+    # Faults of an attempt.
+    rate_limited: float = 0.0
+    retry_after_s: float = 0.05
+    server_error: float = 0.0
+    hang: float = 0.0
+    dropped: float = 0.0
+    """The connection is closed without an answer."""
+    truncated: float = 0.0
+    """Half of a response body."""
+    # Faults of a request, the same at every attempt.
+    bad_request: float = 0.0
+    refusal: float = 0.0
+    empty: float = 0.0
+    cut_off: float = 0.0
+    malformed: float = 0.0
+    """An answer that is not in the format asked for."""
+    mistaken: float = 0.0
+    """The judge picks another candidate than the right one."""
+
+
+ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
+REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
+
+
+# ------------------------------------------------------------------------------------------- what the model says
+
+AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy makers", "patients", "shoppers")
+ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
+_WORD = re.compile(r"[a-z][a-z'-]+")
+_STAMP = re.compile(r"\(Note \d+\)")
+
+
+def say(prompt: str, mistaken: float = 0.0) -> str:
+    """The answer to one of the pipeline's prompts, always the same."""
+    rng = random.Random(prompt)
+    if "Candidates:" in prompt:
+        return f"Answer: {_judge(prompt, rng, mistaken)}"
+    if "Passage: <" in prompt:
+        return f"Passage: {_passage(_field(prompt, 'Query'), _field(prompt, 'Instruction'), rng)}"
+    document = _field(prompt, "Document")
+    if "Query: <" in prompt:
+        return f"Query: {_other_query(_field(prompt, 'Positive Query'), rng)}"
+    if "Positive Instruction:" in prompt:
+        positive = _field(prompt, "Positive Instruction")
+        audience, angle = _other(AUDIENCES, positive, rng), _other(ANGLES, positive, rng)
+        return f"Instruction: Written for {audience} and only about the {angle}; not what a general overview says."
+    mentioned = ", ".join(rng.sample(sorted(_words(document)), k=min(4, len(_words(document)))))
+    audience, angle = rng.choice(AUDIENCES), rng.choice(ANGLES)
+    return f"Instruction: I want a text for {audience} that touches on {mentioned}; nothing about the {angle}, please."
+
+
+def _judge(prompt: str, rng: random.Random, mistaken: float) -> str:
+    query, instruction = _field(prompt, "Query"), _field(prompt, "Instruction")
+    shown = re.split(r"^\[\d+\] ", _field(prompt, "Candidates"), flags=re.MULTILINE)[1:]
+    stamped = [number for number, text in enumerate(shown, start=1) if _stamp(query, instruction) in text]
+    if stamped:
+        right = stamped[0]
+    else:
+        wanted = _words(f"{query} {instruction}")
+        unstamped = [number for number, text in enumerate(shown, start=1) if not _STAMP.search(text)]
+        right = max(unstamped, key=lambda number: len(wanted & _words(shown[number - 1])), default=0)
+    if rng.random() < mistaken:
+        right = rng.choice([0, *(number for number in range(1, len(shown) + 1) if number != right)])
+    return str(right or "none")
+
+
+def _passage(query: str, instruction: str, rng: random.Random) -> str:
+    detail = rng.sample(ANGLES, k=3)
+    return (
+        f"On {query}: this passage was put together for one request, namely {instruction.rstrip('.')}. "
+        f"It starts from what most readers ask first, goes on to the {detail[0]} and the {detail[1]}, and ends with a "
+        f"word about the {detail[2]}, as far as they matter here. {_stamp(query, instruction)}"
+    )
+
+
+def _other_query(query: str, rng: random.Random) -> str:
+    words = query.split()
+    words[rng.randrange(len(words))] = rng.choice(("modern", "northern", "wooden", "electric", "medieval"))
+    return " ".join([*words, "compared"])
+
+
+def _stamp(query: str, instruction: str) -> str:
+    """What a passage written for (query, instruction) carries, so that the judge knows it again."""
+    return f"(Note {int(hashlib.sha256(f'{query}/{instruction}'.encode()).hexdigest(), 16) % 1_000_000})"
+
+
+def _field(prompt: str, name: str) -> str:
+    found = re.search(rf"^{name}:\s(.*?)(?=\n\n[A-Z][A-Za-z ]*:\s|\n\nYour task|\n\nMany|\Z)", prompt, re.M | re.S)
+    assert found is not None, f"no {name} in the prompt"
+    return found[1].strip()
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in _WORD.findall(text.lower()) if len(word) > 4}
+
+
+def _other(options: Sequence[str], text: str, rng: random.Random) -> str:
+    return rng.choice([option for option in options if option not in text])
+
+
+# ------------------------------------------------------------------------------------------------- the server
+
+
+class _Server:
+    def __init__(self, behaviour: Behaviour, log: Path) -> None:
+        self._behaviour = behaviour
+        self._log = log.open("a", encoding="utf-8", buffering=1)
+        self._attempts: Counter[str] = Counter()
+        self._in_flight = 0
+        self._answered = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=2**24)
+        application.add_routes(
+            [
+                web.post("/v1/chat/completions", self._handle),
+                web.post("/hold", self._hold),
+                web.post("/release", self._release),
+            ]
+        )
+        return application
+
+    async def _hold(self, _: web.Request) -> web.Response:
+        self._open.clear()
+        return web.Response()
+
+    async def _release(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)  # who hung up before this call is noticed before anybody is answered
+        self._open.set()
+        return web.Response()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        arrived = time.time()
+        body = await request.json()
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        self._attempts[digest] += 1
+        self._in_flight += 1
+        entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "arrived": arrived}
+        entry |= {"in_flight": self._in_flight, "authorization": request.headers.get("Authorization")}
+        ended = "abandoned"
+        try:
+            ended, response = await self._answer(request, body, digest)
+            return response
+        finally:
+            self._in_flight -= 1
+            self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], digest: str) -> tuple[str, web.StreamResponse]:
+        how = self._behaviour
+        if how.key and request.headers.get("Authorization") != f"Bearer {how.key}":
+            return "refused_key", _error(401, "Incorrect API key provided.", "invalid_api_key")
+        if how.models and body["model"] not in how.models.split(","):
+            return "unknown_model", _error(404, f"The model `{body['model']}` does not exist.", "model_not_found")
+        if how.quota and self._answered >= how.quota:
+            return "over_quota", _error(429, "You exceeded your current quota.", "insufficient_quota")
+        rng = random.Random(f"{how.seed}/{digest}/{self._attempts[digest]}")
+        fault = _draw(how, ATTEMPT_FAULTS, rng)
+        if fault == "rate_limited":
+            return fault, _error(429, "Rate limit reached.", "rate_limit_exceeded", how.retry_after_s)
+        await asyncio.sleep(how.latency_s + rng.uniform(0, how.jitter_s))
+        while fault == "hang" and not _gone(request):
+            await asyncio.sleep(0.05)
+        await self._open.wait()
+        if _gone(request):
+            return fault or "abandoned", web.Response()
+        if fault == "server_error":
+            return fault, _error(500, "The server had an error.", "server_error")
+        if fault == "dropped":
+            assert request.transport is not None
+            request.transport.close()
+            return fault, web.Response()
+        always = _draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
+        if always == "bad_request":
+            return always, _error(400, "This request is not acceptable.", "invalid_request_error")
+        text = json.dumps(_completion(body, always, how.mistaken))
+        if fault == "truncated":
+            return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
+        self._answered += 1
+        return "answered", web.Response(text=text, content_type="application/json")
+
+
+def _gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+def _draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str | None:
+    """At most one of some faults, each with its rate."""
+    at = rng.random()
+    for name in names:
+        at -= getattr(behaviour, name)
+        if at < 0:
+            return name
+    return None
+
+
+def _completion(body: dict[str, Any], fault: str | None, mistaken: float) -> dict[str, Any]:
+    prompt = body["messages"][-1]["content"]
+    text: str | None = say(prompt, mistaken)
+    refusal, finish_reason = None, "stop"
+    if fault == "refusal":
+        text, refusal = None, "I'm sorry, I can't help with that."
+    elif fault == "empty":
+        text = ""
+    elif fault == "cut_off":
+        text, finish_reason = text and text[: len(text) // 2], "length"
+    elif fault == "malformed":
+        text = "Certainly! Here is what you asked for."
+    usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len((text or "").split())}
+    message = {"role": "assistant", "content": text, "refusal": refusal}
+    return {
+        "id": "chatcmpl-stand-in",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": f"{body['model']}-2026-01-01",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }
+
+
+def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:
+    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
+    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+# --------------------------------------------------------------------------------------------- from outside
+
+
+class StandIn:
+    """A running stand-in endpoint, as a test sees it."""
+
+    def __init__(self, address: str, log: Path) -> None:
+        self._address = address
+        self._log = log
+        self.url = f"{address}/v1"
+
+    def log(self, ended: str | None = None) -> list[dict[str, Any]]:
+        """The requests so far, in the order in which they ended; those that ended in one way only."""
+        lines = self._log.read_text(encoding="utf-8").splitlines()
+        entries = [json.loads(line) for line in lines]
+        return [entry for entry in entries if ended is None or entry["ended"] == ended]
+
+    def hold(self) -> None:
+        """Answer nothing until `release`."""
+        self._post("hold")
+
+    def release(self) -> None:
+        self._post("release")
+
+    def _post(self, path: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self._address}/{path}", method="POST"), timeout=10).close()
+
+
+@contextmanager
+def stand_in(**behaviour: Any) -> Iterator[StandIn]:
+    """Run the server as a process of its own; the arguments are those of `Behaviour`."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "requests.jsonl"
+        log.touch()
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(Behaviour(**behaviour)).items()]
+        command = [sys.executable, __file__, "--port=0", f"--log={log}", *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                yield StandIn(server.stdout.readline().strip().removesuffix("/v1"), log)
+            finally:
+                server.kill()
+
+
+async def serve(behaviour: Behaviour, port: int, log: Path) -> None:
+    """Serve on loopback until cancelled; the URL is printed when the port is open."""
+    runner = web.AppRunner(_Server(behaviour, log).application(), access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A stand-in for an OpenAI-compatible endpoint.")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="JSONL file, one line a request")
+    for field in fields(Behaviour):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    options = vars(parser.parse_args())
+    port, log = options.pop("port"), options.pop("log")
+    asyncio.run(serve(Behaviour(**options), port, log))
+
+
+if __name__ == "__main__":
+    main()

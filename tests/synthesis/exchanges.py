@@ -1,0 +1,18 @@
+"""Requests and completions to test with."""
+
+from __future__ import annotations
+
+from infembed_ray.synthesis.chat import Completion, Request
+
+
+def request(text: str = "hello", model: str = "small", row: str = "r", step: str = "s") -> Request:
+    return Request(model, ({"role": "user", "content": text},), "test=1", step, row)
+
+
+def completion(text: str, model: str = "small-2026-01-01", tokens: tuple[int, int] = (7, 3)) -> Completion:
+    return Completion(text, "stop", model, *tokens)
+
+
+def passage_request(query: str, model: str = "small") -> Request:
+    """A request that the stand-in endpoint understands."""
+    return request(f"Query: {query}\n\nInstruction: be brief\n\nPassage: <your passage>", model)

@@ -1,0 +1,287 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infembed_ray import cli, records
+from infembed_ray.config import SynthesizeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.quickstart import sample
+from infembed_ray.storage import Published
+from infembed_ray.synthesis.distributed import run
+from infembed_ray.synthesis.journal import Journal
+from tests.stand_in_llm import StandIn, stand_in
+
+REPOSITORY = Path(__file__).parents[2]
+FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+
+
+@pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+PLANTS = ("maple", "willow", "juniper", "bramble", "thistle", "clover", "heather", "mistletoe")
+USES = ("honey", "timber", "baskets", "medicine", "fodder", "hedges", "charcoal", "shelter")
+ROWS = [
+    {
+        "id": f"{plant}-{use}",
+        "query": f"{plant} used for {use}",
+        "passage": f"People have turned to {plant} for {use} since villages were founded near rivers, although those "
+        f"who gather it nowadays mostly sell {use} from {plant} to neighbours.",
+    }
+    for plant in PLANTS
+    for use in USES
+]
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 seeds, no two alike."""
+    file = tmp_path_factory.mktemp("seeds") / "seeds.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return file
+
+
+def settings(seeds: Path, output: Path, server: StandIn | None = None, **values: Any) -> SynthesizeSettings:
+    endpoint = {"base_url": server.url, "api_key_env": None, "timeout_s": 5} if server else {}
+    given = {"seeds": str(seeds), "output": str(output), "in_flight": 16, "actors": 2, **values}
+    return SynthesizeSettings.of({**given, "endpoint": {**endpoint, **values.get("endpoint", {})}})
+
+
+def rows_of(published: Published) -> list[list[dict[str, Any]]]:
+    return [records.read_raw(published.path / file) for file in FILES]
+
+
+def answered_most(server: StandIn) -> int:
+    """How often the request was answered that was answered most often."""
+    return max(Counter(entry["request"] for entry in server.log("answered")).values())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.ray
+def test_a_finished_journal_needs_no_key_and_no_endpoint(
+    ray_cluster: None, no_key: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a limit, too: the judge's distractors come from the whole file, so its requests stay the same."""
+    arguments = [
+        *("synthesize", f"seeds={sample.SEEDS}", f"output={tmp_path}", f"replay=[{sample.JOURNAL}]", "limit=30"),
+        *("generator.model=bundled-sample", "generator.temperature=null", "judge.model=bundled-sample"),
+    ]
+    assert cli.main(arguments) == 0
+    pointer = (tmp_path / "latest").read_text().strip()
+    manifest = json.loads((tmp_path / pointer / "manifest.json").read_text())
+    counts = manifest["counts"]
+    assert (counts["seeds"], counts["calls"], counts["dead_letter"]) == (30, 0, 0)
+    assert counts["kept"] + counts["rejected"] == 30
+    assert counts["rejected"] == sum(manifest["rejected_by"].values()) > 0
+    assert manifest["usd"] == 0
+    assert not (tmp_path / "journal").exists()
+    capsys.readouterr()
+    assert cli.main(arguments) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+def test_with_faults_of_every_kind_every_seed_is_kept_rejected_or_a_dead_letter(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    faults = {
+        **{"rate_limited": 0.05, "server_error": 0.03, "hang": 0.005, "dropped": 0.03, "truncated": 0.03},
+        **{"bad_request": 0.01, "refusal": 0.01, "empty": 0.01, "cut_off": 0.01, "malformed": 0.01, "mistaken": 0.1},
+    }
+    with stand_in(latency_s=0.01, jitter_s=0.02, retry_after_s=0.05, **faults) as server:
+        first = run(settings(seeds, tmp_path / "out", server))
+        answered = len(server.log("answered"))
+        # Another output of the same: the journal answers, except what the endpoint never did.
+        again = run(settings(seeds, tmp_path / "again", server, journal=str(tmp_path / "out" / "journal"), actors=1))
+        assert answered_most(server) == 1
+        bad_requests = server.log("bad_request")
+
+    counts = first.manifest["counts"]
+    kept, rejected, dead = rows_of(first)
+    assert (counts["kept"], counts["rejected"], counts["dead_letter"]) == (len(kept), len(rejected), len(dead))
+    assert min(len(kept), len(rejected), len(dead)) > 0
+    order = [row["id"] for row in ROWS]
+    assert sorted(row["id"] for rows in (kept, rejected, dead) for row in rows) == sorted(order)
+    for rows in (kept, rejected, dead):
+        assert [row["id"] for row in rows] == sorted((row["id"] for row in rows), key=order.index)
+
+    assert counts["calls"] == answered
+    assert counts["replayed"] == 0
+    assert first.manifest["usd"] > 0
+    journal = Journal(tmp_path / "out" / "journal")
+    for row in dead:
+        refused = journal.get(row["request_hash"]) is None
+        assert refused == row["error"].startswith("HTTP 400")
+    assert len([row for row in dead if row["error"].startswith("HTTP 400")]) == len(bad_requests) / 2
+
+    assert rows_of(again) == rows_of(first)
+    assert (again.manifest["counts"]["calls"], again.manifest["counts"]["replayed"]) == (0, answered)
+    assert again.manifest["usd_replayed"] == pytest.approx(first.manifest["usd"])
+
+
+# ------------------------------------------------------------------------------------------------- crashes
+
+
+class Held:
+    """Holds the endpoint once it has answered some requests, so that a kill finds all others unanswered."""
+
+    def __init__(self, server: StandIn, journal: Path, answers: int) -> None:
+        self._server, self._journal, self._answers = server, journal, answers
+
+    def __enter__(self) -> list[int]:
+        wait_for(lambda: len(self._server.log("answered")) >= self._answers)
+        self._server.hold()
+        wait_for(lambda: self._journaled() == len(self._server.log("answered")))
+        return [int(segment.stem.split("-")[-2]) for segment in self._journal.glob("*.jsonl")]
+
+    def __exit__(self, *_: object) -> None:
+        self._server.release()
+
+    def _journaled(self) -> int:
+        return sum(segment.read_bytes().count(b"\n") for segment in self._journal.glob("*.jsonl"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    ray_cluster: None, seeds: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[dict[str, Any]]]:
+    """The rows of a run that nothing disturbs."""
+    with stand_in(mistaken=0.2) as server:
+        return rows_of(run(settings(seeds, tmp_path_factory.mktemp("uninterrupted"), server)))
+
+
+@pytest.mark.ray
+def test_a_killed_driver_resumes_without_repeating_an_answered_request(
+    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path
+) -> None:
+    with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
+        output = tmp_path / "out"
+        arguments = ["synthesize", f"seeds={seeds}", f"output={output}", "in_flight=16", "actors=2"]
+        arguments += [f"endpoint.base_url={server.url}", "endpoint.api_key_env=null"]
+        command = [sys.executable, "-m", "infembed_ray.cli", *arguments]
+        driver = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with driver, Held(server, output / "journal", answers=150) as actors:
+            driver.send_signal(signal.SIGKILL)
+            driver.wait()
+            wait_for(lambda: not any(alive(pid) for pid in actors))
+        assert not (output / "latest").exists()
+
+        resumed = run(settings(seeds, output, server))
+        assert answered_most(server) == 1
+        assert len(server.log("abandoned")) > 0
+    assert resumed.manifest["counts"]["replayed"] >= 150
+    assert rows_of(resumed) == uninterrupted
+
+
+@pytest.mark.ray
+def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
+    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path
+) -> None:
+    killed: list[int] = []
+
+    def kill_one(server: StandIn) -> None:
+        with Held(server, tmp_path / "out" / "journal", answers=100) as actors:
+            os.kill(actors[0], signal.SIGKILL)
+            wait_for(lambda: not alive(actors[0]))
+            killed.append(actors[0])
+
+    with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
+        killer = threading.Thread(target=kill_one, args=(server,))
+        killer.start()
+        published = run(settings(seeds, tmp_path / "out", server))
+        killer.join()
+        assert len(killed) == 1
+        assert answered_most(server) == 1
+    assert rows_of(published) == uninterrupted
+
+
+@pytest.mark.ray
+def test_a_refused_key_ends_the_run_with_one_line_and_the_journal_resumes_it(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    wrong = {"api_key_env": "HOME"}  # set in every worker, and no key of this endpoint
+    with stand_in() as server:
+        run(settings(seeds, tmp_path / "out", server, limit=8))
+    with stand_in(key="right") as server:
+        with pytest.raises(InputError, match=r"^endpoint.api_key_env=HOME: .* refuses its key .*resumes$") as error:
+            run(settings(seeds, tmp_path / "out", server, endpoint={**wrong, "base_url": server.url}))
+        assert "\n" not in str(error.value)
+        assert 1 <= len(server.log("refused_key")) <= 2 * 16
+        assert len(server.log()) == len(server.log("refused_key"))
+    with stand_in() as server:
+        whole = run(settings(seeds, tmp_path / "out", server))
+    assert whole.manifest["counts"]["seeds"] == 64
+    assert whole.manifest["counts"]["replayed"] == 8 * 8
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def one_line(given: SynthesizeSettings) -> str:
+    with pytest.raises(InputError) as error:
+        run(given)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_without_a_key_it_says_how_many_seeds_need_which_models(no_key: None, seeds: Path, tmp_path: Path) -> None:
+    message = one_line(settings(seeds, tmp_path / "out"))
+    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in message
+    assert "64 of 64 seeds need requests to gpt-4o-mini" in message
+    assert "export OPENAI_API_KEY" in message
+
+
+def test_without_a_key_seeds_that_the_journal_answers_are_not_counted(no_key: None, tmp_path: Path) -> None:
+    lines = sample.JOURNAL.read_bytes().splitlines(keepends=True)
+    partly = tmp_path / "partly.jsonl"
+    partly.write_bytes(b"".join(line for line in lines if b'"row": "sleep-01"' not in line))
+    given = settings(
+        sample.SEEDS,
+        tmp_path / "out",
+        replay=[str(partly)],
+        generator={"model": "bundled-sample"},
+        judge={"model": "bundled-sample"},
+    )
+    assert "1 of 144 seeds need requests to bundled-sample" in one_line(given)
+
+
+def test_bad_settings_are_refused_in_one_line_before_any_work(seeds: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keyless = {"api_key_env": None}
+    assert "seeds=" in one_line(settings(tmp_path / "nowhere.jsonl", out))
+    assert "replay=" in one_line(settings(seeds, out, replay=[str(tmp_path / "nowhere")]))
+    assert "distractors=64" in one_line(settings(seeds, out, distractors=64))
+    assert "endpoint.base_url=localhost" in one_line(settings(seeds, out, endpoint={"base_url": "localhost"}))
+    assert "column question is missing" in one_line(settings(seeds, out, columns={"query": "question"}))
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
+    assert not any(path.suffix == ".partial" for path in out.iterdir())

@@ -1,0 +1,42 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.synthesis.filters import fault, first_line
+
+words = st.lists(st.from_regex(r"[a-z]{2,8}", fullmatch=True), min_size=3, max_size=12).map(" ".join)
+
+
+@given(words, st.text())
+def test_what_follows_the_first_newline_is_gone(line: str, rest: str) -> None:
+    assert first_line(f" {line} \n{rest}") == line
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("instruction", "", "empty"),
+        ("instruction", "\nGive me a note for campers", "empty"),
+        ("instruction", "Find passages that:\n- help campers", "lead-in"),
+        ("query", "Here is the poisoned query:\nhow to land on venus", "lead-in"),
+        ("instruction", "For campers.\nNothing else", "fewer than 3 words"),
+        ("query", " \n", "empty"),
+    ],
+)
+def test_a_useless_first_line_is_named(kind, text: str, reason: str) -> None:
+    assert reason in (fault(kind, first_line(text)) or "")
+
+
+@given(words)
+def test_a_plain_request_is_fit(line: str) -> None:
+    assert fault("instruction", line) is None
+    assert fault("query", line, poisons=f"another {line}") is None
+
+
+def test_one_word_is_a_query() -> None:
+    assert fault("query", "espresso") is None
+
+
+@given(words)
+def test_a_poison_that_changes_nothing_is_useless(line: str) -> None:
+    assert fault("query", f"{line.upper()}  ?".replace("  ", ""), poisons=f"  {line}") is not None

@@ -1,0 +1,69 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.records import SCENARIOS
+from infembed_ray.synthesis import judge
+from infembed_ray.synthesis.chat import RowFailure
+
+DOCUMENTS = {scenario: f"text of {scenario}" for scenario in SCENARIOS}
+POOL = [*(f"other {number}" for number in range(20)), DOCUMENTS["positive"]]
+
+counts = st.integers(0, 20)
+seeds = st.tuples(st.integers(0, 99), st.text(max_size=4), st.sampled_from(SCENARIOS))
+
+
+def test_all_three_scenarios_are_asked() -> None:
+    assert sorted(judge.ORDER) == sorted(SCENARIOS)
+
+
+@given(counts, seeds)
+def test_a_lineup_is_the_rows_passages_and_distinct_distractors(count: int, seed: tuple[int, str, str]) -> None:
+    shown = judge.lineup(DOCUMENTS, POOL, count, *seed)
+    pairs = list(zip(shown.names, shown.passages, strict=True))
+    assert [pair for pair in sorted(pairs) if pair[0] != judge.DISTRACTOR] == sorted(DOCUMENTS.items())
+    drawn = [passage for name, passage in pairs if name == judge.DISTRACTOR]
+    assert len(drawn) == len(set(drawn)) == count
+    assert set(drawn) <= set(POOL) - {DOCUMENTS["positive"]}
+
+
+@given(counts, seeds)
+def test_a_lineup_depends_on_its_seed_alone(count: int, seed: tuple[int, str, str]) -> None:
+    again = dict(reversed(DOCUMENTS.items()))
+    assert judge.lineup(DOCUMENTS, POOL, count, *seed) == judge.lineup(again, POOL, count, *seed)
+
+
+def test_every_candidate_takes_every_place() -> None:
+    places = {
+        (name, place) for row in range(300) for place, name in enumerate(judge.lineup(DOCUMENTS, POOL, 2, row).names)
+    }
+    assert places == {(name, place) for name in (*SCENARIOS, judge.DISTRACTOR) for place in range(5)}
+
+
+@given(counts, seeds, st.data())
+def test_the_number_shown_before_a_passage_picks_it(
+    count: int, seed: tuple[int, str, str], data: st.DataObject
+) -> None:
+    shown = judge.lineup(DOCUMENTS, POOL, count, *seed)
+    numbered = dict(re.findall(r"^\[(\d+)\] (.*)$", str(shown), re.MULTILINE))
+    number = data.draw(st.sampled_from(sorted(numbered)))
+    wanted = {text: name for name, text in DOCUMENTS.items()}.get(numbered[number], judge.DISTRACTOR)
+    form = data.draw(
+        st.sampled_from(["Answer: {}", "**Answer:** {}", "answer: [{}].", "It may be 1.\nAnswer: 1? No.\nAnswer: {}"])
+    )
+    assert judge.verdict(form.format(number), shown) == wanted
+
+
+@pytest.mark.parametrize("text", ["Answer: none", "Answer: None.", "None of them fits.\n\nAnswer: **none**"])
+def test_none_is_a_verdict(text: str) -> None:
+    assert judge.verdict(text, judge.lineup(DOCUMENTS, POOL, 2, 0)) == judge.NONE
+
+
+@pytest.mark.parametrize(
+    "text", ["2", "The second.", "Answer: the second", "Answer: 0", "Answer: 6", "Answer: 123456789012"]
+)
+def test_what_picks_no_candidate_is_malformed(text: str) -> None:
+    with pytest.raises(RowFailure, match="malformed"):
+        judge.verdict(text, judge.lineup(DOCUMENTS, POOL, 2, 0))

@@ -1,0 +1,78 @@
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray import records
+from infembed_ray.synthesis import outputs
+from infembed_ray.synthesis.outputs import Outputs
+from infembed_ray.synthesis.steps import Kind, Outcome, Spend
+
+FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+
+
+def outcome(index: int, kind: Kind, paid: Spend | None = None, replayed: Spend | None = None) -> Outcome:
+    why: dict[Kind, dict[str, Any]] = {
+        "kept": {},
+        "rejected": {"step": "judge_positive", "reason": f"the judge picked {'none' if index % 2 else 'distractor'}"},
+        "dead_letter": {"step": "query_negative", "error": "HTTP 500", "request_hash": f"hash {index}"},
+    }
+    row = {"id": f"seed-{index}", "source": "s", **why[kind], "provenance": None}
+    return Outcome(kind, row, paid or Spend(3, 30, 6, 0.1), replayed or Spend(2, 20, 4, 0.2))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_order_of_arrival_gives_the_same_files_in_the_order_of_the_seeds(data: st.DataObject) -> None:
+    kinds: list[Kind] = data.draw(st.lists(st.sampled_from(["kept", "rejected", "dead_letter"]), max_size=12))
+    order = data.draw(st.permutations(range(len(kinds))))
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "_ROW_GROUP", 3)
+        directories = [Path(name) / "in order", Path(name) / "as they come"]
+        for directory, arrivals in zip(directories, (range(len(kinds)), order), strict=True):
+            directory.mkdir()
+            with Outputs(directory) as files:
+                for index in arrivals:
+                    files.add(index, outcome(index, kinds[index]))
+        for file in FILES:
+            assert (directories[0] / file).read_bytes() == (directories[1] / file).read_bytes()
+        for file, kind in zip(FILES, ("kept", "rejected", "dead_letter"), strict=True):
+            ids = pq.read_table(directories[1] / file)["id"].to_pylist()
+            assert ids == [f"seed-{index}" for index, each in enumerate(kinds) if each == kind]
+
+
+def test_the_figures_separate_what_was_paid_now_from_what_was_replayed(tmp_path: Path) -> None:
+    with Outputs(tmp_path) as files:
+        for index, kind in enumerate(("kept", "rejected", "kept", "dead_letter", "rejected", "rejected")):
+            files.add(index, outcome(index, kind))
+    assert files.counts() == {"seeds": 6, "kept": 2, "rejected": 3, "dead_letter": 1, "calls": 18, "replayed": 12}
+    facts = files.facts()
+    assert facts["usd"] == pytest.approx(0.6)
+    assert facts["usd_replayed"] == pytest.approx(1.2)
+    assert facts["usd_per_1000_kept"] == pytest.approx(1000 * 1.8 / 2)
+    assert facts["tokens"] == {"prompt": 180, "completion": 36}
+    assert facts["tokens_replayed"] == {"prompt": 120, "completion": 24}
+    assert facts["rejected_by"] == {
+        "judge_positive: the judge picked none": 2,
+        "judge_positive: the judge picked distractor": 1,
+    }
+
+
+def test_a_price_unknown_for_one_row_is_unknown_for_the_run(tmp_path: Path) -> None:
+    with Outputs(tmp_path) as files:
+        files.add(0, outcome(0, "kept"))
+        files.add(1, outcome(1, "kept", paid=Spend(1, 5, 5, None)))
+    assert files.facts()["usd"] is None
+    assert files.facts()["usd_per_1000_kept"] is None
+    assert files.facts()["usd_replayed"] == pytest.approx(0.4)
+
+
+def test_files_without_rows_have_their_columns(tmp_path: Path) -> None:
+    with Outputs(tmp_path):
+        pass
+    schemas = [pq.read_schema(tmp_path / file).names for file in FILES]
+    assert schemas == [records.RECORD.names, records.REJECTED.names, records.DEAD_LETTER.names]
