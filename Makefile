@@ -22,7 +22,7 @@ lint: environment
 	ruff check .
 	ruff format --check .
 	mypy
-	lint-imports --no-timing
+	lint-imports --no-logo
 
 environment: $(STAMP)
 

@@ -49,10 +49,8 @@ def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
     settings = entry.settings.load(config, overrides)
     result = importlib.import_module(entry.module).run(settings)
     if isinstance(result, Published):
-        if not result.fresh:
-            made = result.manifest["created"]
-            say(f"{verb}: nothing to do: same inputs and settings, output finished on {made}")
-        say(f"{verb}: {result.path}")
+        for line in result.account.splitlines():
+            say(f"{verb}: {line}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

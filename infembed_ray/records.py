@@ -178,8 +178,11 @@ def _text(value: Any) -> str | None:
 
 def _raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        try:
+            for batch in pq.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+        except pa.ArrowException as error:
+            raise InputError(f"{name}={path}: not readable as Parquet ({error}); is the file whole?") from error
         return
     if path.suffix not in (".jsonl", ".json"):
         raise InputError(f"{name}={path}: unknown format {path.suffix or 'without a suffix'}; give .jsonl or .parquet")

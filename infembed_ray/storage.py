@@ -108,6 +108,14 @@ class Published:
     fresh: bool
     """True if this run made it, False if it was there already."""
 
+    @property
+    def account(self) -> str:
+        """Where the output is and, if this run did nothing, why: one or two lines for the person who started it."""
+        if self.fresh:
+            return str(self.path)
+        made = self.manifest["created"]
+        return f"nothing to do: same inputs and settings, output finished on {made}\n{self.path}"
+
 
 @dataclass
 class Staging:

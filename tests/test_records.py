@@ -67,6 +67,12 @@ def test_a_line_that_is_no_json_is_named(tmp_path):
         records.read(tmp_path / "a.jsonl", Seed, "seeds")
 
 
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 cut short")
+    with pytest.raises(InputError, match="not readable as Parquet"):
+        records.read(tmp_path / "a.parquet", Seed, "seeds")
+
+
 def test_an_unknown_column_of_ours_is_refused_with_the_nearest(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [SEED])
     with pytest.raises(InputError, match=r"columns.pasage: no column of a seed: did you mean passage\?"):

@@ -294,6 +294,8 @@ def model_identity(model: str, name: str) -> tuple[dict[str, Path], dict[str, st
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"{name}={model}: no config.json in this directory; give a model directory")
+        if not any(path.glob("*.safetensors")):
+            raise InputError(f"{name}={model}: no *.safetensors in this directory; convert the weights to safetensors")
         return {name: path}, {}
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise InputError(f"{name}={model}: no such model directory; give an existing one, or a hub name like org/model")

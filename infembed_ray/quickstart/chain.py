@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infembed_ray import records
 from infembed_ray.analysis.report import run as analyze
 from infembed_ray.config import (
     AnalyzeSettings,
-    ChatModel,
     EvaluateSettings,
     IndexSettings,
     ServeSettings,
+    Settings,
     SynthesizeSettings,
     TrainSettings,
 )
@@ -33,6 +34,8 @@ from infembed_ray.storage import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.distributed import run as train
 from infembed_ray.training.metrics import read_metrics
+
+S = TypeVar("S", bound=Settings)
 
 DEMO_RECORD = "coffee-01"
 """The held-out record whose query is asked under both of its instructions."""
@@ -85,21 +88,19 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
 
 
 def _stages(root: Path, backbone: str) -> Outputs:
-    _title("synthesize", "InF-IR records from the seeds; every LLM answer comes from the bundled journal")
-    author = ChatModel(model=MODEL)
-    made = synthesize(
+    made = _run(
+        "InF-IR records from the seeds; every LLM answer comes from the bundled journal",
+        synthesize,
         SynthesizeSettings(
-            seeds=str(SEEDS),
-            output=str(root / "records"),
-            replay=(str(JOURNAL),),
-            generator=author,
-            judge=author,
-        )
+            seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
+        ),
     )
-    _title("analyze", "what the records hold")
-    analysis = analyze(AnalyzeSettings(records=str(made.path), output=str(root / "analysis")))
-    _title("train", "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2")
-    checkpoint = train(
+    analysis = _run(
+        "what the records hold", analyze, AnalyzeSettings(records=str(made.path), output=str(root / "analysis"))
+    )
+    checkpoint = _run(
+        "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2",
+        train,
         TrainSettings(
             records=str(made.path),
             split="train",
@@ -107,23 +108,35 @@ def _stages(root: Path, backbone: str) -> Outputs:
             output=str(root / "checkpoint"),
             records_per_worker=2,
             instruction_negatives=3,
-            checkpoint_every=1000,
-        )
+        ),
     )
-    _title("evaluate", "before and after, on topics the model has not seen")
-    results = evaluate(
+    results = _run(
+        "before and after, on topics the model has not seen",
+        evaluate,
         EvaluateSettings(
             records=str(made.path),
             split="test",
             models={"MiniLM": backbone, "MiniLM + InF-Embed": str(checkpoint.path)},
             distractors=str(SEEDS),
             output=str(root / "results"),
-        )
+            actors=2,
+        ),
     )
-    _title("index", "all passages of the sample, in two FAISS shards")
     corpus = _write_corpus(root / "corpus.jsonl", made)
-    built = index(IndexSettings(corpus=str(corpus), model=str(checkpoint.path), output=str(root / "index")))
+    built = _run(
+        "all passages of the sample, in two FAISS shards",
+        index,
+        IndexSettings(corpus=str(corpus), model=str(checkpoint.path), output=str(root / "index"), actors=2),
+    )
     return Outputs(made, analysis, checkpoint, results, built)
+
+
+def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
+    """Run one stage under a heading and say where its output is, or that it was there already."""
+    _title(stage.__module__.split(".")[1], what)
+    output = stage(settings)
+    say(output.account)
+    return output
 
 
 def _backbone() -> str:

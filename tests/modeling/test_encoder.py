@@ -112,5 +112,8 @@ def test_a_model_that_does_not_exist_is_named(model, message):
 def test_a_directory_without_a_model_is_named(tmp_path):
     with pytest.raises(InputError, match=r"no config.json in this directory"):
         model_identity(str(tmp_path), "model")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no \*.safetensors in this directory"):
+        model_identity(str(tmp_path), "model")
     with pytest.raises(InputError, match="cannot be loaded"):
         InstructionEncoder.from_pretrained(str(tmp_path))

@@ -1,0 +1,91 @@
+"""Retrieval tasks: a corpus, queries under instructions, judgements, and what a change of the instruction changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from infembed_ray.evaluation.metrics import Change, Qrels
+from infembed_ray.records import SCENARIOS, Passage, Record
+
+POSITIVE, NEGATIVE_INSTRUCTION, NEGATIVE_QUERY = SCENARIOS
+
+NOTATION = {POSITIVE: "(I+,Q+)", NEGATIVE_INSTRUCTION: "(I-,Q+)", NEGATIVE_QUERY: "(I+,Q-)"}
+"""Kind of query -> how the paper writes it."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query under one instruction."""
+
+    id: str
+    query: str
+    instruction: str
+    kind: str
+    """One of `records.SCENARIOS`."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is searched, what is asked, and what is right."""
+
+    corpus: Mapping[str, str]
+    """Document id -> text, all different."""
+    queries: tuple[Query, ...]
+    qrels: Qrels
+    changes: tuple[Change, ...]
+    distractors: int
+    """Passages of the corpus that answer nothing."""
+
+
+def instruction_following(
+    records: Sequence[Record], distractors: Sequence[Passage] = (), max_distractors: int | None = None
+) -> Task:
+    """The retrieval task in a set of InF-IR records.
+
+    - Corpus: `document_positive`, `hard_negative_document_1` and `hard_negative_document_2` of all records, then the
+      first `max_distractors` distractors; of equal texts only the first stands in it.
+    - Queries, three a record, each with its own right passage: (I+,Q+) -> P+, (I-,Q+) -> P1-, (I+,Q-) -> P2-. All
+      other passages count as irrelevant. Where two queries have the same instruction and text, the right passages of
+      both are right for both.
+    - Changes, for p-MRR, two a record, both with the query Q+: from I+ to I-, which makes P+ irrelevant, and from I-
+      to I+, which makes P1- irrelevant.
+
+    Ids are `record/<record id>/<scenario>` for queries and for the passages that answer them, and
+    `distractor/<id>`.
+    """
+    ids: dict[str, str] = {}  # text -> id
+    queries: list[Query] = []
+    right: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    changes: list[tuple[Query, Query]] = []
+    for record in records:
+        good, bad = record.instruction_positive, record.instruction_negative
+        asked = {
+            POSITIVE: (good, record.query_positive, record.document_positive),
+            NEGATIVE_INSTRUCTION: (bad, record.query_positive, record.hard_negative_document_1),
+            NEGATIVE_QUERY: (good, record.query_negative, record.hard_negative_document_2),
+        }
+        of_record = {}
+        for kind, (instruction, query, answer) in asked.items():
+            name = f"record/{record.id}/{kind}"
+            right[instruction, query][ids.setdefault(answer, name)] = 1
+            of_record[kind] = Query(name, query, instruction, kind)
+        queries += of_record.values()
+        original, changed = of_record[POSITIVE], of_record[NEGATIVE_INSTRUCTION]
+        changes += [(original, changed), (changed, original)]
+
+    answers = len(ids)
+    for passage in distractors:
+        if len(ids) - answers == max_distractors:
+            break
+        ids.setdefault(passage.text, f"distractor/{passage.id}")
+
+    qrels = {q.id: right[q.instruction, q.query] for q in queries}
+    return Task(
+        corpus={name: text for text, name in ids.items()},
+        queries=tuple(queries),
+        qrels=qrels,
+        changes=tuple(Change(a.id, b.id, tuple(d for d in qrels[a.id] if d not in qrels[b.id])) for a, b in changes),
+        distractors=len(ids) - answers,
+    )

@@ -1,0 +1,91 @@
+"""A small synthesis output, written as synthesis writes it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from infembed_ray import records
+from infembed_ray.config import SynthesizeSettings
+from infembed_ray.records import SCENARIOS, Record, columns_of
+from infembed_ray.storage import Step
+
+JUDGED = dict(zip(SCENARIOS, SCENARIOS, strict=True))
+
+
+def record(name, **changes):
+    columns = {
+        "id": name,
+        "query_positive": f"query of {name}",
+        "instruction_positive": f"positive instruction of {name}",
+        "instruction_negative": f"poisoned instruction of {name}",
+        "query_negative": f"poisoned query of {name}",
+        "document_positive": f"answer of {name}",
+        "hard_negative_document_1": f"answer of {name} to the poisoned instruction",
+        "hard_negative_document_2": f"answer of {name} to the poisoned query",
+        "source": "sample",
+    }
+    return Record(**{**columns, **changes})
+
+
+def provenance(usd=0.01, prompt_tokens=1000, completion_tokens=100, **verdicts):
+    return {
+        "generator": "a-model",
+        "judge": "another-model",
+        "prompt_version": "1",
+        "request_hashes": ["0123"],
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "usd": usd,
+        "verdicts": {scenario: verdicts.get(scenario) for scenario in SCENARIOS},
+    }
+
+
+def kept(name, usd=0.01, **changes):
+    return columns_of(record(name, **changes)) | {"provenance": provenance(usd, **JUDGED)}
+
+
+def rejected(name, step, reason, **verdicts):
+    return columns_of(record(name)) | {"step": step, "reason": reason, "provenance": provenance(**verdicts)}
+
+
+def dead(name, step, error):
+    row = {"id": name, "source": "sample", "step": step, "error": error, "request_hash": "4567"}
+    return row | {"provenance": provenance(completion_tokens=0)}
+
+
+@dataclass(frozen=True)
+class Rows:
+    kept: list
+    rejected: list
+    dead_letter: list
+
+
+ROWS = Rows(
+    kept=[kept("a", topic="tea"), kept("b", topic="tea"), kept("c", topic="bread")],
+    rejected=[
+        rejected("d", "judge_positive", "the judge picked none", negative_query="negative_query", positive="none"),
+        rejected("e", "judge_positive", "the judge picked none", negative_query="negative_query", positive="none"),
+        rejected("f", "query_negative", "equal to the positive it should poison"),
+    ],
+    dead_letter=[dead("g", "instruction_positive", "refused: <b>no</b>")],
+)
+
+
+def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
+    """Publish rows as a synthesis output; returns the directory that `records=` takes."""
+    output.mkdir(parents=True)
+    source = output / "seeds.jsonl"
+    source.write_text("{}")
+    settings = SynthesizeSettings(seeds=str(source), output=str(output))
+    step = Step("synthesize", settings, str(output), {"seeds": source})
+    with step.publish() as staging:
+        records.write(staging.path / records.KEPT_FILE, records.RECORD, rows.kept)
+        records.write(staging.path / records.REJECTED_FILE, records.REJECTED, rows.rejected)
+        records.write(staging.path / records.DEAD_LETTER_FILE, records.DEAD_LETTER, rows.dead_letter)
+        sizes = {"kept": len(rows.kept), "rejected": len(rows.rejected), "dead_letter": len(rows.dead_letter)}
+        staging.counts = {
+            "seeds": sum(sizes.values()) if seeds is None else seeds,
+            **sizes,
+            "calls": 40,
+            "replayed": 2,
+        }
+    return output
