@@ -267,6 +267,9 @@ class ServeSettings(Settings):
 
     index: str = place(description="a published index")
     model: str | None = place(None, description="encoder; null: the one the index was built with")
+    model_name: str | None = Field(
+        None, description="the model's name in the API; null: its hub name, or its directory's name"
+    )
     host: str = Field("127.0.0.1", description="address to bind; anything but loopback needs API keys")
     port: int = Field(8000, ge=1, le=65535, description="HTTP port")
     api_keys_env: str | None = Field(
@@ -275,6 +278,7 @@ class ServeSettings(Settings):
     encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder")
     shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
     gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
+    cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs per encoder replica, and its threads")
     batch_tokens: int = Field(4096, ge=64, description="padded tokens per encoding batch")
     max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica before 429")
     wait: bool = place(True, description="stay in the foreground until interrupted; false: leave it running and return")

@@ -1,0 +1,119 @@
+"""A real Ray head of one's own, which demands a token, and `ray job submit` to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+PORTS = (
+    "port",
+    "dashboard-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+    "node-manager-port",
+    "object-manager-port",
+    "ray-client-server-port",
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where jobs are submitted to, and the environment (token included) of who may."""
+
+    address: str
+    environment: dict[str, str]
+
+    def submit(self, verb: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Submit a script of jobs/ and follow it to its end; `environment` is changed on the submitter's side only."""
+        command = [RAY, "job", "submit", "--address", self.address, "--working-dir", ROOT]
+        return subprocess.run(
+            [*command, "--", "python", f"jobs/{verb}.py", *overrides],
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+
+@contextlib.contextmanager
+def running_head(secrets: dict[str, str]) -> Iterator[Head]:
+    """Start a head, end it and all it started; `secrets` are in the environment of the node and so of every job."""
+    # Not pytest's tmp_path: Ray's Unix sockets lie there, and their paths may have 107 characters only.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        token, log = Path(directory, "auth_token"), Path(directory, "head.log")
+        token.write_text("any-secret-of-at-least-thirty-two-characters", encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        command = [RAY, "start", "--head", "--block", f"--temp-dir={directory}", "--dashboard-host=127.0.0.1"]
+        command += ["--num-cpus=8", f"--object-store-memory={150 * 2**20}"]
+        command += [f"--{name}={port}" for name, port in ports.items()]
+        with log.open("w") as stream:
+            head = subprocess.Popen(
+                command, env=environment | secrets, stdout=stream, stderr=stream, start_new_session=True
+            )
+        try:
+            address = f"http://127.0.0.1:{ports['dashboard-port']}"
+            _wait_until_up(address, head, log)
+            yield Head(address, environment)
+        finally:
+            os.killpg(head.pid, signal.SIGKILL)  # SIGTERM would first drain the node, for 30 s
+            head.wait()
+            _wait_until_gone(directory)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different free ports. The system gives them from far above 10002-19999, which are Ray's for its workers."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _wait_until_up(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for the job API, and for its refusal of a stranger."""
+    deadline = time.monotonic() + 90
+    while (status := _status(f"{address}/api/jobs/")) is None:
+        if time.monotonic() > deadline or head.poll() is not None:
+            raise RuntimeError(f"no dashboard at {address}:\n{log.read_text()}")
+        time.sleep(0.5)
+    assert status == 401, f"status {status} without a token"
+
+
+def _status(url: str) -> int | None:
+    """The HTTP status of a page; None where nothing answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code
+    except OSError:
+        return None
+
+
+def _wait_until_gone(directory: str) -> None:
+    """Workers end by themselves when they miss their raylet."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        if directory not in listing.stdout:
+            return
+        time.sleep(0.5)

@@ -1,0 +1,31 @@
+"""The settings files of jobs/configs: valid, complete, and runnable on the cluster of cluster.yaml."""
+
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.cli import VERBS
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "jobs" / "configs"
+SHARED_DIRECTORY = "/mnt/infembed/"
+
+
+def test_every_verb_has_a_script_and_a_config():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(VERBS)
+    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_config_is_valid(verb):
+    VERBS[verb].settings.load(str(CONFIGS / f"{verb}.yaml"))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_inputs_and_outputs_lie_on_the_shared_file_system(verb):
+    settings = VERBS[verb].settings.load(str(CONFIGS / f"{verb}.yaml")).model_dump()
+    places = [settings[name] for name in ("seeds", "records", "corpus", "index", "output") if settings.get(name)]
+    assert places
+    assert all(place.startswith(SHARED_DIRECTORY) for place in places)
+    mounted = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+    assert SHARED_DIRECTORY.rstrip("/") in mounted

@@ -1,0 +1,276 @@
+"""The six jobs as a platform team runs them: `ray job submit`, twice each, to a real head that demands a token.
+
+Where the development data lies beside the checkout, it is synthesized from, trained and evaluated on, and searched,
+with a stand-in for the LLM; else the bundled sample, whose answers are all in its journal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from infembed_ray import records, storage
+from infembed_ray.quickstart import sample
+from infembed_ray.records import Record, columns_of
+from tests.conftest import SHARED
+from tests.jobs.head import Head, free_ports, running_head
+from tests.stand_in_llm import StandIn, stand_in
+
+pytestmark = [pytest.mark.ray, pytest.mark.end_to_end]
+
+LLM_KEY = "key-of-the-llm"
+API_KEY = "key-of-the-http-api"
+SEEDS = 12
+TRAINING_RECORDS = 16
+HELD_OUT_RECORDS = 12
+DOCUMENTS = 300
+
+
+@dataclass(frozen=True)
+class Twice:
+    """A job submitted two times over, and what became of its output."""
+
+    first: str
+    second: str
+    output: Path
+    untouched: bool
+    """The second run left every file of the output as it was."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return storage.read_manifest(self.output, "output")
+
+
+def submit_twice(head: Head, verb: str, output: Path, **settings: Any) -> Twice:
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()] + [f"output={output}"]
+    first = head.submit(verb, *overrides)
+    assert first.returncode == 0, first.stdout
+    published = storage.resolve(output)
+    before = {path: path.stat().st_mtime_ns for path in published.rglob("*")}
+    second = head.submit(verb, *overrides)
+    assert second.returncode == 0, second.stdout
+    after = {path: path.stat().st_mtime_ns for path in published.rglob("*")}
+    return Twice(first.stdout, second.stdout, published, untouched=before == after)
+
+
+# ------------------------------------------------------------------------------------------------- what they run on
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Files for the stages after synthesis."""
+
+    training: Path
+    held_out: Path
+    corpus: Path
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    assert rows
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def cranfield(file: Path) -> list[dict[str, Any]]:
+    documents = ElementTree.fromstring(f"<all>{file.read_text(encoding='utf-8')}</all>")
+    return [{"id": doc.findtext("docno"), "text": " ".join(doc.findtext("text", "").split())} for doc in documents]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the nodes of a cluster share."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def texts(directory: Path, synthesized: Twice) -> Texts:
+    if SHARED.is_dir():
+        training, held_out = (
+            [json.loads(line) for line in (SHARED / "infir_mini" / name).read_text(encoding="utf-8").splitlines()]
+            for name in ("train.jsonl", "dev.jsonl")
+        )
+        corpus = cranfield(SHARED / "cranfield" / "cran.all.1400.xml")
+    else:
+        training, held_out = (
+            [columns_of(row) for row in records.read(synthesized.output, Record, "records", split=split)]
+            for split in ("train", "test")
+        )
+        corpus = [{"id": row["id"], "text": row["document_positive"]} for row in training + held_out]
+    return Texts(
+        write_jsonl(directory / "training.jsonl", training[:TRAINING_RECORDS]),
+        write_jsonl(directory / "held_out.jsonl", held_out[:HELD_OUT_RECORDS]),
+        write_jsonl(directory / "corpus.jsonl", corpus[:DOCUMENTS]),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the six jobs
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with running_head({"OPENAI_API_KEY": LLM_KEY, "INFEMBED_API_KEYS": API_KEY}) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[StandIn]:
+    with stand_in(key=LLM_KEY, latency_s=0.05) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def synthesized(head: Head, directory: Path, llm: StandIn) -> Twice:
+    if SHARED.is_dir():
+        source = {"seeds": SHARED / "msmarco_seeds" / "seeds.jsonl", "limit": SEEDS}
+    else:
+        source = {"seeds": sample.SEEDS, "replay": f"[{sample.JOURNAL}]"}
+        source |= {"generator__model": sample.MODEL.model, "judge__model": sample.MODEL.model}
+    return submit_twice(head, "synthesize", directory / "records", endpoint__base_url=llm.url, **source)
+
+
+@pytest.fixture(scope="module")
+def analyzed(head: Head, directory: Path, synthesized: Twice) -> Twice:
+    return submit_twice(head, "analyze", directory / "analysis", records=synthesized.output)
+
+
+@pytest.fixture(scope="module")
+def trained(head: Head, directory: Path, texts: Texts, minilm: str) -> Twice:
+    settings = {"records_per_worker": 2, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
+    return submit_twice(head, "train", directory / "checkpoints", records=texts.training, model=minilm, **settings)
+
+
+@pytest.fixture(scope="module")
+def evaluated(head: Head, directory: Path, texts: Texts, minilm: str, trained: Twice) -> Twice:
+    models = {"models__base": minilm, "models__trained": trained.output}
+    return submit_twice(head, "evaluate", directory / "results", records=texts.held_out, **models)
+
+
+@pytest.fixture(scope="module")
+def indexed(head: Head, directory: Path, texts: Texts, trained: Twice) -> Twice:
+    # The directory under which checkpoints are published stands for the newest of them.
+    return submit_twice(head, "index", directory / "index", corpus=texts.corpus, model=trained.output.parent)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The API that a job left on the cluster, and what that job and the same job again printed."""
+
+    url: str
+    first: str
+    second: str
+
+
+@pytest.fixture(scope="module")
+def served(head: Head, indexed: Twice) -> Served:
+    (port,) = free_ports(1)
+    settings = f"index={indexed.output.parent}", f"port={port}", "wait=false"
+    first, second = head.submit("serve", *settings), head.submit("serve", *settings)
+    assert first.returncode == 0, first.stdout
+    assert second.returncode == 0, second.stdout
+    return Served(f"http://127.0.0.1:{port}", first.stdout, second.stdout)
+
+
+def search(served: Served, body: dict[str, Any], key: str) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{served.url}/v1/search",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+# --------------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.mark.parametrize("mode", ["disabled", "token"])
+def test_a_submission_without_the_clusters_token_is_refused(head, tmp_path, mode):
+    (tmp_path / "auth_token").write_text("some-other-secret-of-at-least-thirty-two-characters")
+    stranger = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "auth_token")}
+    refused = head.submit("analyze", "records=r", "output=o", **stranger)
+    assert refused.returncode != 0
+    assert re.search(r"authenticat", refused.stdout, re.IGNORECASE)
+    assert "submitted successfully" not in refused.stdout
+
+
+def test_bad_input_ends_a_job_in_one_line(head, directory):
+    failed = head.submit("train", "record=x", f"output={directory}")
+    assert failed.returncode == 1
+    assert "infembed train: settings: " in failed.stdout
+    assert "unknown key record: did you mean records?" in failed.stdout
+    assert "Traceback" not in failed.stdout
+
+
+@pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "evaluated", "indexed"])
+def test_the_same_job_again_does_nothing_and_says_why(job, request):
+    done = request.getfixturevalue(job)
+    reason = "nothing to do: same inputs and settings, output finished on "
+    assert reason not in done.first
+    assert reason + done.manifest["created"] in done.second
+    assert str(done.output) in done.first
+    assert str(done.output) in done.second
+    assert done.untouched
+
+
+def test_every_seed_comes_out_and_no_request_is_sent_twice(synthesized, llm):
+    counts = synthesized.manifest["counts"]
+    assert counts["kept"] > 0
+    assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
+    assert len(llm.log()) == counts["calls"]
+    assert all(entry["attempt"] == 1 for entry in llm.log())
+    if SHARED.is_dir():
+        assert counts["seeds"] == SEEDS
+        assert counts["calls"] > 0
+    else:
+        assert counts["calls"] == 0  # the journal of the sample has all the answers
+
+
+def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
+    assert LLM_KEY not in synthesized.first
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert files
+    assert not any(LLM_KEY.encode() in path.read_bytes() for path in files)
+
+
+def test_the_analysis_counts_what_synthesis_made(analyzed, synthesized):
+    counts = synthesized.manifest["counts"]
+    assert analyzed.manifest["counts"] == {kind: counts[kind] for kind in ("kept", "rejected", "dead_letter")}
+    assert f"{counts['seeds']} seeds" in analyzed.first
+
+
+def test_the_evaluation_compares_base_and_checkpoint(evaluated, trained):
+    assert trained.manifest["counts"]["records"] == TRAINING_RECORDS
+    figures = evaluated.manifest["figures"]
+    assert list(figures) == ["base", "trained"]
+    assert figures["base"] != figures["trained"]
+    assert "p-MRR" in evaluated.first
+
+
+def test_the_index_holds_the_corpus(indexed, texts):
+    assert indexed.manifest["counts"]["passages"] == len(texts.corpus.read_text(encoding="utf-8").splitlines())
+
+
+def test_serving_the_same_again_does_nothing_and_says_why(served):
+    reason = "serve: nothing to do: same index and settings, already served at "
+    assert reason not in served.first
+    assert f"{reason}{served.url}" in served.second
+
+
+def test_the_api_finds_a_passage_and_wants_a_key(served, texts):
+    wanted = json.loads(texts.corpus.read_text(encoding="utf-8").splitlines()[-1])
+    question = {"query": wanted["text"], "instruction": "The text itself.", "top_k": 3}
+    hits = search(served, question, API_KEY)["hits"]
+    assert len(hits) == 3
+    assert hits[0]["id"] == wanted["id"]
+    assert hits[0]["text"] == wanted["text"]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        search(served, question, "a guess")

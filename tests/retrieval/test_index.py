@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.shards import Shard
+from infembed_ray.storage import LATEST, MANIFEST
+from tests.retrieval.vectors import unit_vectors
+
+
+def write_index(root: Path, vectors: np.ndarray, shards: int, encoder: str = "aaaa") -> Path:
+    """An index over passages p0, p1, ...; row i goes to shard i mod shards."""
+    root.mkdir(parents=True)
+    facts = []
+    for shard in range(shards):
+        rows = range(shard, len(vectors), shards)
+        ids, texts = [f"p{r}" for r in rows], [f"text {r}" for r in rows]
+        facts.append(Shard.write(root / f"shard-{shard:05d}", ids, texts, vectors[list(rows)]))
+    index = IndexFacts(encoder, "some/model", "instruction_first", vectors.shape[1], len(vectors), facts)
+    (root / MANIFEST).write_text(json.dumps({"stage": "index", "identity": root.name, "index": asdict(index)}))
+    return root
+
+
+@settings(deadline=None, max_examples=30)
+@given(n=st.integers(1, 60), d=st.integers(2, 16), shards=st.integers(1, 5), k=st.integers(1, 70), seed=st.integers(0))
+def test_search_over_any_number_of_shards_is_exact(
+    tmp_path_factory: pytest.TempPathFactory, n: int, d: int, shards: int, k: int, seed: int
+) -> None:
+    vectors, queries = unit_vectors(n, d, seed % 2**32), unit_vectors(3, d, (seed + 1) % 2**32)
+    index = Index.open(write_index(tmp_path_factory.mktemp("index") / "v1", vectors, shards))
+    exact = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    for row, hits in enumerate(index.search(queries, k)):
+        assert len(hits) == min(k, n)
+        scores = [hit.score for hit in hits]
+        np.testing.assert_allclose(scores, np.sort(exact[row])[::-1][:k], atol=1e-5)
+        assert [(h.score, h.id) for h in hits] == sorted(((h.score, h.id) for h in hits), reverse=True)
+        for hit in hits:
+            assert hit.text == f"text {hit.id[1:]}"
+            np.testing.assert_allclose(hit.score, exact[row, int(hit.id[1:])], atol=1e-5)
+
+
+def test_an_open_index_says_what_it_is(tmp_path: Path) -> None:
+    index = Index.open(write_index(tmp_path / "v1", unit_vectors(10, 4), 3))
+    assert index.version == "v1"
+    assert (index.facts.encoder, index.facts.dimension, index.facts.passages) == ("aaaa", 4, 10)
+    assert [len(shard) for shard in index.shards] == [4, 3, 3] == [shard.passages for shard in index.facts.shards]
+
+
+def test_the_output_directory_stands_for_its_latest_index(tmp_path: Path) -> None:
+    write_index(tmp_path / "v1", unit_vectors(10, 4), 1)
+    (tmp_path / LATEST).write_text("v1\n")
+    assert Index.open(tmp_path).version == "v1"
+
+
+def test_an_index_built_by_another_encoder_is_refused_naming_both(tmp_path: Path) -> None:
+    path = write_index(tmp_path / "v1", unit_vectors(10, 4), 1, encoder="aaaa")
+    Index.open(path, "aaaa")
+    with pytest.raises(InputError, match=r"built by another encoder \(aaaa, some/model\) than the one given \(bbbb\)"):
+        Index.open(path, "bbbb")
+
+
+def test_what_is_no_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"index=.*nowhere: no such file or directory"):
+        Index.open(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="not a published output"):
+        Index.open(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps({"stage": "train", "identity": "x"}))
+    with pytest.raises(InputError, match="the output of `train`"):
+        Index.open(tmp_path)
+
+
+def test_a_shard_missing_whole_is_refused(tmp_path: Path) -> None:
+    path = write_index(tmp_path / "v1", unit_vectors(10, 4), 2)
+    (path / "shard-00001").rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"shard-00001/index\.faiss is missing"):
+        Index.open(path)

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray.serving import engine as engine_module
+from infembed_ray.serving.engine import BatchingEngine, EmptySequence, QueueFull, cheapest_batches, measured_overhead
+from tests.serving.debug import debug_embed
+
+
+class Model:
+    """Records its batches; stands still while `gate` is shut."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[list[int]]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.running = 0
+        self.most_running = 0
+
+    def __call__(self, sequences: list[list[int]]) -> np.ndarray:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.batches.append(sequences)
+        assert self.gate.wait(timeout=30)
+        self.running -= 1
+        return debug_embed(sequences)
+
+
+def sequence(length: int, first: int = 0) -> list[int]:
+    return [first, *[7] * (length - 1)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), timeout=30)
+
+
+async def behind_a_shut_gate(model: Model, engine: BatchingEngine) -> asyncio.Task[np.ndarray]:
+    """Occupy the model, so that whatever comes next queues."""
+    model.gate.clear()
+    task = asyncio.create_task(engine.embed([sequence(3, first=99)]))
+    await until(lambda: len(model.batches) == 1)
+    return task
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=40), min_size=1, max_size=6), max_size=20),
+    st.integers(1, 100),
+)
+def test_every_request_gets_exactly_what_the_model_says_of_its_sequences(
+    requests: list[list[list[int]]], batch_tokens: int
+) -> None:
+    model = Model()
+
+    async def run() -> list[np.ndarray]:
+        engine = BatchingEngine(model, batch_tokens=batch_tokens, max_queue=1000)
+        return await asyncio.gather(*[engine.embed(request) for request in requests])
+
+    for request, vectors in zip(requests, asyncio.run(run()), strict=True):
+        np.testing.assert_array_equal(vectors, debug_embed(request))
+    for batch in model.batches:
+        assert len(batch) * max(map(len, batch)) <= batch_tokens or len(batch) == 1
+    assert sorted(s for batch in model.batches for s in batch) == sorted(s for r in requests for s in r)
+    assert model.most_running <= 1
+
+
+def test_what_queues_while_the_model_is_busy_goes_together_sorted_by_length() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=200)
+        first = await behind_a_shut_gate(model, engine)
+        lengths = [100, 10, 98, 11, 9, 10, 10, 12]
+        rest = [asyncio.create_task(engine.embed([sequence(n)])) for n in lengths]
+        await until(lambda: engine.waiting == len(lengths))
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+        # The oldest, of 100 tokens, is not padded out with short ones; those share a batch of their own.
+        assert [sorted(map(len, batch)) for batch in model.batches[1:]] == [[98, 100], [9, 10, 10, 10, 11, 12]]
+
+    asyncio.run(run())
+
+
+def test_an_expensive_pass_makes_larger_batches() -> None:
+    def passes(overhead_tokens: float) -> int:
+        async def run() -> int:
+            model = Model()
+            engine = BatchingEngine(model, batch_tokens=4096, overhead_tokens=overhead_tokens)
+            first = await behind_a_shut_gate(model, engine)
+            rest = [asyncio.create_task(engine.embed([sequence(4 * n)])) for n in range(1, 33)]
+            await until(lambda: engine.waiting == 32)
+            model.gate.set()
+            await asyncio.gather(first, *rest)
+            return len(model.batches) - 1
+
+        return asyncio.run(run())
+
+    assert passes(overhead_tokens=0) == 32  # nothing is padded
+    assert 1 < passes(overhead_tokens=64) < 32
+    assert passes(overhead_tokens=4096) == 1
+
+
+def divisions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to divide items into batches, neighbours or not."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for division in divisions(rest):
+        yield [[first], *division]
+        for i, batch in enumerate(division):
+            yield [*division[:i], [first, *batch], *division[i + 1 :]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 30), max_size=6), st.integers(1, 100), st.integers(0, 60))
+def test_no_division_into_batches_costs_less(lengths: list[int], batch_tokens: int, overhead: int) -> None:
+    lengths = sorted(lengths)
+
+    def cost(batches: list[list[int]]) -> float:
+        if any(len(b) > 1 and len(b) * max(b) > batch_tokens for b in batches):
+            return float("inf")
+        return sum(overhead + len(b) * max(b) for b in batches)
+
+    chosen = [lengths[low:high] for low, high in cheapest_batches(lengths, batch_tokens, overhead)]
+    assert [length for batch in chosen for length in batch] == lengths
+    assert cost(chosen) == min(map(cost, divisions(lengths)))
+
+
+def test_a_large_request_does_not_keep_single_ones_waiting() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=40)
+        large = asyncio.create_task(engine.embed([sequence(10)] * 200))
+        await until(lambda: len(model.batches) >= 3)
+        before = len(model.batches)
+        await engine.embed([sequence(30)])  # too long to share a batch
+        assert len(model.batches) - before <= 4
+        assert not large.done()
+        assert len(await large) == 200
+
+    asyncio.run(run())
+
+
+def test_unlike_lengths_starve_nobody() -> None:
+    """A long sequence is answered although short ones, which batch better, keep coming."""
+
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=60)
+        stop = asyncio.Event()
+
+        async def short() -> None:
+            while not stop.is_set():
+                await engine.embed([sequence(5)])
+
+        clients = [asyncio.create_task(short()) for _ in range(20)]
+        await until(lambda: len(model.batches) >= 3)
+        await asyncio.wait_for(engine.embed([sequence(50)]), timeout=30)
+        stop.set()
+        await asyncio.gather(*clients)
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_refuses_with_the_time_it_takes_to_drain() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, max_queue=3)
+        first = await behind_a_shut_gate(model, engine)
+        waiting = [asyncio.create_task(engine.embed([sequence(4)])) for _ in range(2)]
+        await until(lambda: engine.waiting == 2)
+        # Room for one is left: a request larger than the whole queue is taken, or it could never be served.
+        large = asyncio.create_task(engine.embed([sequence(4)] * 10))
+        await until(lambda: engine.waiting == 12)
+        with pytest.raises(QueueFull) as refusal:
+            await engine.embed([sequence(4)])
+        assert refusal.value.retry_after_s > 0
+        assert pickle.loads(pickle.dumps(refusal.value)).retry_after_s == refusal.value.retry_after_s
+        assert engine.waiting == 12
+        model.gate.set()
+        await asyncio.gather(first, *waiting, large)
+        assert (await engine.embed([sequence(4)])).shape[0] == 1  # room again
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_request_never_reaches_the_model() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model)
+        first = await behind_a_shut_gate(model, engine)
+        kept = asyncio.create_task(engine.embed([sequence(4, first=1)]))
+        gone = asyncio.create_task(engine.embed([sequence(4, first=2), sequence(5, first=2)]))
+        await until(lambda: engine.waiting == 3)
+        gone.cancel()
+        await until(lambda: engine.waiting == 1)
+        model.gate.set()
+        await asyncio.gather(first, kept)
+        assert [s[0] for batch in model.batches for s in batch] == [99, 1]
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+
+    asyncio.run(run())
+
+
+def test_cancelling_what_the_model_works_on_harms_nobody_else() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model)
+        in_the_model = await behind_a_shut_gate(model, engine)
+        waiting = asyncio.create_task(engine.embed([sequence(4)]))
+        in_the_model.cancel()
+        await until(in_the_model.done)
+        model.gate.set()
+        np.testing.assert_array_equal(await waiting, debug_embed([sequence(4)]))
+
+    asyncio.run(run())
+
+
+def test_a_failing_batch_fails_its_own_requests_and_the_engine_goes_on() -> None:
+    def model(sequences: list[list[int]]) -> np.ndarray:
+        if any(s[0] == 13 for s in sequences):
+            raise RuntimeError("out of memory")
+        return debug_embed(sequences)
+
+    async def run() -> None:
+        engine = BatchingEngine(model, batch_tokens=8)
+        bad, good = await asyncio.gather(
+            engine.embed([sequence(8, first=13), *[sequence(7)] * 5]),
+            engine.embed([sequence(2)]),
+            return_exceptions=True,
+        )
+        assert isinstance(bad, RuntimeError)
+        np.testing.assert_array_equal(good, debug_embed([sequence(2)]))
+        assert engine.waiting == 0  # nothing is computed for a request that failed already
+
+    asyncio.run(run())
+
+
+def test_a_model_that_loses_a_row_is_an_error_and_not_a_shift() -> None:
+    async def run() -> None:
+        engine = BatchingEngine(lambda sequences: debug_embed(sequences)[:-1])
+        with pytest.raises(ValueError, match="zip"):
+            await engine.embed([sequence(2), sequence(3)])
+
+    asyncio.run(run())
+
+
+def test_nothing_to_embed_is_refused() -> None:
+    engine = BatchingEngine(debug_embed)
+    with pytest.raises(ValueError, match="no sequences"):
+        asyncio.run(engine.embed([]))
+    with pytest.raises(EmptySequence, match="input 1 has no tokens"):
+        asyncio.run(engine.embed([[1], []]))
+
+
+@pytest.mark.parametrize(("overhead_tokens", "expected"), [(0, 16), (100, 100), (1000, 1000), (10**6, 4096)])
+def test_the_overhead_is_that_of_the_model(
+    overhead_tokens: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def embed(sequences: list[list[int]]) -> np.ndarray:
+        nonlocal now
+        now += 1e-5 * (overhead_tokens + sum(map(len, sequences)))
+        return debug_embed(sequences)
+
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert measured_overhead(embed, 4096) == pytest.approx(expected)
