@@ -30,14 +30,14 @@ _HASH_BLOCK = 1 << 20
 
 
 def local_path(value: str, name: str) -> Path:
-    """`value` as a path of this machine; `name` is the setting it came from.
+    """`value` as an absolute path of this machine: workers have other working directories. `name` is its setting.
 
     Raises:
         InputError: it is an object-store URI. A cluster shares outputs over a mounted file system for now.
     """
     if "://" in value and not value.startswith("file://"):
         raise InputError(f"{name}={value}: object stores are not supported yet; mount it, or give a shared directory")
-    return Path(value.removeprefix("file://")).expanduser()
+    return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
 def existing(value: str, name: str) -> Path:

@@ -290,14 +290,14 @@ def model_identity(model: str, name: str) -> tuple[dict[str, Path], dict[str, st
         InputError: it looks like a directory but there is none, or the directory holds no model, or the hub does not
             know the name.
     """
-    path = resolve(Path(model).expanduser())
+    path = resolve(Path(model).expanduser().absolute())
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"{name}={model}: no config.json in this directory; give a model directory")
         if not any(path.glob("*.safetensors")):
             raise InputError(f"{name}={model}: no *.safetensors in this directory; convert the weights to safetensors")
         return {name: path}, {}
-    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise InputError(f"{name}={model}: no such model directory; give an existing one, or a hub name like org/model")
     try:
         AutoConfig.from_pretrained(model)

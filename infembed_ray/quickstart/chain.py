@@ -69,7 +69,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     backbone = _backbone()
     require_free_port("127.0.0.1", port)
     outputs = _stages(root, backbone)
-    settings = ServeSettings(index=str(outputs.index.path), port=port, wait=False)
+    settings = ServeSettings(index=str(outputs.index.path), port=port, api_keys_env=None, wait=False)
     _title("serve", "encoder and index shards behind an HTTP API, on Ray Serve")
     with serving(settings) as url:
         rankings = _ask(url, outputs.records)

@@ -55,7 +55,9 @@ def run(settings: TrainSettings) -> Published:
         sampler = Sampler.of(settings, len(rows))
         say(f"train: {settings.objective}, {len(rows)} records, {sampler.steps} steps on {settings.workers} workers")
         with _progress(staging.path, sampler.steps):
-            _fit(settings, rows, staging.path)
+            # The path that was found here, not as it was written: workers have other working directories.
+            found = settings.model_copy(update={"model": str(model.get("model", settings.model))})
+            _fit(found, rows, staging.path)
         staging.counts |= {"records": len(rows), "steps": sampler.steps}
         staging.facts["final_metrics"] = read_metrics(staging.path)[-1]
     return step.published()
@@ -74,7 +76,7 @@ def _fit(settings: TrainSettings, rows: list[tables.Record], directory: Path) ->
         ),
         run_config=RunConfig(
             name=f"{time.time_ns()}",  # never an earlier attempt's: resuming is ours, from our own states
-            storage_path=str((directory / RAY_TRAIN_LOGS).resolve()),
+            storage_path=str(directory / RAY_TRAIN_LOGS),
             failure_config=FailureConfig(max_failures=FAILURES),
         ),
     )

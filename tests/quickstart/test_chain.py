@@ -12,11 +12,14 @@ import pytest
 from infembed_ray.storage import resolve
 
 
-def quickstart(directory, port):
+def quickstart(root, port):
+    """Run it under `root` as the working directory: all paths are relative, as in the README."""
+    root.mkdir(exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k not in ("OPENAI_API_KEY", "RAY_ADDRESS")}
     return subprocess.run(
-        [sys.executable, "-m", "infembed_ray.cli", "quickstart", "--directory", str(directory), "--port", str(port)],
+        [sys.executable, "-m", "infembed_ray.cli", "quickstart", "--directory", "runs", "--port", str(port)],
         env=environment,
+        cwd=root,
         capture_output=True,
         text=True,
         timeout=900,
@@ -34,16 +37,18 @@ def test_the_whole_product_runs_on_the_sample_and_a_second_run_only_asks_again(t
     first = quickstart(tmp_path, port)
     assert first.returncode == 0, first.stderr[-2000:]
 
-    funnel = json.loads((resolve(tmp_path / "records") / "manifest.json").read_text())["counts"]
+    funnel = json.loads((resolve(tmp_path / "runs" / "records") / "manifest.json").read_text())["counts"]
     assert funnel["calls"] == 0
     assert funnel["seeds"] == funnel["kept"] + funnel["rejected"] + funnel["dead_letter"] == 144
-    before, after = json.loads((resolve(tmp_path / "results") / "manifest.json").read_text())["figures"].values()
+    before, after = json.loads((resolve(tmp_path / "runs" / "results") / "manifest.json").read_text())[
+        "figures"
+    ].values()
     assert after["p_mrr"] > before["p_mrr"]
     firsts = [line for line in first.stdout.splitlines() if re.match(r"│ 1 ", line)]
     assert len(firsts) == 1
     assert "coffee-01/positive  <- what was asked for" in firsts[0]
     assert "coffee-01/negative_instruction" in firsts[0]
-    assert (tmp_path / "report.html").stat().st_size > 5_000
+    assert (tmp_path / "runs" / "report.html").stat().st_size > 5_000
 
     second = quickstart(tmp_path, port)
     assert second.returncode == 0, second.stderr[-2000:]
@@ -56,7 +61,7 @@ def test_a_port_in_use_is_refused_before_any_work(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = quickstart(tmp_path / "runs", port)
+        refused = quickstart(tmp_path, port)
     assert refused.returncode == 2
     assert f"port={port}" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1
