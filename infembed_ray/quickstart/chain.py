@@ -80,11 +80,11 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
             metrics=read_metrics(outputs.checkpoint.path),
             rankings=rankings,
         )
-        say(_ending(report, outputs))
         if keep_serving:
-            say(f"\nServing at {url}, its page at {url}/docs. Ctrl-C ends it.")
+            say(f"{_ending(report, outputs)}\n\nServing at {url}, its page at {url}/docs. Ctrl-C ends it.")
             while True:
                 time.sleep(3600)
+    say(_ending(report, outputs))
 
 
 def _stages(root: Path, backbone: str) -> Outputs:
@@ -199,6 +199,7 @@ def _ending(report: Path, outputs: Outputs) -> str:
     return f"""
 Done. Report: {report}
 Next:
+  . .venv/bin/activate                                            (where `make` put the command)
   infembed serve index={built}
   curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
        -d '{{"query": "how to descale a machine", "instruction": "For cafe owners, not for home users.", "top_k": 3}}'
