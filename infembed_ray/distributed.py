@@ -8,6 +8,11 @@ import os
 import ray
 
 
+def on_a_cluster() -> bool:
+    """Does this process belong to a cluster: has it joined one, or was it submitted to one?"""
+    return ray.is_initialized() or "RAY_ADDRESS" in os.environ
+
+
 def connect() -> None:
     """Join the cluster this process belongs to (a submitted job: RAY_ADDRESS is set), else start one on this machine.
 

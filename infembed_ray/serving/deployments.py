@@ -38,7 +38,7 @@ from ray.serve.schema import LoggingConfig
 
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
-from infembed_ray.distributed import connect
+from infembed_ray.distributed import connect, on_a_cluster
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import Index
@@ -394,10 +394,15 @@ def _join(plan: Plan) -> None:
     """Connect to the cluster; InputError unless the API can listen where it should, or is there to be replaced."""
     port = plan.settings.port
     replaces = _served_at(plan.url) is not None
-    if not replaces:
-        require_free_port(plan.settings.host, port)
+    if not replaces and not on_a_cluster():
+        require_free_port(plan.settings.host, port)  # before a cluster is started for nothing
     connect()
     status = serve.status()
+    if status.proxies and not status.applications:
+        serve.shutdown()  # what a job that was stopped in a hurry left listening
+        status = serve.status()
+    if not replaces:
+        require_free_port(plan.settings.host, port)
     if replaces and APPLICATION not in status.applications:
         raise InputError(f"port={port}: another cluster's API is served there; stop it, or set another port")
     if status.proxies and not replaces:
