@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from ray import serve
 
 from infembed_ray.config import IndexSettings, ServeSettings
 from infembed_ray.errors import InputError
@@ -72,8 +73,16 @@ def settings(index: str) -> ServeSettings:
 
 @pytest.fixture(scope="module")
 def api(settings: ServeSettings) -> Iterator[str]:
+    # As a job that was stopped in a hurry leaves it: Serve without an application, holding the port.
+    serve.start(http_options={"host": settings.host, "port": settings.port})
     with serving(settings) as url:
         yield url
+
+
+@pytest.mark.ray
+def test_the_api_takes_over_the_port_that_a_stopped_job_left_listening(api: str, settings: ServeSettings) -> None:
+    assert api == f"http://127.0.0.1:{settings.port}"
+    assert ask(f"{api}/readyz")[0] == 200
 
 
 @pytest.mark.ray
