@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from infembed_ray.errors import InputError
 
@@ -30,6 +30,18 @@ class Settings(BaseModel):
     """Frozen, strict settings. Load with `load`, or construct directly from Python."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """Numbers are written as what they are: pydantic alone reads `true` as 1 and `2.0` as the whole number 2."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = set(get_args(annotation)) | {annotation}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("Input should be a number, not true or false")
+        if isinstance(value, float) and int in kinds and float not in kinds:
+            raise ValueError("Input should be a whole number")
+        return value
 
     @classmethod
     def load(cls: type[S], path: str | None = None, overrides: Sequence[str] = ()) -> S:
@@ -203,12 +215,16 @@ class TrainSettings(Settings):
     instruction_negatives: int = Field(
         5, ge=0, description="I-negatives sampled per row, the record's own poisoned instruction first"
     )
-    template: Template = Field("instruction_first", description="how instruction and query become one text (Eq. 3)")
+    template: Template | None = Field(
+        None, description="how instruction and query become one text (Eq. 3); null: the model's, else instruction_first"
+    )
     pooling: Pooling = Field(
         "auto", description="auto: what the model directory says, else mean for encoders, last for decoders"
     )
-    query_length: int = Field(256, ge=8, description="most tokens of instruction + query")
-    passage_length: int = Field(512, ge=8, description="most tokens of a passage")
+    query_length: int | None = Field(
+        None, ge=8, description="most tokens of instruction + query; null: the model's, else 256"
+    )
+    passage_length: int | None = Field(None, ge=8, description="most tokens of a passage; null: the model's, else 512")
     epochs: int = Field(2, ge=1, description="passes over the records")
     records_per_worker: int = Field(4, ge=1, description="records (of 3 tuples each) per worker and step")
     workers: int = Field(2, ge=1, description="data-parallel workers; part of the identity: it sets the global batch")

@@ -10,7 +10,7 @@ import ray
 
 def on_a_cluster() -> bool:
     """Does this process belong to a cluster: has it joined one, or was it submitted to one?"""
-    return ray.is_initialized() or "RAY_ADDRESS" in os.environ
+    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
 
 
 def connect() -> None:

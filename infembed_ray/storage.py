@@ -26,6 +26,8 @@ from infembed_ray.errors import InputError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+STATES = "states"
+_HISTORY = (MANIFEST, STATES)
 _HASH_BLOCK = 1 << 20
 
 
@@ -57,11 +59,12 @@ def resolve(path: Path) -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 (first 16 hex digits) of a file's bytes, of a directory's files, or of a published output's manifest."""
-    if path.is_dir() and (path / MANIFEST).exists():
-        files = [path / MANIFEST]
-    elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+    """SHA-256 (first 16 hex digits) of a file's bytes, or of the names and bytes of a directory's files.
+
+    Of a published output, what tells how it came about is left out: its manifest, the states a training resumes from.
+    """
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
         files = [path]
     return fingerprint_files(files, relative_to=path)
@@ -173,6 +176,10 @@ class Step:
         """
         partial = self.root / f".{self.identity}.partial"
         with self._lock():
+            if (self.path / MANIFEST).is_file():
+                raise InputError(
+                    f"output={self.root}: another run has just finished this very output; run again to use it"
+                )
             partial.mkdir(exist_ok=True)
             staging = Staging(partial)
             start = time.monotonic()
@@ -209,8 +216,7 @@ class Step:
             except OSError as error:
                 raise InputError(f"output={self.root}: another run is writing this very output; wait for it") from error
             yield
-        with contextlib.suppress(FileNotFoundError):
-            (self.root / f".{self.identity}.lock").unlink()
+        # The file stays: a lock that is removed can be held twice, once on the old file and once on a new one.
 
 
 def require_writable(root: Path, name: str) -> None:

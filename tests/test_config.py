@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.config import EvaluateSettings, ServeSettings, SynthesizeSettings, TrainSettings
+from infembed_ray.config import ChatModel, EvaluateSettings, ServeSettings, SynthesizeSettings, TrainSettings
 from infembed_ray.errors import InputError
 
 TRAIN = ["records=r.jsonl", "model=m", "output=o"]
@@ -25,6 +25,8 @@ def test_dictionaries_are_set_key_by_key():
     [
         (TrainSettings, "epoch=3", "unknown key epoch: did you mean epochs?"),
         (TrainSettings, "epochs=two", "epochs='two': Input should be a valid integer"),
+        (TrainSettings, "seed=true", "seed=True: Value error, Input should be a number"),
+        (TrainSettings, "epochs=2.0", "epochs=2.0: Value error, Input should be a whole number"),
         (TrainSettings, "zero_stage=7", "zero_stage=7: Input should be"),
         (TrainSettings, "temperature=0", "temperature=0: Input should be greater than 0"),
         (TrainSettings, "epochs", "override 'epochs': write it as key=value"),
@@ -71,3 +73,9 @@ def test_what_decides_the_result_is_part_of_the_identity():
     one, other = (TrainSettings.load(None, [*TRAIN, f"seed={s}"]).identity() for s in (1, 2))
     assert one != other
     assert "base_url" not in str(SynthesizeSettings.load(None, ["seeds=s", "output=o"]).identity())
+
+
+def test_settings_within_a_mapping_are_part_of_the_identity() -> None:
+    steps = {"judge_positive": {"model": "m"}}
+    made = SynthesizeSettings.of({"seeds": "", "output": "", "steps": steps})
+    assert made.identity()["steps"] == {"judge_positive": ChatModel(model="m").identity()}

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers.utils import cached_file
 
 from infembed_ray.config import Pooling, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode, pool
 from infembed_ray.modeling.template import render
-from infembed_ray.storage import fingerprint_files, resolve, write_json
+from infembed_ray.storage import MANIFEST, fingerprint_files, resolve, write_json
 
 OWN_CONFIG = "infembed.json"
 _POOLING_KEYS: dict[str, PoolingMode] = {
@@ -31,6 +32,8 @@ _POOLING_KEYS: dict[str, PoolingMode] = {
     "pooling_mode_cls_token": "cls",
 }
 _POOLING_NAMES: dict[str, PoolingMode] = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
+_MODEL_FILES = (".json", ".txt", ".model", ".safetensors")
+"""Weights, configuration and tokenizer of a model directory, in whatever form they come."""
 
 
 @dataclass(frozen=True)
@@ -230,15 +233,8 @@ class InstructionEncoder(nn.Module):
         if self.source is None or not Path(self.source).is_dir():
             return f"hub:{self.source}"
         root = Path(self.source)
-        names = (
-            "config.json",
-            "tokenizer.json",
-            "1_Pooling/config.json",
-            "config_sentence_transformers.json",
-            OWN_CONFIG,
-        )
-        files = [root / name for name in names if (root / name).is_file()]
-        files += sorted(root.glob("*.safetensors"))
+        files = sorted(f for f in root.iterdir() if f.suffix in _MODEL_FILES and f.name != MANIFEST)
+        files += sorted(root.glob("*_Pooling/config.json"))
         asked = f"{self.text}{self.pooling}"  # may differ from what the files say
         return hashlib.sha256(f"{fingerprint_files(files, relative_to=root)}{asked}".encode()).hexdigest()[:16]
 
@@ -259,16 +255,33 @@ def length_sorted_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator
         yield group
 
 
-def _read_json(path: str, name: str) -> dict[str, Any]:
-    file = Path(path) / name
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def _read_json(path: str, name: str) -> Any:
+    """A JSON file of a model, from its directory or from the hub; an empty object where the model has none."""
+    file = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
 
 
 def _saved_pooling(path: str) -> PoolingMode | None:
+    """The pooling a sentence-transformers model says it has; None for a plain Hugging Face model.
+
+    Raises:
+        InputError: it has a part or a pooling that this encoder does not: its embeddings would silently be others.
+    """
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in _read_json(path, "modules.json") or []]
+    foreign = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
+    if foreign:
+        raise InputError(f"model={path}: has a {foreign[0]} module, which is not supported; give a model without it")
     saved = _read_json(path, "1_Pooling/config.json")
-    if "pooling_mode" in saved:
-        return _POOLING_NAMES.get(saved["pooling_mode"])
-    return next((mode for key, mode in _POOLING_KEYS.items() if saved.get(key)), None)
+    modes = [saved["pooling_mode"]] if "pooling_mode" in saved else [k for k, on in saved.items() if on is True]
+    modes = [mode for mode in modes if mode.startswith("pooling_mode_") or "pooling_mode" in saved]
+    if not modes:
+        return None
+    known = {**_POOLING_KEYS, **_POOLING_NAMES}
+    if len(modes) > 1 or modes[0] not in known:
+        raise InputError(f"model={path}: pools by {' and '.join(modes)}; set pooling=mean, last or cls to override it")
+    return known[modes[0]]
 
 
 def _is_causal(backbone: nn.Module) -> bool:
@@ -296,13 +309,21 @@ def model_identity(model: str, name: str) -> tuple[dict[str, Path], dict[str, st
             raise InputError(f"{name}={model}: no config.json in this directory; give a model directory")
         if not any(path.glob("*.safetensors")):
             raise InputError(f"{name}={model}: no *.safetensors in this directory; convert the weights to safetensors")
+        _require_loadable(str(path), f"{name}={model}")
         return {name: path}, {}
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise InputError(f"{name}={model}: no such model directory; give an existing one, or a hub name like org/model")
+    _require_loadable(model, f"{name}={model}")
+    return {}, {name: model}
+
+
+def _require_loadable(model: str, setting: str) -> None:
+    """Read configuration and tokenizer here and now; the weights are first read by the workers."""
     try:
         AutoConfig.from_pretrained(model)
+        AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{name}={model}: neither a directory here nor a model the hub gives; check the spelling and the network"
+            f"{setting}: neither a model directory here nor a model the hub gives "
+            f"({' '.join(str(error).split())[:160]}); check the spelling, the tokenizer's files and the network"
         ) from error
-    return {}, {name: model}

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
+from infembed_ray.evaluation.tasks import NOTATION
 from infembed_ray.quickstart.rankings import Ranking
 
 _WIDTH, _HEIGHT, _MARGIN = 560, 220, 40
@@ -95,9 +96,8 @@ def _curve(values: Sequence[float]) -> Curve:
 
 def _bars(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, list[Bar]]]:
     """Every measure's bars, one a model: (middle of the group, name of the measure, bars). All in per cent."""
-    kinds = {"positive": "(I+,Q+)", "negative_instruction": "(I-,Q+)", "negative_query": "(I+,Q-)"}
     measures = {"p-MRR": [100 * (f["p_mrr"] or 0.0) for f in figures.values()]}
-    for kind, notation in kinds.items():
+    for kind, notation in NOTATION.items():
         measures[f"nDCG@10 {notation}"] = [100 * f["ndcg_at_10"][kind] for f in figures.values()]
     measures["MAP"] = [100 * f["map_at_1000"] for f in figures.values()]
     room = (_WIDTH - 2 * _MARGIN) / len(measures)

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import signal
 import socket
 import threading
@@ -27,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.config import BackpressureConfig
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.schema import LoggingConfig
@@ -322,7 +321,7 @@ def run(settings: ServeSettings) -> None:
     if _served_at(plan.url) == plan.fingerprint:
         say(f"serve: nothing to do: same index and settings, already served at {plan.url}")
         return
-    if not (settings.wait or ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
+    if not (settings.wait or on_a_cluster()):
         raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
     _deploy(plan)
     say(plan.welcome())
@@ -331,7 +330,7 @@ def run(settings: ServeSettings) -> None:
             say("Ctrl-C ends it.")
             _until_interrupted()
         finally:
-            stop()
+            _stop_if_ours(plan)
 
 
 @contextmanager
@@ -346,7 +345,7 @@ def serving(settings: ServeSettings) -> Iterator[str]:
     try:
         yield plan.url
     finally:
-        stop()
+        _stop_if_ours(plan)
 
 
 def stop() -> None:
@@ -355,6 +354,12 @@ def stop() -> None:
         serve.delete(APPLICATION)
     if not serve.status().applications:
         serve.shutdown()
+
+
+def _stop_if_ours(plan: Plan) -> None:
+    """Take down what this plan deployed; not what has replaced it since."""
+    if _served_at(plan.url) in (plan.fingerprint, None):
+        stop()
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -405,11 +410,15 @@ def _join(plan: Plan) -> None:
         require_free_port(plan.settings.host, port)
     if replaces and APPLICATION not in status.applications:
         raise InputError(f"port={port}: another cluster's API is served there; stop it, or set another port")
-    if status.proxies and not replaces:
-        raise InputError(
-            f"port={port}: Serve runs on this cluster already and listens elsewhere; "
-            "give its host and port, or end it with `serve shutdown`"
-        )
+    if status.proxies:
+        # Serve keeps the address it was started with, whatever it is asked later: an API meant for loopback, and so
+        # without keys, must not come up on one that listens everywhere.
+        listens = _get_global_client().http_config
+        if (listens.host, listens.port) != (plan.settings.host, port):
+            raise InputError(
+                f"port={port}: Serve runs on this cluster already and listens at {listens.host}:{listens.port}; "
+                "give its host and port, or end it with `serve shutdown`"
+            )
 
 
 def _served_at(url: str, path: str = "/healthz") -> str | None:

@@ -38,7 +38,11 @@ def run(settings: TrainSettings) -> Published:
     Raises:
         InputError: before any work, for anything wrong with the settings, the records or the model.
     """
-    Objective.parse(settings.objective)
+    objective = Objective.parse(settings.objective)
+    if "I" in objective.variables and settings.instruction_negatives == 0:
+        raise InputError(
+            f"instruction_negatives=0: {objective} contrasts instructions; set at least 1, or drop I from it"
+        )
     path = existing(settings.records, "records")
     rows = tables.read(path, tables.Record, "records", split=settings.split)
     if len(rows) < settings.workers:

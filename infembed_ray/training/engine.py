@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
@@ -91,7 +92,7 @@ class Engine:
         path, progress = self._engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise RuntimeError(f"DeepSpeed could not load {directory / tag}")
-        return {k: v for k, v in progress.items() if k in _PROGRESS_KEYS}
+        return dict(progress)
 
     def close(self) -> None:
         """Release DeepSpeed before the process group goes: ZeRO-3 aborts at exit otherwise."""
@@ -100,18 +101,19 @@ class Engine:
             dist.destroy_process_group()
 
 
-_PROGRESS_KEYS = ("step", "rng")
-
-
-def export(state: Path, tag: str, encoder: InstructionEncoder, path: Path) -> None:
+def export(state: Path, encoder: InstructionEncoder, path: Path) -> None:
     """Write the fp32 master weights of a saved state as a checkpoint of ours, whatever the ZeRO stage.
 
     Args:
-        state, tag: as given to `Engine.save`.
+        state: directory that `Engine.save` wrote.
         encoder: any encoder of the same architecture; its weights are replaced.
         path: the checkpoint directory.
     """
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(state), tag=tag)
+    if any(state.glob("*zero_pp_rank_*_optim_states.pt")):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(state.parent), tag=state.name)
+    else:  # stage 0 shards nothing: the weights lie whole beside the optimizer
+        saved = torch.load(state / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
+        weights = saved["module"]
     encoder.float().load_state_dict(weights)
     encoder.save_pretrained(path)
 

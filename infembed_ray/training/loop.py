@@ -13,7 +13,7 @@ import torch
 from infembed_ray.config import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
-from infembed_ray.storage import write_json
+from infembed_ray.storage import STATES, write_json
 from infembed_ray.training.collectives import mean_over_workers, world
 from infembed_ray.training.engine import Engine, export, learning_rate
 from infembed_ray.training.metrics import MetricsLog
@@ -22,7 +22,6 @@ from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import score_batch
 from infembed_ray.training.tuples import collate
 
-STATES = "states"
 _COMPLETE = "complete.json"
 
 
@@ -60,14 +59,15 @@ def train_worker(settings: TrainSettings, records: Sequence[Record], directory: 
     newest = newest_state(states)
     if newest is not None:
         progress = engine.load(states, newest)
-        start = progress["step"]
-        torch.set_rng_state(progress["rng"])
+        start = int(progress["step"])
     metrics = MetricsLog(directory, start) if rank == 0 else None
     engine.train()
     for step, rows in enumerate(sampler.rows(rank, start), start=start):
         began = time.monotonic()
-        # One generator a step and worker, so that a resumed run draws what the uninterrupted one would have drawn.
+        # Seeded anew for each step and worker, so that a resumed run draws the negatives and the dropout masks (on
+        # CPU and GPU) that the uninterrupted one would have drawn. No generator's state need be saved.
         rng = random.Random(f"{settings.seed}/{step}/{rank}")
+        torch.manual_seed(rng.getrandbits(63))
         negatives = settings.instruction_negatives if "I" in objective.variables else 0
         batch = collate(encoder, [records[r] for r in rows], negatives, rng)
         scores = score_batch(objective, batch, engine.encode)
@@ -97,7 +97,7 @@ def train_worker(settings: TrainSettings, records: Sequence[Record], directory: 
     last = newest_state(states)
     engine.close()
     if rank == 0 and last is not None:
-        export(states, last, load_encoder(settings), directory)
+        export(states / last, load_encoder(settings), directory)
 
 
 def _hardest(similarities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def newest_state(states: Path) -> str | None:
 def _save_state(engine: Engine, states: Path, step: int) -> None:
     """Save, mark as whole, then drop the states before it."""
     tag = f"step-{step:08d}"
-    engine.save(states, tag, {"step": step, "rng": torch.get_rng_state()})
+    engine.save(states, tag, {"step": step})
     if world()[0] == 0:
         write_json(states / tag / _COMPLETE, {"step": step})
         for old in states.glob("step-*"):

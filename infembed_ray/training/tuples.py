@@ -59,7 +59,6 @@ class Batch:
         passages: B token lists.
         negative_counts: B numbers of I-negatives a row.
         instruction_query_ids, passage_ids: B identities of the texts; equal text, equal number, on every worker.
-        record_ids: ids of the records, for the log of the data order.
     """
 
     queries: list[list[int]]
@@ -67,7 +66,6 @@ class Batch:
     negative_counts: list[int]
     instruction_query_ids: list[int]
     passage_ids: list[int]
-    record_ids: list[str]
 
     @property
     def tokens(self) -> int:
@@ -87,7 +85,6 @@ def collate(encoder: InstructionEncoder, records: Sequence[Record], negatives: i
         negative_counts=[len(row) for row in drawn],
         instruction_query_ids=[_identity(t.instruction, t.query) for t in tuples],
         passage_ids=[_identity(t.passage) for t in tuples],
-        record_ids=[r.id for r in records],
     )
 
 

@@ -1,5 +1,6 @@
 """The encoder against sentence-transformers and transformers themselves, on a real encoder and a tiny decoder."""
 
+import json
 import shutil
 
 import numpy as np
@@ -84,16 +85,42 @@ def test_length_sorted_batches_hold_every_row_once_within_the_budget(lengths, bu
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
 
 
-def test_copies_have_one_fingerprint_and_other_weights_or_templates_another(minilm, tmp_path):
+def test_copies_have_one_fingerprint(minilm, tmp_path):
     original = InstructionEncoder.from_pretrained(minilm)
     shutil.copytree(minilm, tmp_path / "copy")
+    (tmp_path / "copy" / "manifest.json").write_text("{}")
     assert InstructionEncoder.from_pretrained(str(tmp_path / "copy")).fingerprint() == original.fingerprint()
-    other = InstructionEncoder.from_pretrained(minilm, template="query_first")
-    assert other.fingerprint() != original.fingerprint()
+
+
+def test_other_weights_tokenizers_and_templates_have_other_fingerprints(minilm, tmp_path):
+    """Each differs from the same saved checkpoint in one thing only."""
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    encoder.save_pretrained(tmp_path / "saved")
     with torch.no_grad():
-        next(original.parameters()).add_(1.0)
-    original.save_pretrained(tmp_path / "moved")
-    assert InstructionEncoder.from_pretrained(str(tmp_path / "moved")).fingerprint() != other.fingerprint()
+        next(encoder.parameters()).add_(1.0)
+    encoder.save_pretrained(tmp_path / "weights")
+    shutil.copytree(tmp_path / "saved", tmp_path / "tokenizer")
+    tokenizer = tmp_path / "tokenizer" / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"do_lower_case": true', '"do_lower_case": false'))
+    prints = [
+        InstructionEncoder.from_pretrained(str(tmp_path / n)).fingerprint() for n in ("saved", "weights", "tokenizer")
+    ]
+    prints.append(InstructionEncoder.from_pretrained(str(tmp_path / "saved"), template="query_first").fingerprint())
+    assert len(set(prints)) == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pools by pooling_mode_max_tokens; set pooling="),
+        ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "has a Dense module"),
+    ],
+)
+def test_what_would_silently_embed_otherwise_is_refused(minilm, tmp_path, file, content, message):
+    shutil.copytree(minilm, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(json.dumps(content))
+    with pytest.raises(InputError, match=message):
+        InstructionEncoder.from_pretrained(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +128,7 @@ def test_copies_have_one_fingerprint_and_other_weights_or_templates_another(mini
     [
         ("/no/such/dir", "no such model directory"),
         ("./none", "no such model directory"),
-        ("org/none", "neither a directory"),
+        ("org/none", "neither a model directory"),
     ],
 )
 def test_a_model_that_does_not_exist_is_named(model, message):

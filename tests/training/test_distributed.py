@@ -22,7 +22,10 @@ from tests.training.test_tuples import record
 @pytest.fixture(scope="module")
 def records_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
-    path.write_text("".join(json.dumps(columns_of(record(n))) + "\n" for n in range(6)))
+    rows = [columns_of(record(n)) for n in range(6)]
+    for n, row in enumerate(rows):  # of uneven lengths, so that the workers' batches differ in shape
+        row["document_positive"] += " and so on" * 7 * n
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -115,9 +118,22 @@ def test_a_run_whose_driver_is_killed_resumes_to_the_same_weights(published, set
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, stage):
+    other = run(settings.model_copy(update={"output": str(tmp_path), "zero_stage": stage}))
+    losses = [[m["loss"] for m in read_metrics(p.path)] for p in (published, other)]
+    np.testing.assert_allclose(losses[1], losses[0], atol=1e-4)
+    a, b = (
+        InstructionEncoder.from_pretrained(str(p.path)).encode_passages(["passage 1", "x"]) for p in (published, other)
+    )
+    assert (a * b).sum(axis=1).min() > 0.9999
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"instruction_negatives": 0}, r"instruction_negatives=0: multi\{P,I\} contrasts instructions"),
         ({"objective": "multy{P,I}"}, r"objective='multy\{P,I\}'.*did you mean multi\{P,I\}"),
         ({"model": "/no/such/model"}, "model=/no/such/model: no such model directory"),
         ({"records": "/no/such/file.jsonl"}, "records=/no/such/file.jsonl: no such file"),
