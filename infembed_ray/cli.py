@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from infembed_ray.quickstart.chain import run
 
             run(directory=options.directory, port=options.port, keep_serving=options.keep_serving)
+        elif options.verb == "journal":
+            from infembed_ray.synthesis import journal_upkeep
+
+            return journal_upkeep.run(options.action, options.journal, options.file)
         else:
             run_verb(options.verb, options.config, options.overrides)
     except InputError as error:
@@ -90,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--directory", default="runs/quickstart", help="where outputs go (default: %(default)s)")
     quickstart.add_argument("--port", type=int, default=8000, help="port of the HTTP API (default: %(default)s)")
     quickstart.add_argument("--keep-serving", action="store_true", help="leave the HTTP API up until interrupted")
+    journal = verbs.add_parser("journal", help="look after a response journal: check, merge, export, import it")
+    journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import"))
+    journal.add_argument("journal", metavar="DIR", help="the journal's directory")
+    journal.add_argument("file", metavar="FILE", nargs="?", help="export to, or import from, this .jsonl file")
     return parser
 
 

@@ -87,11 +87,13 @@ class Settings(BaseModel):
             if isinstance(extra, dict) and extra.get("identity") is False:
                 continue
             value = getattr(self, name)
-            kept[name] = value.identity() if isinstance(value, Settings) else _plain(value)
+            kept[name] = _plain(value)
         return kept
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Settings):
+        return value.identity()
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -157,38 +159,108 @@ class ChatModel(Settings):
         None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
     )
     max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
+    reasoning_effort: str | None = Field(None, description="low, medium, high, ... of reasoning models; null: not sent")
+    structured: bool = Field(
+        False, description="answers in JSON by a strict schema, where the endpoint has them; false: as labelled text"
+    )
 
 
 class Endpoint(Settings):
     """An OpenAI-compatible endpoint."""
 
-    base_url: str = place("https://api.openai.com/v1", description="URL up to /v1")
+    base_url: str = place(
+        "https://api.openai.com/v1", description="URL up to /v1; of Azure OpenAI (api_version set), the resource's URL"
+    )
     api_key_env: str | None = place(
         "OPENAI_API_KEY",
         description="environment variable that holds the key, on every node; null: endpoint needs none",
     )
+    api_version: str | None = place(
+        None, description="Azure OpenAI: its api-version, for example 2024-10-21; null: any other endpoint"
+    )
+    deployments: dict[str, str] = place(
+        {}, description="Azure OpenAI: model -> name of its deployment, where that is not the model's own"
+    )
+    weight: float = place(1.0, gt=0, description="share of the requests, beside the weights of the other endpoints")
     timeout_s: float = place(120.0, gt=0, description="seconds until one request is given up and retried")
-    max_retries: int = place(6, ge=0, description="retries of 429, 5xx and time-outs before the row is a dead letter")
+    max_retries: int = place(6, ge=0, description="retries of 5xx and time-outs before the row is a dead letter")
+    patience_s: float = place(
+        600.0,
+        ge=0,
+        description="seconds for which a request that is answered 429 is tried again before it counts as lost",
+    )
+
+
+class Limits(Settings):
+    """What all actors of a run together may ask of their endpoints; null: as much as they like."""
+
+    requests_per_minute: int | None = place(None, ge=1, description="requests sent, answered or not")
+    tokens_per_minute: int | None = place(None, ge=1, description="tokens of prompts and answers")
+    in_flight: int | None = place(None, ge=1, description="requests in flight; null: actors x in_flight")
+    budget_usd: float | None = place(
+        None, ge=0, description="most USD at list prices, for all that this journal ever holds; its use ends the run"
+    )
+    window_s: float = place(
+        60.0, gt=0, description="no window of so many seconds holds more than its part of a minute's limits"
+    )
+
+
+class Batches(Settings):
+    """How a run uses the Batch API, at half the price; what a row needs comes in up to ten waves of batches.
+
+    Limits a minute do not apply to batches, which have a quota of their own; the budget does, at the worst case of each
+    batch that is out.
+    """
+
+    max_requests: int = place(50_000, ge=1, le=50_000, description="most requests of one batch")
+    poll_s: float = place(30.0, gt=0, description="seconds between two looks at a batch")
+    patience_h: float | None = place(
+        None, gt=0, description="hours after which a batch is cancelled and the rest asked online; null: 24 at OpenAI"
+    )
+
+
+SeedFormat = Literal["table", "msmarco", "robust04", "leetcode", "metamath"]
 
 
 class SynthesizeSettings(Settings):
     """`infembed synthesize`: seeds -> InF-IR records (paper, section 4)."""
 
-    seeds: str = place(description="seeds: JSONL or Parquet with id, query, passage and optionally source")
+    seeds: str = place(
+        description="a file, or a directory of files: Parquet, JSONL, JSON, CSV or TSV with id, query, passage"
+    )
+    format: SeedFormat = Field(
+        "table", description="of the seeds: table, or how msmarco (v2.1), robust04, leetcode or metamath is published"
+    )
     output: str = place(description="directory for the published records")
     journal: str | None = place(None, description="directory of the response journal; null: OUTPUT/journal")
     replay: tuple[str, ...] = place(
         (), description="finished journals (files or directories) to read first, never written"
     )
-    columns: dict[str, str] = Field({}, description="our column name -> the name in the seeds file")
+    columns: dict[str, str] = Field({}, description="format=table: our column name -> the name in the seeds file")
+    split: str | None = Field(None, description="only seeds of this split: their column `split`, or their file's name")
+    passage_words: int | None = Field(None, ge=1, description="cut seeds' passages after N words; null: whole")
     limit: int | None = Field(None, ge=1, description="take only the first N seeds")
     generator: ChatModel = Field(
         ChatModel(model="gpt-4o-mini", temperature=1.0), description="writes instructions, negatives"
     )
     judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
-    endpoint: Endpoint = place(Endpoint(), description="where both models are served")
+    steps: dict[str, ChatModel] = Field(
+        {}, description="step -> the model that does it instead, for example judge_positive: {model: gpt-5}"
+    )
+    endpoint: Endpoint = place(Endpoint(), description="where the models are served")
+    more_endpoints: tuple[Endpoint, ...] = place(
+        (), description="others that serve them too: requests are shared by weight, and each stands in for the others"
+    )
+    batches: Batches | None = place(
+        None, description="{}: ask `endpoint` by its Batch API first, the rest online; null: all online"
+    )
+    limits: Limits = place(Limits(), description="of all actors together")
+    prices: str | None = place(None, description="YAML like synthesis/prices.yaml, read over it: your own prices")
     distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
     seed: int = Field(0, description="seed of the distractors and of the order of the candidates")
+    complement: bool = Field(
+        False, description="also write, for each kept record, an instruction that makes its hard negative the positive"
+    )
     in_flight: int = place(64, ge=1, description="most requests in flight per actor")
     actors: int = place(1, ge=1, description="synthesis actors")
 
@@ -304,7 +376,29 @@ class ServeSettings(Settings):
 
 
 class AnalyzeSettings(Settings):
-    """`infembed analyze`: records -> quality report."""
+    """`infembed analyze`: records -> quality report, beside other sets (paper, section 4.2)."""
 
-    records: str = place(description="a published synthesis output, or InF-IR records as JSONL or Parquet")
+    records: str = place(description="a published synthesis output, or a file of InF-IR records")
     output: str = place(description="directory for the published report")
+    label: str = Field("records", description="what the records are called beside other sets")
+    compare: dict[str, str] = place(
+        {}, description="label -> another set: InF-IR records, or a file with instructions, queries or passages"
+    )
+    compare_columns: dict[str, str] = Field(
+        {}, description="instruction, query or passage -> the column of the other sets that holds it"
+    )
+    encoder: str | None = place(
+        None, description="checkpoint or hub name that embeds the texts; null: no pairwise similarity, no coverage"
+    )
+    batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
+    sample: int = Field(10_000, ge=2, description="texts of a kind that are drawn from each set for its diversity")
+    seed: int = Field(0, description="seed of the samples, the bootstrap and the annotators' items")
+    agreement: tuple[str, ...] = place(
+        (), description="files of answers to the same items: item_id, and a column for each annotator or judge"
+    )
+    bootstrap: int = Field(2000, ge=100, description="resamples for the interval of an agreement")
+    annotate: int = Field(0, ge=0, description="write a sheet of N random items for annotators; 0: none")
+    evaluations: dict[str, str] = place(
+        {}, description="label -> a file of texts of an evaluation that must not be in the records"
+    )
+    ngram: int = Field(13, ge=2, description="words that a record's text and an evaluation's must share in a row")

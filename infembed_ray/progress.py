@@ -59,7 +59,9 @@ def _log(title: str, total: int | None) -> Iterator[Advance]:
 
     def line() -> str:
         of = f"/{total}" if total is not None else ""
-        return f"{title}: {done}{of}  {time.monotonic() - start:.0f} s  {latest_note}".rstrip()
+        elapsed = time.monotonic() - start
+        left = f", {elapsed / done * (total - done):.0f} s left" if total and 0 < done < total else ""
+        return f"{title}: {done}{of}  {elapsed:.0f} s{left}  {latest_note}".rstrip()
 
     def advance(n: int = 1, note: str = "") -> None:
         nonlocal done, last, latest_note

@@ -1,4 +1,4 @@
-"""Everything that passes between stages: Arrow schemas, typed rows, and their reading from Parquet and JSONL.
+"""Everything that passes between stages: Arrow schemas, typed rows, and their reading from files.
 
 This is the one place that names columns. A record's columns are those of the published InF-IR data set, so that set
 trains as it is.
@@ -6,8 +6,9 @@ trains as it is.
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ class Seed:
     source: str = "unknown"
     topic: str | None = None
     split: str | None = None
+    language: str | None = None
+    """The programming language of the passage, which its negatives keep (appendix B.2)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Record:
     source: str = "unknown"
     topic: str | None = None
     split: str | None = None
+    language: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,28 @@ DEAD_LETTER = pa.schema(
         ("provenance", PROVENANCE),
     ]
 )
+COMPLEMENT = pa.schema(
+    [
+        ("id", _TEXT),  # the record's
+        ("source", _TEXT),
+        ("query_positive", _TEXT),
+        ("instruction_complement", _TEXT),  # null where none could be had
+        ("hard_negative_document_1", _TEXT),  # the right result under it
+        ("document_positive", _TEXT),  # a wrong one
+        ("fault", _TEXT),  # why the instruction is of no use; null: it is fit
+    ]
+)
+"""The dual view of a kept record: an instruction under which the hard negative becomes the positive."""
 PASSAGE = pa.schema([(f.name, _TEXT) for f in fields(Passage)])
+
+_ROWS_AT_ONCE = 1024
+_BLOCK = 1 << 20
+_LONGEST_ROW = 1 << 26
 
 KEPT_FILE = "records.parquet"
 REJECTED_FILE = "rejected.parquet"
 DEAD_LETTER_FILE = "dead_letter.parquet"
+COMPLEMENTS_FILE = "complements.parquet"
 
 
 def read(
@@ -124,20 +145,20 @@ def read(
         if not (path / KEPT_FILE).is_file():
             raise InputError(f"{name}={path}: no {KEPT_FILE} in this directory; give a file or a synthesis output")
         path = path / KEPT_FILE
-    raw = list(_raw_rows(path, name))
+    raw = list(raw_rows(path, name))
     if not raw:
         raise InputError(f"{name}={path}: empty, it has no rows; give a file with at least one")
-    mapping = _mapping(raw[0], row, path, name, columns or {})
+    names = mapping(raw[0], row, path, name, columns or {})
     rows: list[Row] = []
     seen: set[str] = set()
     required = _required(row)
     for number, values in enumerate(raw, start=1):
-        taken = {ours: _text(values.get(theirs)) for ours, theirs in mapping.items()}
-        if "id" not in mapping:
+        taken = {ours: _text(values.get(theirs)) for ours, theirs in names.items()}
+        if "id" not in names:
             taken["id"] = f"row-{number}"
         for column in required:
             if not (taken[column] or "").strip():
-                theirs = mapping.get(column, column)
+                theirs = names.get(column, column)
                 raise InputError(f"{name}={path}: row {number}: column {theirs} is empty; fill it or drop the row")
         if taken["id"] in seen:
             raise InputError(f"{name}={path}: row {number}: id {taken['id']} stands twice; ids must be unique")
@@ -168,7 +189,7 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
 
 def _required(row: type[Seed | Record | Passage]) -> list[str]:
     """Columns a file must have. A record's id is made where it is missing: the published InF-IR set has none."""
-    optional = {"source", "topic", "split"} | ({"id"} if row is Record else set())
+    optional = {"source", "topic", "split", "language"} | ({"id"} if row is Record else set())
     return [f.name for f in fields(row) if f.name not in optional]
 
 
@@ -176,16 +197,41 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        try:
-            for batch in pq.ParquetFile(path).iter_batches():
-                yield from batch.to_pylist()
-        except pa.ArrowException as error:
-            raise InputError(f"{name}={path}: not readable as Parquet ({error}); is the file whole?") from error
-        return
-    if path.suffix not in (".jsonl", ".json"):
-        raise InputError(f"{name}={path}: unknown format {path.suffix or 'without a suffix'}; give .jsonl or .parquet")
+def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet, JSONL, JSON (an array, or lines) or CSV/TSV file as they are, in bounded memory.
+
+    Args:
+        path: the file.
+        name: the setting the path came from, for error messages.
+
+    Raises:
+        InputError: another format, or the file is damaged; the line or row is named.
+    """
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise InputError(
+            f"{name}={path}: unknown format {path.suffix or 'without a suffix'}; give {', '.join(_READERS)}"
+        )
+    try:
+        yield from reader(path, name)
+    except pa.ArrowException as error:
+        raise InputError(f"{name}={path}: not readable as Parquet ({error}); is the file whole?") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}={path}: not UTF-8 ({error.reason}); convert it") from error
+
+
+def _parquet_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    for batch in pq.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+def _json_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as stream:
+        array = stream.read(_BLOCK).lstrip().startswith("[")
+    yield from _json_array(path, name) if array else _json_lines(path, name)
+
+
+def _json_lines(path: Path, name: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -199,22 +245,85 @@ def _raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
             yield values
 
 
-def _mapping(
+def _json_array(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    decoder = json.JSONDecoder()
+    number, at = 1, 0
+    with path.open(encoding="utf-8") as stream:
+        text = stream.read(_BLOCK).lstrip()[1:]
+        while True:
+            while text[at : at + 1] in (" ", "\t", "\r", "\n", ","):
+                at += 1
+            if text.startswith("]", at):
+                return
+            try:
+                values, at = decoder.raw_decode(text, at)
+            except json.JSONDecodeError as error:
+                # Twice as much, so that a long row is not parsed often; no end in sight means that it is damaged.
+                more = stream.read(max(_BLOCK, len(text))) if len(text) - at < _LONGEST_ROW else ""
+                if not more:
+                    raise InputError(f"{name}={path}: row {number} is not JSON ({error.msg}); mend it") from error
+                text, at = text[at:] + more, 0
+                continue
+            if not isinstance(values, dict):
+                raise InputError(f"{name}={path}: row {number} is no JSON object; write an array of objects")
+            yield values
+            number += 1
+
+
+def _csv_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(2**31 - 1)  # passages are longer than the default
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            for values in reader:
+                if None in values or None in values.values():
+                    raise InputError(
+                        f"{name}={path}: line {reader.line_num} has another number of fields than the header; mend it"
+                    )
+                yield values
+        except csv.Error as error:
+            raise InputError(f"{name}={path}: no CSV after line {reader.line_num} ({error}); mend it") from error
+
+
+_READERS: Mapping[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
+    ".parquet": _parquet_rows,
+    ".jsonl": _json_lines,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": _csv_rows,
+}
+FORMATS = tuple(_READERS)
+"""Suffixes of the files that can be read."""
+
+
+def mapping(
     first: Mapping[str, Any], row: type[Seed | Record | Passage], path: Path, name: str, columns: Mapping[str, str]
 ) -> dict[str, str]:
+    """Our column name -> the name in a file, of all our columns that the file has.
+
+    Args:
+        first: a row of the file.
+        row: what its rows are to become.
+        path: the file.
+        name: the setting the path came from, for error messages.
+        columns: what the user says about it.
+
+    Raises:
+        InputError: a required column is missing, or `columns` names one that is not ours.
+    """
     ours: list[str] = [f.name for f in fields(row)]
     for key in columns:
         if key not in ours:
             raise InputError(f"columns.{key}: no column of a {row.__name__.lower()}: {nearest(key, ours)}")
-    mapping: dict[str, str] = {}
+    found_as: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
         found = [candidate for candidate in candidates if candidate in first]
         if found:
-            mapping[own] = found[0]
+            found_as[own] = found[0]
         elif own in columns or own in _required(row):
             raise InputError(
                 f"{name}={path}: column {candidates[0]} is missing (found: {', '.join(map(str, first))}); "
                 f"rename it or set columns.{own}=<its name>"
             )
-    return mapping
+    return found_as

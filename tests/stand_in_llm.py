@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -62,6 +62,15 @@ class Behaviour:
     """An answer that is not in the format asked for."""
     mistaken: float = 0.0
     """The judge picks another candidate than the right one."""
+    # Batches.
+    batch_s: float = 0.0
+    """What the processing of a batch takes."""
+    batch_expired: float = 0.0
+    """Share of its requests that are not answered when a batch expires; 0: batches complete."""
+    batch_failed: float = 0.0
+    """A whole batch is refused when its file is validated."""
+    batch_fault: float = 0.0
+    """A request of a batch is not answered."""
 
 
 ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
@@ -74,6 +83,17 @@ AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy 
 ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
 _WORD = re.compile(r"[a-z][a-z'-]+")
 _STAMP = re.compile(r"\(Note \d+\)")
+_SHOWN_AS_JSON = re.compile(r'^\{"(\w+)": "(<.*>)"\}$', re.MULTILINE)
+
+
+def answer(body: Mapping[str, Any], mistaken: float = 0.0) -> str:
+    """The answer to a request, however often it is asked again, in JSON where it wants that."""
+    prompt = body["messages"][0]["content"]
+    if "response_format" not in body:
+        return say(prompt, mistaken)
+    as_text = _SHOWN_AS_JSON.sub(lambda shown: f"{shown[1].capitalize()}: {shown[2]}", prompt)
+    label, value = say(as_text, mistaken).split(": ", 1)
+    return json.dumps({label.lower(): value})
 
 
 def say(prompt: str, mistaken: float = 0.0) -> str:
@@ -86,6 +106,8 @@ def say(prompt: str, mistaken: float = 0.0) -> str:
     document = _field(prompt, "Document")
     if "Query: <" in prompt:
         return f"Query: {_other_query(_field(prompt, 'Positive Query'), rng)}"
+    if "Other Document:" in prompt:
+        return f"Instruction: Nothing but the text that carries {_STAMP.findall(document)[0]} will do for me."
     if "Positive Instruction:" in prompt:
         positive = _field(prompt, "Positive Instruction")
         audience, angle = _other(AUDIENCES, positive, rng), _other(ANGLES, positive, rng)
@@ -98,7 +120,8 @@ def say(prompt: str, mistaken: float = 0.0) -> str:
 def _judge(prompt: str, rng: random.Random, mistaken: float) -> str:
     query, instruction = _field(prompt, "Query"), _field(prompt, "Instruction")
     shown = re.split(r"^\[\d+\] ", _field(prompt, "Candidates"), flags=re.MULTILINE)[1:]
-    stamped = [number for number, text in enumerate(shown, start=1) if _stamp(query, instruction) in text]
+    asked_for = _STAMP.findall(instruction) or [_stamp(query, instruction)]
+    stamped = [number for number, text in enumerate(shown, start=1) if asked_for[0] in text]
     if stamped:
         right = stamped[0]
     else:
@@ -156,12 +179,21 @@ class _Server:
         self._answered = 0
         self._open = asyncio.Event()
         self._open.set()
+        self._files: dict[str, bytes] = {}
+        self._batches: dict[str, dict[str, Any]] = {}
+        self._working: set[asyncio.Task[None]] = set()
 
     def application(self) -> web.Application:
-        application = web.Application(client_max_size=2**24)
+        application = web.Application(client_max_size=2**28)
         application.add_routes(
             [
                 web.post("/v1/chat/completions", self._handle),
+                web.post("/v1/files", self._upload),
+                web.get("/v1/files/{id}/content", self._download),
+                web.post("/v1/batches", self._submit),
+                web.get("/v1/batches", self._list),
+                web.get("/v1/batches/{id}", self._describe),
+                web.post("/v1/batches/{id}/cancel", self._cancel),
                 web.post("/hold", self._hold),
                 web.post("/release", self._release),
             ]
@@ -191,6 +223,7 @@ class _Server:
             return response
         finally:
             self._in_flight -= 1
+            entry |= request.get("usage", {})
             self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
 
     async def _answer(self, request: web.Request, body: dict[str, Any], digest: str) -> tuple[str, web.StreamResponse]:
@@ -220,11 +253,116 @@ class _Server:
         always = _draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
         if always == "bad_request":
             return always, _error(400, "This request is not acceptable.", "invalid_request_error")
-        text = json.dumps(_completion(body, always, how.mistaken))
+        completion = _completion(body, always, how.mistaken)
+        request["usage"] = completion["usage"]
+        text = json.dumps(completion)
         if fault == "truncated":
             return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
         self._answered += 1
         return "answered", web.Response(text=text, content_type="application/json")
+
+    # Batches. The log has each of their requests as it ended, with the batch's id, and `submitted` for the batch.
+
+    def _keep(self, content: bytes) -> str:
+        self._files[f"file-{len(self._files)}"] = content
+        return f"file-{len(self._files) - 1}"
+
+    async def _upload(self, request: web.Request) -> web.StreamResponse:
+        if self._behaviour.key and request.headers.get("Authorization") != f"Bearer {self._behaviour.key}":
+            return _error(401, "Incorrect API key provided.", "invalid_api_key")
+        form = await request.post()
+        uploaded = form["file"]
+        assert isinstance(uploaded, web.FileField)
+        assert form["purpose"] == "batch"
+        return web.json_response({"id": self._keep(uploaded.file.read()), "object": "file"})
+
+    async def _download(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._files[request.match_info["id"]])
+
+    async def _submit(self, request: web.Request) -> web.StreamResponse:
+        wanted = await request.json()
+        batch_id = f"batch-{len(self._batches)}"
+        batch = {**wanted, "id": batch_id, "object": "batch", "created_at": time.time(), "status": "validating"}
+        self._batches[batch_id] = batch
+        self._log.write(json.dumps({"batch": batch_id, "ended": "submitted", "time": time.time()}) + "\n")
+        task = asyncio.create_task(self._process(batch))
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        await self._open.wait()
+        return web.json_response(batch)
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        newest_first = list(reversed(self._batches))
+        start = newest_first.index(request.query["after"]) + 1 if "after" in request.query else 0
+        page = newest_first[start : start + 2]  # small pages, so that clients have to turn them
+        more = start + 2 < len(newest_first)
+        return web.json_response({"data": [self._batches[each] for each in page], "has_more": more})
+
+    async def _describe(self, request: web.Request) -> web.StreamResponse:
+        batch = self._batches.get(request.match_info["id"])
+        return web.json_response(batch) if batch else _error(404, "No such batch.", "not_found")
+
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        batch = self._batches[request.match_info["id"]]
+        batch["status"] = "cancelling"
+        return web.json_response(batch)
+
+    async def _process(self, batch: dict[str, Any]) -> None:
+        how = self._behaviour
+        rng = random.Random(f"{how.seed}/{batch['metadata']}")
+        lines = [json.loads(line) for line in self._files[batch["input_file_id"]].splitlines()]
+        assert len({line["body"]["model"] for line in lines}) == 1, "one model a batch"
+        assert len({line["custom_id"] for line in lines}) == len(lines)
+        if rng.random() < how.batch_failed:
+            batch["status"] = "failed"
+            return
+        batch["status"] = "in_progress"
+        began = time.monotonic()
+        while batch["status"] != "cancelling" and time.monotonic() - began < how.batch_s:
+            await asyncio.sleep(0.02)
+        await self._open.wait()
+        if batch["status"] == "cancelling":
+            done, end = len(lines) // 2, "cancelled"
+        elif how.batch_expired:
+            done, end = round(len(lines) * (1 - how.batch_expired)), "expired"
+        else:
+            done, end = len(lines), "completed"
+        rng.shuffle(lines)
+        results = [self._batch_result(batch["id"], line) for line in lines[:done]]
+        late = {"code": f"batch_{end}", "message": "This request could not be executed in time."}
+        results += [{"custom_id": line["custom_id"], "response": None, "error": late} for line in lines[done:]]
+        answered = [each for each in results if each["response"] and each["response"]["status_code"] == 200]
+        others = [each for each in results if each not in answered]
+        for name, part in (("output", answered), ("error", others)):
+            if part:
+                content = "".join(json.dumps(each) + "\n" for each in part)
+                batch[f"{name}_file_id"] = self._keep(content.encode())
+        batch["request_counts"] = {"total": len(lines), "completed": len(answered), "failed": len(others)}
+        batch["status"] = end
+
+    def _batch_result(self, batch_id: str, line: dict[str, Any]) -> dict[str, Any]:
+        how, body = self._behaviour, line["body"]
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        self._attempts[digest] += 1
+        fault = _draw(how, ("batch_fault",), random.Random(f"{how.seed}/{digest}/{batch_id}"))
+        always = _draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
+        status, said = 200, {}
+        if fault or always == "bad_request":
+            status = 500 if fault else 400
+            code = "server_error" if fault else "invalid_request_error"
+            said = {"error": {"message": "Not answered.", "type": "error", "code": code}}
+        else:
+            said = _completion(body, always, how.mistaken)
+            self._answered += 1
+        ended = "answered" if status == 200 else fault or "bad_request"
+        entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "batch": batch_id}
+        self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
+        return {
+            "id": f"batch_req_{digest[:8]}",
+            "custom_id": line["custom_id"],
+            "response": {"status_code": status, "request_id": digest[:8], "body": said},
+            "error": None,
+        }
 
 
 def _gone(request: web.Request) -> bool:
@@ -242,8 +380,8 @@ def _draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str
 
 
 def _completion(body: dict[str, Any], fault: str | None, mistaken: float) -> dict[str, Any]:
-    prompt = body["messages"][-1]["content"]
-    text: str | None = say(prompt, mistaken)
+    prompt = " ".join(message["content"] for message in body["messages"])
+    text: str | None = answer(body, mistaken)
     refusal, finish_reason = None, "stop"
     if fault == "refusal":
         text, refusal = None, "I'm sorry, I can't help with that."

@@ -1,4 +1,4 @@
-"""Tokens and USD, from the provenance of the rows."""
+"""Tokens and USD, from the provenance of the rows, and how long their answers took."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class Cost:
     """Requests sent in the run that made the output; None where no manifest says."""
     replayed: int | None
     """Answers taken from a journal in that run."""
+    latency_s: dict[str, float]
+    """`p50`, `p90`, `p99`: seconds within which that share of the requests was answered; empty where nobody says."""
 
 
 def cost(material: Material) -> Cost | None:
@@ -40,6 +42,7 @@ def cost(material: Material) -> Cost | None:
     if not everything:
         return None
     total = _spent(everything)
+    latencies = material.manifest.get("traffic", {}).get("latency_s", {})
     return Cost(
         kept=_spent(material.provenance["kept"]),
         rejected=_spent(material.provenance["rejected"]),
@@ -48,6 +51,7 @@ def cost(material: Material) -> Cost | None:
         usd_per_1000_kept=1000 * total.usd / len(material.kept) if material.kept and total.usd is not None else None,
         calls=material.counts.get("calls"),
         replayed=material.counts.get("replayed"),
+        latency_s={name: s for name, s in latencies.items() if s is not None},
     )
 
 

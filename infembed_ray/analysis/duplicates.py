@@ -1,4 +1,4 @@
-"""Texts that stand in the records more than once."""
+"""Texts that stand in the records more than once, or nearly so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infembed_ray.analysis.material import KINDS
+from infembed_ray.analysis.near_duplicates import NearDuplicate, near_duplicates
 from infembed_ray.records import Record
 
 EXAMPLES = 5
@@ -31,6 +32,10 @@ class Duplicates:
     """Distinct texts that stand more than once."""
     examples: list[Repeated]
     """The most frequent of them."""
+    near: int
+    """Distinct texts that are nearly equal to an earlier one."""
+    near_examples: list[NearDuplicate]
+    """The most similar of them."""
 
 
 def duplicates(records: Sequence[Record]) -> list[Duplicates]:
@@ -41,4 +46,5 @@ def duplicates(records: Sequence[Record]) -> list[Duplicates]:
 def _of_kind(kind: str, texts: list[str]) -> Duplicates:
     counted = Counter(" ".join(text.casefold().split()) for text in texts)
     repeated = [Repeated(text, times) for text, times in counted.most_common() if times > 1]
-    return Duplicates(kind, len(texts), len(counted), len(repeated), repeated[:EXAMPLES])
+    near = sorted(near_duplicates(list(counted)), key=lambda pair: -pair.similarity)
+    return Duplicates(kind, len(texts), len(counted), len(repeated), repeated[:EXAMPLES], len(near), near[:EXAMPLES])

@@ -9,6 +9,19 @@ from dataclasses import dataclass
 from infembed_ray.analysis.material import Material
 from infembed_ray.records import SCENARIOS
 
+STEPS = (
+    "seed",  # its own texts, before anything is asked
+    "instruction_positive",
+    "instruction_negative",
+    "query_negative",
+    "hard_negative_document_1",
+    "hard_negative_document_2",
+    "judge_negative_query",
+    "judge_negative_instruction",
+    "judge_positive",
+)
+"""The steps of synthesis that can lose a row, in their order."""
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -18,6 +31,17 @@ class Loss:
     why: str
     """The reason of a rejection or the error of a dead letter."""
     rows: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What became of the rows that reached one step."""
+
+    step: str
+    reached: int
+    rejected: int
+    dead_letter: int
+    passed: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +58,13 @@ class Funnel:
     rejections: list[Loss]
     """Most frequent first."""
     errors: list[Loss]
+    steps: list[Flow]
+    """In their order; empty for records that come from no synthesis output."""
+    complements: int
+    """Kept records for which a complement was asked for."""
+    complements_fit: int
+    complement_faults: list[Loss]
+    """Why the others are of no use, most frequent first."""
 
 
 def funnel(material: Material) -> Funnel:
@@ -48,7 +79,25 @@ def funnel(material: Material) -> Funnel:
         unaccounted=0 if seeds is None else seeds - kept - rejected - dead,
         rejections=_losses((row["step"], row["reason"]) for row in material.rejected),
         errors=_losses((row["step"], row["error"]) for row in material.dead_letter),
+        steps=[] if seeds is None else _steps(kept, material),
+        complements=len(material.complements),
+        complements_fit=sum(row["fault"] is None for row in material.complements),
+        complement_faults=_losses(
+            ("complement", row["fault"]) for row in material.complements if row["fault"] is not None
+        ),
     )
+
+
+def _steps(kept: int, material: Material) -> list[Flow]:
+    rejected = Counter(row["step"] or "unknown" for row in material.rejected)
+    dead = Counter(row["step"] or "unknown" for row in material.dead_letter)
+    reached = kept + rejected.total() + dead.total()
+    flows = []
+    for step in (*STEPS, *sorted((rejected.keys() | dead.keys()) - set(STEPS))):
+        passed = reached - rejected[step] - dead[step]
+        flows.append(Flow(step, reached, rejected[step], dead[step], passed))
+        reached = passed
+    return flows
 
 
 def _losses(reasons: Iterable[tuple[str | None, str | None]]) -> list[Loss]:

@@ -32,10 +32,18 @@ class Material:
     """Of `records.REJECTED`."""
     dead_letter: Rows
     """Of `records.DEAD_LETTER`."""
+    complements: Rows
+    """Of `records.COMPLEMENT`; empty where none were asked for."""
     provenance: Mapping[str, Rows]
     """`kept`, `rejected`, `dead_letter` -> their rows' provenance, of `records.PROVENANCE`; rows without are left out."""
-    counts: Mapping[str, int]
-    """The counts of the synthesis manifest; empty for records from elsewhere."""
+    manifest: Mapping[str, Any]
+    """Of the synthesis; empty for records from elsewhere."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The counts of the manifest."""
+        counts: Mapping[str, int] = self.manifest.get("counts", {})
+        return counts
 
 
 def read(path: Path, name: str) -> Material:
@@ -55,12 +63,13 @@ def read(path: Path, name: str) -> Material:
         kept=[] if nothing_kept else records.read(path, Record, name),
         rejected=rejected,
         dead_letter=dead_letter,
+        complements=_rows(path / records.COMPLEMENTS_FILE),
         provenance={
             "kept": _provenance(_rows(file) if _is_ours(file) else []),
             "rejected": _provenance(rejected),
             "dead_letter": _provenance(dead_letter),
         },
-        counts=read_manifest(path, name).get("counts", {}) if (path / MANIFEST).is_file() else {},
+        manifest=read_manifest(path, name) if (path / MANIFEST).is_file() else {},
     )
 
 

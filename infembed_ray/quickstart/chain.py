@@ -37,7 +37,7 @@ from infembed_ray.training.metrics import read_metrics
 
 S = TypeVar("S", bound=Settings)
 
-DEMO_RECORD = "coffee-01"
+DEMO_RECORD = "databases-02"
 """The held-out record whose query is asked under both of its instructions."""
 TOP_K = 3
 REPORT = "report.html"

@@ -14,6 +14,19 @@ class RowFailure(Exception):
     """This row cannot be completed: it becomes a dead letter and the run goes on."""
 
 
+class Malformed(RowFailure):
+    """An answer that is not in the format asked for; asking again may mend it.
+
+    Args:
+        wanted: what it lacks.
+        text: the answer.
+    """
+
+    def __init__(self, wanted: str, text: str) -> None:
+        self.fault = f"no `{wanted}` in {_shortened(text)!r}"
+        super().__init__(f"malformed answer: {self.fault}")
+
+
 class RunFailure(Exception):
     """No row can be completed (a refused key, an unknown model): the run ends. The message is one line."""
 
@@ -23,6 +36,7 @@ class Unjournaled(RunFailure):
 
     def __init__(self, request: Request) -> None:
         super().__init__(f"row {request.row}, step {request.step}: a request to {request.model} is in no journal")
+        self.request = request
         self.model = request.model
 
 
@@ -63,6 +77,8 @@ class Completion:
     refusal: str | None = None
     replayed: bool = False
     """Came from a journal: nothing was paid for it in this run."""
+    batched: bool = False
+    """Came from the Batch API, at its lower price."""
 
 
 Complete = Callable[[Request], Awaitable[Completion]]
@@ -90,11 +106,6 @@ def answer(completion: Completion) -> str:
     if not completion.text.strip():
         raise RowFailure("empty answer")
     return completion.text
-
-
-def malformed(wanted: str, text: str) -> RowFailure:
-    """The failure of an answer that is not in the format its prompt asks for."""
-    return RowFailure(f"malformed answer: no `{wanted}` in {_shortened(text)!r}")
 
 
 def _shortened(text: str, length: int = 120) -> str:

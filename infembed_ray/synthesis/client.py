@@ -1,4 +1,4 @@
-"""Asking an OpenAI-compatible endpoint: bounded, patient with faults, never twice for the same thing.
+"""Asking OpenAI-compatible endpoints: within the limits, patient with faults, never twice for the same thing.
 
 Plain aiohttp and plain dicts: the `openai` client costs 1.0-2.5 ms of CPU a request against aiohttp's 0.2 ms, which
 makes it the bottleneck of a fan-out; and six fields need no typed model that some local server's answers would fail.
@@ -14,129 +14,276 @@ import random
 import re
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from infembed_ray.config import Endpoint
 from infembed_ray.synthesis.chat import Complete, Completion, Request, RowFailure, RunFailure, Unjournaled
 from infembed_ray.synthesis.journal import Journal
+from infembed_ray.synthesis.limits import REQUESTS, TOKENS, USD, Amounts, Gate, worst_case
+from infembed_ray.synthesis.prices import PriceTable
 
 BACKOFF_S = 0.5
 """Longest pause before the first retry; it doubles with each further one, up to BACKOFF_CAP_S."""
 BACKOFF_CAP_S = 60.0
+FAULTS_TO_REST = 3
+"""After so many faults in a row an endpoint rests, if there are others."""
 
-_RETRYABLE = {408, 409, 425, 429}  # and every 5xx
+_RETRYABLE = {408, 409, 425}  # and 429, and every 5xx
+
+_SENT: Amounts = {REQUESTS: 1, TOKENS: 0, USD: 0.0}
+"""What a request used of the limits that the endpoint says it did not answer."""
 
 
-class _Retryable(Exception):
-    """An attempt failed that may succeed later, not before `retry_after_s`."""
+class Unanswered(Exception):
+    """An attempt failed that may succeed later, not before `retry_after_s`.
 
-    def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
+    `paid`: it may have been paid for all the same, as nothing says that it was not answered.
+    """
+
+    def __init__(self, reason: str, paid: bool = True, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
+        self.paid = paid
         self.retry_after_s = retry_after_s
 
 
-class ChatClient:
-    """Chat completions from one endpoint, through a journal. Use it within one event loop.
+class _RateLimited(Unanswered):
+    """The endpoint asks for fewer requests."""
 
-    The key comes from this machine's environment, and only when something must be sent.
+
+class ChatClient:
+    """Chat completions from some endpoints, through a journal. Use it within one event loop.
+
+    The keys come from this machine's environment, and only when something must be sent.
 
     Args:
-        endpoint: where, and how patiently.
+        endpoints: which of them serve the models. The first one's retries and patience count.
         journal: looked up before anything is sent, appended to before an answer is used.
-        in_flight: most requests in flight. A request that waits for its retry is not in flight.
+        gate: keeps the limits. A request that waits for its retry is not in flight.
+        table: prices, for what a request costs at worst.
     """
 
-    def __init__(self, endpoint: Endpoint, journal: Journal, in_flight: int) -> None:
-        self._endpoint = endpoint
-        self._url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
+    def __init__(self, endpoints: Sequence[Endpoint], journal: Journal, gate: Gate, table: PriceTable) -> None:
+        self._routes = [_Route(endpoint) for endpoint in endpoints]
+        self._patience = endpoints[0]
         self._journal = journal
-        self._slots = asyncio.Semaphore(in_flight)
+        self._gate = gate
+        self._table = table
         self._session: aiohttp.ClientSession | None = None
-        self._asking: dict[str, asyncio.Task[Completion]] = {}
-        self._reached = False
-        self._failure: RunFailure | None = None
+        self._asking: dict[str, list[asyncio.Future[Completion]]] = {}
 
     async def complete(self, request: Request) -> Completion:
-        """The completion of a request: from the journal, from a twin that is in flight already, or from the endpoint.
+        """The completion of a request: from the journal, from a twin that is in flight already, or from an endpoint.
 
         Raises:
             RowFailure: the endpoint refuses this request, or every retry failed.
-            RunFailure: the endpoint refuses all requests (key, model, quota) or was never reached. From then on,
-                nothing more is sent.
+            RunFailure: the endpoints refuse all requests (key, model, quota) or were never reached, the budget is used
+                up, or another process met with such a thing. From then on, nothing more is sent.
         """
         known = self._journal.get(request.key)
         if known is not None:
             return known
-        twin = self._asking.get(request.key)
-        if twin is not None:
-            return replace(await asyncio.shield(twin), replayed=True)
-        task = asyncio.create_task(self._ask(request))
-        self._asking[request.key] = task
-        try:
-            return await asyncio.shield(task)
-        finally:
-            del self._asking[request.key]
-
-    async def close(self) -> None:
-        """Close all connections; the next request opens new ones."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    async def _ask(self, request: Request) -> Completion:
+        twins = self._asking.get(request.key)
+        if twins is not None:
+            twins.append(asyncio.get_running_loop().create_future())
+            return replace(await twins[-1], replayed=True)
+        twins = self._asking[request.key] = []
         try:
             completion = await self._send(request)
             await self._journal.append(request, completion)
-        except RunFailure as failure:
-            self._failure = failure
+        except Exception as failure:
+            if isinstance(failure, RunFailure):  # a journal that cannot be written
+                self._gate.fail(str(failure))
+            for twin in twins:
+                twin.set_exception(failure)
             raise
+        finally:
+            del self._asking[request.key]
+        for twin in twins:
+            twin.set_result(completion)
         return completion
 
-    async def _send(self, request: Request) -> Completion:
-        attempts = self._endpoint.max_retries + 1
-        for attempt in range(attempts):
-            try:
-                async with self._slots:
-                    if self._failure is not None:
-                        raise self._failure
-                    return await self._attempt(request)
-            except _Retryable as failure:
-                reason = str(failure)
-                if attempt + 1 < attempts:
-                    await asyncio.sleep(_pause_s(attempt, failure.retry_after_s))
-        if not self._reached:
-            raise RunFailure(f"endpoint.base_url={self._endpoint.base_url}: cannot be reached ({reason})")
-        raise RowFailure(f"{reason}; tried {attempts} times")
+    async def close(self) -> None:
+        """Close all connections, the next request opens new ones; and let the limits know what was used."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        await self._gate.flush()
 
-    async def _attempt(self, request: Request) -> Completion:
+    async def _send(self, request: Request) -> Completion:
+        cost = worst_case(request, self._table)
+        tries = _Tries()
+        while True:
+            await self._gate.enter(cost)
+            route = self._choose()
+            used = cost
+            sent = time.monotonic()
+            try:
+                completion = await self._attempt(route, request)
+                used = self._used(request, completion) or cost
+                self._gate.traffic.add_answer(time.monotonic() - sent)
+                return completion
+            except Unanswered as failure:
+                used = cost if failure.paid else _SENT
+                pause_s = self._after(failure, route, tries)
+            except (RowFailure, RunFailure) as failure:
+                used = _SENT
+                self._gate.traffic.failed += 1
+                if isinstance(failure, RowFailure):
+                    raise
+                if not self._others(route):
+                    self._gate.fail(str(failure))  # before the slot is free for another
+                    raise
+                if route in self._routes:
+                    self._routes.remove(route)
+                    self._gate.warn(f"{failure}; the other endpoints stand in")
+                pause_s = 0.0
+            finally:
+                self._gate.settle(cost, used, sent)
+            if pause_s:
+                await self._gate.pause(pause_s)
+
+    async def _attempt(self, route: _Route, request: Request) -> Completion:
         session = self._session or self._open_session()
+        url, headers, proxy = route.address(request.model)
+        body = json.dumps(request.body, ensure_ascii=False).encode()
         try:
-            async with session.post(self._url, json=request.body) as response:
-                body = await response.read()
+            async with session.post(url, data=body, headers=headers, proxy=proxy, timeout=route.timeout) as response:
+                answer = await response.read()
         except asyncio.TimeoutError as error:
-            raise _Retryable(f"no answer within {self._endpoint.timeout_s:g} s") from error
+            raise Unanswered(f"no answer within {route.endpoint.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _Retryable(f"connection failed: {_one_line(error)}") from error
-        self._reached = True
+            raise Unanswered(f"connection failed: {_one_line(error)}") from error
+        route.reached = True
         if response.status != 200:
-            raise _fault(self._endpoint, request, response.status, response.headers, body)
-        return _completion(body)
+            raise _fault(route.endpoint, request, response.status, response.headers, answer)
+        completion = completion_of(answer)
+        route.faults = 0
+        return completion
+
+    def _after(self, failure: Unanswered, route: _Route, tries: _Tries) -> float:
+        """Seconds to wait after a failed attempt; raises what it means if there is to be no other."""
+        tries.failed += 1
+        if isinstance(failure, _RateLimited):
+            self._gate.traffic.rate_limited += 1
+            patience_s = self._patience.patience_s
+            if time.monotonic() - tries.began > patience_s:
+                raise RowFailure(f"{failure}; tried {tries.failed} times in {patience_s:g} s") from failure
+            route.rest(failure.retry_after_s)
+        else:
+            self._gate.traffic.failed += 1
+            tries.faults += 1
+            if tries.faults > self._patience.max_retries:
+                if not any(each.reached for each in self._routes):
+                    unreachable = f"endpoint.base_url={route.endpoint.base_url}: cannot be reached ({failure})"
+                    self._gate.fail(unreachable)
+                    raise RunFailure(unreachable) from failure
+                raise RowFailure(f"{failure}; tried {tries.failed} times") from failure
+            route.fault()
+        if any(each.awake for each in self._others(route)):
+            return 0.0
+        return pause_s(tries.failed - 1, failure.retry_after_s)
+
+    def _choose(self) -> _Route:
+        """One of the endpoints that are awake, by weight; or the one that wakes first."""
+        if len(self._routes) == 1:
+            return self._routes[0]
+        awake = [route for route in self._routes if route.awake]
+        if not awake:
+            return min(self._routes, key=lambda route: route.rests_until)
+        return random.choices(awake, [route.endpoint.weight for route in awake])[0]
+
+    def _others(self, route: _Route) -> list[_Route]:
+        return [other for other in self._routes if other is not route]
+
+    def _used(self, request: Request, completion: Completion) -> Amounts | None:
+        """What an answer used of the limits; None where the endpoint does not count tokens."""
+        tokens = completion.prompt_tokens + completion.completion_tokens
+        if not tokens:
+            return None
+        return {REQUESTS: 1, TOKENS: tokens, USD: self._table.usd(request.model, completion) or 0.0}
 
     def _open_session(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the slots are the limit
-            timeout=aiohttp.ClientTimeout(total=self._endpoint.timeout_s),
-            headers=_authorization(self._endpoint),
-            trust_env=True,
+            connector=aiohttp.TCPConnector(limit=0),  # the gate is the limit
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self._session
 
 
-def _authorization(endpoint: Endpoint) -> dict[str, str]:
+@dataclass
+class _Tries:
+    """The attempts at one request so far."""
+
+    began: float = field(default_factory=time.monotonic)
+    failed: int = 0
+    faults: int = 0
+    """Failed attempts but for 429s, which say nothing about the request."""
+
+
+class _Route:
+    """One endpoint: how to reach it, and how it fares."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
+        self.reached = False
+        self.faults = 0
+        """In a row."""
+        self.rests_until = 0.0
+        self._addresses: dict[str, tuple[URL, Mapping[str, str], str | None]] = {}
+
+    @property
+    def awake(self) -> bool:
+        return time.monotonic() >= self.rests_until
+
+    def fault(self) -> None:
+        """An attempt failed; after some in a row the endpoint rests."""
+        self.faults += 1
+        if self.faults >= FAULTS_TO_REST:
+            self.rest(min(BACKOFF_CAP_S, BACKOFF_S * 2 ** (self.faults - FAULTS_TO_REST)))
+
+    def rest(self, seconds: float) -> None:
+        """Ask others for so long, if there are any."""
+        self.rests_until = max(self.rests_until, time.monotonic() + seconds)
+
+    def address(self, model: str) -> tuple[URL, Mapping[str, str], str | None]:
+        """URL and headers of a request to a model, and the proxy on the way, from this machine's environment."""
+        if model not in self._addresses:
+            url = _url(self.endpoint, model)
+            headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
+            self._addresses[model] = (URL(url), headers, _proxy(url))
+        return self._addresses[model]
+
+
+def _url(endpoint: Endpoint, model: str) -> str:
+    base = endpoint.base_url.rstrip("/")
+    if endpoint.api_version is None:
+        return f"{base}/chat/completions"
+    deployment = urllib.parse.quote(endpoint.deployments.get(model, model), safe="")
+    version = urllib.parse.quote(endpoint.api_version, safe="")
+    return f"{base}/openai/deployments/{deployment}/chat/completions?api-version={version}"
+
+
+def _proxy(url: str) -> str | None:
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.proxy_bypass(parts.hostname or ""):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
+def authorization(endpoint: Endpoint) -> dict[str, str]:
+    """The header with the endpoint's key, from this machine's environment.
+
+    Raises:
+        RunFailure: it is not set.
+    """
     name = endpoint.api_key_env
     if name is None:
         return {}
@@ -144,10 +291,15 @@ def _authorization(endpoint: Endpoint) -> dict[str, str]:
     if not key:
         machine = socket.gethostname()
         raise RunFailure(f"endpoint.api_key_env={name}: not set on {machine}; set it on every node before Ray starts")
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
 
 
-def _completion(body: bytes) -> Completion:
+def completion_of(body: bytes) -> Completion:
+    """The completion in a response's body.
+
+    Raises:
+        Unanswered: there is none.
+    """
     try:
         answer = json.loads(body)
         choice = answer["choices"][0]
@@ -161,7 +313,7 @@ def _completion(body: bytes) -> Completion:
             completion_tokens=int(usage.get("completion_tokens") or 0),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _Retryable("the response is no chat completion (cut short?)") from error
+        raise Unanswered("the response is no chat completion (cut short?)") from error
 
 
 def _text(content: Any) -> str:
@@ -181,8 +333,10 @@ def _fault(endpoint: Endpoint, request: Request, status: int, headers: Mapping[s
         return RunFailure(f"model {request.model}: not at endpoint.base_url={endpoint.base_url} ({said}); correct one")
     if status == 402 or code == "insufficient_quota":
         return RunFailure(f"endpoint.base_url={endpoint.base_url}: the quota is used up ({said}); raise it and rerun")
+    if status == 429:
+        return _RateLimited(said, paid=False, retry_after_s=_retry_after_s(headers))
     if status in _RETRYABLE or status >= 500:
-        return _Retryable(said, _retry_after_s(headers))
+        return Unanswered(said, paid=False, retry_after_s=_retry_after_s(headers))
     return RowFailure(said)
 
 
@@ -210,7 +364,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _pause_s(attempt: int, retry_after_s: float) -> float:
+def pause_s(attempt: int, retry_after_s: float) -> float:
     """The pause after failed attempt number `attempt` (from 0): what the server asks for, plus full jitter."""
     return retry_after_s + random.uniform(0.0, min(BACKOFF_CAP_S, BACKOFF_S * 2**attempt))
 

@@ -1,107 +1,188 @@
 """Synthesis over Ray Data: seeds in, kept, rejected and dead-lettered rows out, in the order of the seeds.
 
-Each actor asks through one client and one journal segment of its own. Ray Data finishes a task's rows in order and
-re-runs a lost task whole; so a task is a few rows, many run at once in an actor, and the journal answers the re-runs.
+Each actor asks through one client and one journal segment of its own; one more actor keeps the limits of all. Ray Data
+finishes a task's rows in order and re-runs a lost task whole; so a task is a few rows, many run at once in an actor,
+and the journal answers the re-runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import json
 import os
+import threading
+import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import ray
 import ray.data
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray import records
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config import ChatModel, Endpoint, Limits, SynthesizeSettings, nearest
 from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError
-from infembed_ray.progress import say, track
+from infembed_ray.progress import Advance, say, track
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Step, existing, local_path, require_writable
-from infembed_ray.synthesis import templates
+from infembed_ray.storage import Published, Step, existing, local_path, require_writable, write_json
+from infembed_ray.synthesis import batch_api, prices, templates
 from infembed_ray.synthesis.chat import RunFailure, Unjournaled
 from infembed_ray.synthesis.client import ChatClient, replaying
-from infembed_ray.synthesis.journal import Journal
+from infembed_ray.synthesis.journal import Journal, decode, segments
+from infembed_ray.synthesis.limits import Figures, Gate, Grant, Lease, Ledger, Report, resources
 from infembed_ray.synthesis.outputs import Outputs
-from infembed_ray.synthesis.steps import Outcome, Spend, synthesize
+from infembed_ray.synthesis.prices import PriceTable
+from infembed_ray.synthesis.sources import Source
+from infembed_ray.synthesis.steps import STEPS, Outcome, Spend, synthesize
 
-ROWS_PER_TASK = 8
+ROWS_PER_TASK = 16
 ROWS_PER_SLOT = 2
 """Rows in work for each request an actor may have in flight; the others wait for a slot, a retry or the journal."""
 CPUS_PER_ACTOR = 0.5
 """An actor mostly waits for its endpoint."""
+REPORTS_PER_WINDOW = 200
+"""How often a lease is renewed, so that what it holds unused is little; but at least every..."""
+LONGEST_INTERVAL_S = 0.5
+UNJOURNALED = "unjournaled.json"
+"""USD spent on answers that are not in the journal, in its directory: a budget counts them, run after run."""
+BATCHES = "batches"
+"""The directory of the Batch API's files in a journal's."""
 
-_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in dataclasses.fields(Seed))])
-_RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.string()), ("failure", pa.string())])
+T = TypeVar("T")
+
+_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
+_RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.string())])  # no outcome: the row is left undone
 
 
 def run(settings: SynthesizeSettings) -> Published:
     """Make records of seeds; see `SynthesizeSettings`.
 
-    Publishes `records.parquet`, `rejected.parquet` and `dead_letter.parquet`. The journal outlives the run: an
-    interrupted one resumes where it was, and no answer is paid for twice.
+    Publishes `records.parquet`, `rejected.parquet` and `dead_letter.parquet`, and with `settings.complement` also
+    `complements.parquet`. The journal outlives the run: an interrupted one resumes where it was, and no answer is paid
+    for twice. A run that cannot go on (a refused key, a budget used up) lets the requests in flight finish, journals
+    their answers, says how many seeds are left undone, and publishes nothing.
 
     Raises:
-        InputError: bad settings or seeds; no key while some requests are in no journal; or, during the run, an
-            endpoint that refuses the key or the model, or cannot be reached.
+        InputError: bad settings or seeds; no key while some requests are in no journal; or, during the run, endpoints
+            that refuse the key or the model or cannot be reached, or a budget that is used up.
     """
-    seeds_path = existing(settings.seeds, "seeds")
-    step = Step("synthesize", settings, settings.output, {"seeds": seeds_path, "prompts": templates.DIRECTORY})
+    seeds = Source(settings)
+    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
+    table = prices.load(settings.prices)
+    if settings.prices is not None:
+        named["prices"] = existing(settings.prices, "prices")
+    step = Step("synthesize", settings, settings.output, named)
     if done := step.finished():
         return done
-    every = records.read(seeds_path, Seed, "seeds", settings.columns)
-    seeds = every[: settings.limit]
-    # Distractors come from the whole file: with another `limit` the judge is asked the very same.
-    pool = list(dict.fromkeys(seed.passage for seed in every))
+    # Distractors come from all seeds: with another `limit` the judge is asked the very same.
+    survey = seeds.survey()
     # Absolute: the actors' working directory is not this process's.
     journal = (local_path(settings.journal, "journal") if settings.journal else step.root / "journal").absolute()
     replay = [existing(path, "replay").absolute() for path in settings.replay]
-    _validate(settings, seeds_path, pool)
+    _validate(settings, seeds.path, survey.pool, table)
     if _has_key(settings):
         require_writable(journal, "journal")
     else:
-        _require_all_journaled(settings, seeds, pool, Journal(journal, replay))
+        _require_all_journaled(settings, seeds, survey.seeds, survey.pool, Journal(journal, replay))
+    spent_usd = 0.0 if settings.limits.budget_usd is None else _spent_usd(journal, table)
+    in_batches = settings.batches is not None and _has_key(settings)
+    if not in_batches and (waiting := batch_api.pending(journal / BATCHES)):
+        raise InputError(
+            f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
+            f"remove {waiting[0]} to pay for what it asked again"
+        )
 
-    connect()
-    with step.publish() as staging:
-        with Outputs(staging.path) as outputs, track("synthesize", len(seeds)) as advance:
-            for index, outcome in _fan_out(settings, seeds, pool, journal, replay):
-                outputs.add(index, outcome)
-                advance(note=outputs.note())
-        staging.counts, staging.facts = outputs.counts(), outputs.facts()
+    undone = 0
+    with contextlib.ExitStack() as held:
+        staging = held.enter_context(step.publish())
+        if in_batches:
+            batched = _ask_in_batches(settings, seeds, survey.pool, journal, replay, spent_usd)
+            staging.facts["batches"] = asdict(batched)
+            spent_usd += batched.usd or 0.0
+        connect()
+        limits = held.enter_context(_limits(settings, step.identity, spent_usd))
+        with (
+            Outputs(staging.path, table) as outputs,
+            track("synthesize", survey.seeds) as advance,
+            _live(limits, outputs, settings.limits.budget_usd, advance),
+        ):
+            for index, outcome in _fan_out(settings, seeds, survey.pool, journal, replay, limits):
+                if outcome is None:
+                    undone += 1
+                elif not undone:
+                    outputs.add(index, outcome)
+                    advance()
+        figures: Figures = ray.get(limits.figures.remote())
+        if settings.limits.budget_usd is not None:
+            _note_unjournaled(journal, table, figures.spent_usd)
+        if undone:
+            raise InputError(
+                f"{figures.failure}; {undone} of {survey.seeds} seeds are left undone and nothing is published; "
+                "the journal keeps what was answered, the same command resumes"
+            )
+        staging.counts = outputs.counts()
+        staging.facts |= {**outputs.facts(), "traffic": _traffic(figures), "left_out": dict(survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
-        assert ended == len(seeds), f"{ended} of {len(seeds)} seeds came out"
+        assert ended == survey.seeds, f"{ended} of {survey.seeds} seeds came out"
     if staging.counts["dead_letter"]:
         say(f"synthesize: dead letters that no model answered are asked again after removing {step.path}")
     return step.published()
 
 
-def _validate(settings: SynthesizeSettings, seeds: Path, pool: Sequence[str]) -> None:
+# ------------------------------------------------------------------------------------------- before work starts
+
+
+def _endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
+    """Name in the settings -> endpoint."""
+    others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
+    return {"endpoint": settings.endpoint, **others}
+
+
+def _validate(settings: SynthesizeSettings, seeds: Path, pool: Sequence[str], table: PriceTable) -> None:
     if len(pool) <= settings.distractors:
         raise InputError(
             f"distractors={settings.distractors}: seeds={seeds} has only {len(pool)} different passages to draw from; "
             f"set distractors={len(pool) - 1} or give more seeds"
         )
-    if not settings.endpoint.base_url.startswith(("http://", "https://")):
-        raise InputError(f"endpoint.base_url={settings.endpoint.base_url}: no URL; write it like https://host/v1")
+    for name, endpoint in _endpoints(settings).items():
+        if not endpoint.base_url.startswith(("http://", "https://")):
+            raise InputError(f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1")
+    for step in settings.steps:
+        if step not in STEPS:
+            raise InputError(f"steps.{step}: no such step: {nearest(step, STEPS)}")
+    limits = settings.limits
+    models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
+    models |= {f"steps.{step}": model for step, model in settings.steps.items()}
+    for limit in ("budget_usd", "tokens_per_minute"):
+        for name, model in models.items():
+            if getattr(limits, limit) is not None and model.max_tokens is None:
+                raise InputError(
+                    f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
+                )
+    for name, model in models.items():
+        if limits.budget_usd is not None and table.price(model.model) is None:
+            raise InputError(
+                f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
+                "give its prices in a file and set prices=FILE"
+            )
 
 
 def _has_key(settings: SynthesizeSettings) -> bool:
-    name = settings.endpoint.api_key_env
-    return name is None or bool(os.environ.get(name, "").strip())
+    names = [endpoint.api_key_env for endpoint in _endpoints(settings).values()]
+    return any(name is None or os.environ.get(name, "").strip() for name in names)
 
 
 def _require_all_journaled(
-    settings: SynthesizeSettings, seeds: Sequence[Seed], pool: Sequence[str], journal: Journal
+    settings: SynthesizeSettings, seeds: Iterable[Seed], number: int, pool: Sequence[str], journal: Journal
 ) -> None:
     """Without a key, the journals must hold every request: a dry pass over them, before any work."""
     missing: Counter[str] = Counter()
@@ -110,30 +191,202 @@ def _require_all_journaled(
         for seed in seeds:
             try:
                 await synthesize(seed, pool, settings, replaying(journal))
-            except Unjournaled as request:
-                missing[request.model] += 1
+            except Unjournaled as unjournaled:
+                missing[unjournaled.request.model] += 1
 
-    with ThreadPoolExecutor(1) as thread:  # asyncio.run fails in the thread of a notebook, which has a loop
-        thread.submit(asyncio.run, rehearse()).result()
+    _run(rehearse())
     if missing:
         raise InputError(
-            f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {len(seeds)} seeds "
+            f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {number} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
             f"export {settings.endpoint.api_key_env}, or name finished journals in replay"
         )
 
 
+def _spent_usd(journal: Path, table: PriceTable) -> float:
+    """What a journal has cost: the list price of all it holds, and what runs noted beside it."""
+    noted = journal / UNJOURNALED
+    return _journaled_usd(journal, table) + (json.loads(noted.read_text())["usd"] if noted.is_file() else 0.0)
+
+
+def _note_unjournaled(journal: Path, table: PriceTable, spent_usd: float) -> None:
+    """Note what was spent, or may have been, on answers that never arrived."""
+    write_json(journal / UNJOURNALED, {"usd": max(0.0, spent_usd - _journaled_usd(journal, table))})
+
+
+def _journaled_usd(journal: Path, table: PriceTable) -> float:
+    spent, seen = 0.0, set()
+    for segment in segments([journal]):
+        with segment.open("rb") as lines:
+            for line in lines:
+                entry = decode(line)
+                if entry is None or entry[0] in seen:
+                    continue
+                seen.add(entry[0])
+                model = json.loads(line)["model"]
+                usd = table.usd(model, entry[1])
+                if usd is None:
+                    raise InputError(
+                        f"journal={journal}: it holds answers of {model}, whose price is not known, so nobody knows "
+                        "what is left of limits.budget_usd; give its prices in a file and set prices=FILE"
+                    )
+                spent += usd
+    return spent
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread of its own: the thread of a notebook has a loop already. Interrupting cancels it."""
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append((asyncio.get_running_loop(), task))
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, cancellable())
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            for loop, task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+# -------------------------------------------------------------------------------------------------- the batches
+
+
+def _ask_in_batches(
+    settings: SynthesizeSettings,
+    seeds: Iterable[Seed],
+    pool: Sequence[str],
+    journal: Path,
+    replay: Sequence[Path],
+    spent_usd: float,
+) -> batch_api.Report:
+    """Have the Batch API answer what it will, so that the online run finds it in the journal."""
+
+    async def ask() -> batch_api.Report:
+        own = Journal(journal, replay)
+        try:
+            return await batch_api.answer_in_batches(seeds, pool, settings, own, journal / BATCHES, spent_usd)
+        finally:
+            own.close()
+
+    try:
+        return _run(ask())
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
+
+
+# --------------------------------------------------------------------------------------------------- the limits
+
+
+class _Limits:
+    """The ledger, as an actor."""
+
+    def __init__(self, limits: Limits, slots: int, spent_usd: float) -> None:
+        self._ledger = Ledger(limits, slots, spent_usd)
+
+    def exchange(self, report: Report) -> Grant:
+        return self._ledger.exchange(report)
+
+    def figures(self) -> Figures:
+        return self._ledger.figures()
+
+
+@contextlib.contextmanager
+def _limits(settings: SynthesizeSettings, identity: str, spent_usd: float) -> Iterator[Any]:
+    """The one actor that keeps the run's limits, on the driver's node: what it knows is lost only with the driver."""
+    slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
+    actor = ray.remote(num_cpus=0)(_Limits).options(name=name, scheduling_strategy=here)
+    keeper = actor.remote(settings.limits, slots, spent_usd)
+    try:
+        yield keeper
+    finally:
+        ray.kill(keeper)
+
+
+def _gate(settings: SynthesizeSettings, limits: Any) -> Gate:
+    """This process's part of the limits."""
+
+    async def exchange(report: Report) -> Grant:
+        try:
+            grant: Grant = await limits.exchange.remote(report)
+        except ray.exceptions.RayError as error:
+            raise RunFailure("the actor that keeps the limits is gone") from error
+        return grant
+
+    window_s = settings.limits.window_s
+    lease = Lease(uuid.uuid4().hex, resources(settings.limits), settings.in_flight, window_s)
+    return Gate(lease, exchange, min(LONGEST_INTERVAL_S, window_s / REPORTS_PER_WINDOW))
+
+
+@contextlib.contextmanager
+def _live(limits: Any, outputs: Outputs, budget_usd: float | None, advance: Advance) -> Iterator[None]:
+    """Keep the note beside the bar up to date, also while no row ends; say the actors' warnings."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        said: set[str] = set()
+        answered, then = 0, time.monotonic()
+        while not ended.wait(1.0):
+            try:
+                figures: Figures = ray.get(limits.figures.remote())
+            except ray.exceptions.RayError:
+                return  # the actors say so
+            now, traffic = time.monotonic(), figures.traffic
+            rate, answered, then = (traffic.answered - answered) / (now - then), traffic.answered, now
+            spent = "" if budget_usd is None else f", {figures.spent_usd:.2f} of {budget_usd:g} USD"
+            asking = f"{rate:.0f}/s, {figures.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
+            advance(0, note=f"{outputs.note()}; {asking}")
+            for warning in figures.warnings:
+                if warning not in said:
+                    said.add(warning)
+                    say(f"synthesize: {warning}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        advance(0, note=outputs.note())
+
+
+def _traffic(figures: Figures) -> dict[str, Any]:
+    """How the endpoints fared, for the manifest."""
+    traffic = figures.traffic
+    return {
+        "answered": traffic.answered,
+        "rate_limited": traffic.rate_limited,
+        "failed": traffic.failed,
+        "latency_s": {name: traffic.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
+        "warnings": list(figures.warnings),
+    }
+
+
+# -------------------------------------------------------------------------------------------------- the fan-out
+
+
 def _fan_out(
-    settings: SynthesizeSettings, seeds: Sequence[Seed], pool: Sequence[str], journal: Path, replay: Sequence[Path]
-) -> Iterator[tuple[int, Outcome]]:
-    """(index of the seed, outcome) of all seeds, as they complete."""
-    rows = [{"index": index, **records.columns_of(seed)} for index, seed in enumerate(seeds)]
-    table = pa.Table.from_pylist(rows, schema=_SEEDS)
-    tasks = [table.slice(start, ROWS_PER_TASK) for start in range(0, len(rows), ROWS_PER_TASK)]
+    settings: SynthesizeSettings,
+    seeds: Iterable[Seed],
+    pool: Sequence[str],
+    journal: Path,
+    replay: Sequence[Path],
+    limits: Any,
+) -> Iterator[tuple[int, Outcome | None]]:
+    """(index of the seed, outcome) of all seeds, as they complete; without an outcome where it is left undone."""
+    tasks = [ray.put(task) for task in _tasks(seeds)]
     at_once = -(-settings.in_flight * ROWS_PER_SLOT // ROWS_PER_TASK)
-    results = ray.data.from_arrow(tasks).map_batches(
+    results = ray.data.from_arrow_refs(tasks).map_batches(
         _Synthesizer,
-        fn_constructor_args=(settings, ray.put(pool), journal, replay),
+        fn_constructor_args=(settings, ray.put(pool), journal, replay, limits),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(
@@ -145,40 +398,57 @@ def _fan_out(
     )
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
-            if result["failure"] is not None:
-                raise InputError(f"{result['failure']}; the journal keeps what was answered, the same command resumes")
-            yield result["index"], _outcome(result["outcome"])
+            yield result["index"], None if result["outcome"] is None else _outcome(result["outcome"])
+
+
+def _tasks(seeds: Iterable[Seed]) -> Iterator[pa.Table]:
+    """The seeds, numbered, a few at a time."""
+    numbered = enumerate(seeds)
+    while task := list(islice(numbered, ROWS_PER_TASK)):
+        yield pa.Table.from_pylist([{"index": index, **records.columns_of(seed)} for index, seed in task], _SEEDS)
 
 
 class _Synthesizer:
     """The rows of one task, side by side. Ray Data keeps one of these in each actor."""
 
     def __init__(
-        self, settings: SynthesizeSettings, pool: ray.ObjectRef, journal: Path, replay: Sequence[Path]
+        self,
+        settings: SynthesizeSettings,
+        pool: ray.ObjectRef,
+        journal: Path,
+        replay: Sequence[Path],
+        limits: Any,
     ) -> None:
         self._settings = settings
         self._pool: Sequence[str] = ray.get(pool)
         self._journal = Journal(journal, replay)
-        self._client = ChatClient(settings.endpoint, self._journal, settings.in_flight)
+        self._gate = _gate(settings, limits)
+        endpoints = list(_endpoints(settings).values())
+        self._client = ChatClient(endpoints, self._journal, self._gate, prices.load(settings.prices))
         self._running = 0
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._journal.refresh()  # this may be the task of an actor that died
         self._running += 1
-        try:
-            results = await asyncio.gather(*(self._result(**row) for row in batch.to_pylist()))
-        except RunFailure as failure:
-            results = [{"index": None, "outcome": None, "failure": str(failure)}]
+        results = await asyncio.gather(*(self._result(**row) for row in batch.to_pylist()))
         self._running -= 1
         if not self._running:
             await self._client.close()  # an actor is not told when its last task is done
         return pa.Table.from_pylist(results, schema=_RESULTS)
 
     async def _result(self, index: int, **seed: str) -> dict[str, Any]:
-        outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
-        return {"index": index, "outcome": json.dumps(dataclasses.asdict(outcome)), "failure": None}
+        if self._gate.failure is None:
+            with contextlib.suppress(RunFailure):
+                outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
+                return {"index": index, "outcome": json.dumps(_values(outcome))}
+        return {"index": index, "outcome": None}
+
+
+def _values(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as plain values; `dataclasses.asdict` would copy them all."""
+    return {**vars(outcome), "paid": vars(outcome.paid), "replayed": vars(outcome.replayed)}
 
 
 def _outcome(text: str) -> Outcome:
     values = json.loads(text)
-    return Outcome(values["kind"], values["row"], Spend(**values["paid"]), Spend(**values["replayed"]))
+    return Outcome(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})

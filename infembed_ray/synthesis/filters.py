@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 Generated = Literal["instruction", "query"]
+
+SPELLINGS = {"cpp": "c++", "csharp": "c#", "golang": "go", "js": "javascript", "ts": "typescript"}
+"""File-name spellings of programming languages -> what people write."""
 
 FEWEST_WORDS: dict[Generated, int] = {"instruction": 3, "query": 1}
 
@@ -14,13 +18,14 @@ def first_line(text: str) -> str:
     return text.split("\n", 1)[0].strip()
 
 
-def fault(kind: Generated, line: str, poisons: str | None = None) -> str | None:
+def fault(kind: Generated, line: str, poisons: str | None = None, language: str | None = None) -> str | None:
     """Why a generated line is useless, or None if it is fit.
 
     Args:
         kind: what it is meant to be.
         line: the text up to its first newline.
         poisons: the positive instruction or query that it must differ from.
+        language: the programming language that an instruction must name (appendix B.2).
     """
     words = line.split()
     if not words:
@@ -29,9 +34,26 @@ def fault(kind: Generated, line: str, poisons: str | None = None) -> str | None:
         return "a lead-in to a list, no request"
     if len(words) < FEWEST_WORDS[kind]:
         return f"fewer than {FEWEST_WORDS[kind]} words"
-    if poisons is not None and _plain(line) == _plain(poisons):
+    if poisons is not None and repeats(line, poisons):
         return "equal to the positive it should poison"
+    if kind == "instruction" and language is not None and not names(line, language):
+        return f"does not name the programming language {language}"
     return None
+
+
+def repeats(text: str, original: str) -> bool:
+    """Is it the same text, but for case, white space and final punctuation?"""
+    return _plain(text) == _plain(original)
+
+
+def names(text: str, language: str) -> bool:
+    """Is a programming language named in a text, as a word of its own and in any version?
+
+    `Java` is not named by JavaScript, nor `C` by C++ or C#; `python3` is by Python.
+    """
+    plain = language.casefold().rstrip(" .0123456789") or language.casefold()
+    spellings = {plain, SPELLINGS.get(plain, plain)}
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?![^\W\d]|[+#])", text.casefold()) for name in spellings)
 
 
 def _plain(text: str) -> str:

@@ -1,28 +1,41 @@
 """The response journal: every completion is on disk before it is used, and is looked up before a request is sent.
 
 A journal is a directory of JSONL segments, one per writing process, so any number of processes may share it; or one
-`.jsonl` file, to read from only. A line is one completion. In memory is where each line lies, never what it says.
+`.jsonl` file, to read from only. A line is one completion with its checksum. In memory is where each line lies, never
+what it says.
 
 What a crash can lose: a line is written as soon as its completion arrives, and synced to the disk before anybody uses
 it. Killing the process loses only answers it had not read yet; losing the machine, also those of the last sync
 (milliseconds), none of which was used. A line cut short by a crash is left out with a warning.
+
+A process holds a lock (flock) on its segment as long as it lives, so that `journal_upkeep` can tell finished segments
+from living ones and merge them under the eyes of processes that read them. On a file system whose locks do not reach
+other nodes, merge when no run is on; a process whose segment is removed all the same stops its run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import re
 import socket
 import uuid
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
 from infembed_ray.synthesis.chat import Completion, Request, RunFailure
+from infembed_ray.synthesis.journal_index import JournalIndex
+
+_CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
 
 
 @dataclass
@@ -45,7 +58,7 @@ class Journal:
         self._sources = [*replay, directory]
         self._files: list[_File] = []
         self._numbers: dict[Path, int] = {}
-        self._index: dict[bytes, tuple[int, int, int]] = {}  # key -> file number, offset, bytes
+        self._index = JournalIndex()
         self._segment: BinaryIO | None = None
         self._segment_number = -1
         self._written = 0  # bytes of the segment
@@ -53,8 +66,9 @@ class Journal:
         self._syncing: asyncio.Task[None] | None = None
         self.refresh()
         for file in self._files:
-            if file.indexed < file.path.stat().st_size:
-                warnings.warn(f"journal {file.path}: its last line is cut short, left out", stacklevel=2)
+            with contextlib.suppress(FileNotFoundError):
+                if file.indexed < file.path.stat().st_size:
+                    warnings.warn(f"journal {file.path}: its last line is cut short, left out", stacklevel=2)
 
     def __len__(self) -> int:
         """Number of completions."""
@@ -62,22 +76,30 @@ class Journal:
 
     def refresh(self) -> None:
         """Index what other processes have appended since."""
-        for source in self._sources:
-            for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
-                number = self._number(path)
-                if number != self._segment_number:
-                    self._scan(number)
+        while True:
+            try:
+                for path in segments(self._sources):
+                    number = self._number(path)
+                    if number != self._segment_number:
+                        self._scan(number)
+                return
+            except FileNotFoundError:  # merged into another segment since it was listed
+                continue
 
     def get(self, key: str) -> Completion | None:
         """The completion of a request (`Request.key`), read from disk and marked as replayed; None if not here."""
-        where = self._index.get(bytes.fromhex(key))
+        where = self._index.find(key)
         if where is None:
             return None
-        number, offset, length = where
-        with self._files[number].path.open("rb") as stream:
-            stream.seek(offset)
-            entry = decode(stream.read(length))
-        return entry[1] if entry else None
+        number, offset = where
+        try:
+            with self._files[number].path.open("rb") as stream:
+                stream.seek(offset)
+                entry = decode(stream.readline())
+        except FileNotFoundError:
+            self._index_anew()
+            return self.get(key)
+        return entry[1] if entry and entry[0] == key else None
 
     async def append(self, request: Request, completion: Completion) -> None:
         """Write one completion; returns when it is on the disk. One sync serves all appends waiting at that moment.
@@ -98,12 +120,20 @@ class Journal:
                 await asyncio.shield(self._syncing)
         except OSError as error:
             raise RunFailure(f"journal={self._directory}: cannot be written ({error.strerror})") from error
-        self._index[bytes.fromhex(request.key)] = (self._segment_number, offset, len(line))
+        self._index.add(request.key, self._segment_number, offset)
 
     def close(self) -> None:
         """Close the segment. What was appended is on the disk already."""
         if self._segment is not None:
             self._segment.close()
+            self._segment, self._segment_number = None, -1  # from now on it may be merged, like any other
+
+    def _index_anew(self) -> None:
+        """A segment was merged into another: what was indexed lies elsewhere now."""
+        self._index.keep_only(self._segment_number)
+        for file in self._files:
+            file.indexed = 0
+        self.refresh()
 
     def _number(self, path: Path) -> int:
         if path not in self._numbers:
@@ -123,30 +153,53 @@ class Journal:
                 if entry is None:
                     damaged += 1
                 else:
-                    self._index.setdefault(bytes.fromhex(entry[0]), (number, file.indexed, len(line)))
+                    self._index.add(entry[0], number, file.indexed)
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: {damaged} damaged lines, left out", stacklevel=3)
 
     def _open_segment(self) -> BinaryIO:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
-        self._segment = path.open("xb")
+        self._segment, path = new_segment(self._directory)
         self._segment_number = self._number(path)
-        directory = os.open(self._directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # else a crash of the machine may lose the new file's name
-        finally:
-            os.close(directory)
         return self._segment
 
     async def _sync(self, segment: BinaryIO) -> None:
         try:
             written = self._written
             await asyncio.to_thread(os.fsync, segment.fileno())
+            if not os.fstat(segment.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "its segment was removed while in use")
             self._synced = written
         finally:
             self._syncing = None
+
+
+def segments(sources: Sequence[Path]) -> Iterator[Path]:
+    """The files of journals (directories or files), in the order in which their completions count."""
+    for source in sources:
+        yield from [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+
+
+def new_segment(directory: Path) -> tuple[BinaryIO, Path]:
+    """A new, empty segment of a journal, locked until it is closed; its name survives a crash of the machine."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+    unlocked = path.with_suffix(".new")
+    segment = unlocked.open("xb")
+    with contextlib.suppress(OSError):  # a file system without locks: nobody can lock a segment to merge it, either
+        fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    unlocked.rename(path)  # only now is it a segment: nobody ever sees a living one without its lock
+    sync_directory(directory)
+    return segment, path
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names of a directory's files durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def encode(request: Request, completion: Completion, created: datetime | None = None) -> bytes:
@@ -168,14 +221,21 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
         "completion_tokens": completion.completion_tokens,
         "created": (created or datetime.now(timezone.utc)).isoformat(timespec="milliseconds"),
     }
-    return json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+    if completion.batched:
+        entry["batched"] = True
+    said = json.dumps(entry, ensure_ascii=False).encode().removesuffix(b"}")
+    return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
 
 def decode(line: bytes) -> tuple[str, Completion] | None:
-    """Key and completion of a journal's line; None if the line is damaged."""
+    """Key and completion of a journal's line; None if the line is damaged. A line without a checksum has to do."""
+    checksum = _CHECKSUM.search(line)
+    if checksum is not None and int(checksum[1], 16) != zlib.crc32(line[: checksum.start()]):
+        return None
     try:
         entry = json.loads(line)
-        bytes.fromhex(entry["key"])
+        if len(bytes.fromhex(entry["key"])) != 32:
+            return None
         return entry["key"], Completion(
             text=entry["text"],
             refusal=entry["refusal"],
@@ -184,6 +244,7 @@ def decode(line: bytes) -> tuple[str, Completion] | None:
             prompt_tokens=entry["prompt_tokens"],
             completion_tokens=entry["completion_tokens"],
             replayed=True,
+            batched=entry.get("batched", False),
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from infembed_ray.synthesis.chat import malformed
+from infembed_ray.synthesis.chat import Malformed
 
 ORDER = ("negative_query", "negative_instruction", "positive")
 """The scenarios, the likeliest to fail first: all three cost the same, and the first failure ends the row.
@@ -27,6 +27,11 @@ class Lineup:
     names: tuple[str, ...]
     """Of each candidate: a scenario's name for its right answer, or DISTRACTOR."""
     passages: tuple[str, ...]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What an answer may be."""
+        return (*(str(number) for number in range(1, len(self.names) + 1)), NONE)
 
     def __str__(self) -> str:
         return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(self.passages, start=1))
@@ -54,14 +59,14 @@ def verdict(text: str, candidates: Lineup) -> str:
     """The name of the candidate that an answer picks, or NONE; the last `Answer:` counts, reasoning may precede it.
 
     Raises:
-        RowFailure: there is no answer in it, or its number is no candidate's.
+        Malformed: there is no answer in it, or its number is no candidate's.
     """
     answers: list[str] = re.findall(r"\bAnswer[ \t*]*:[ \t*\[]*(none\b|\d{1,9})", text, re.IGNORECASE)
     if not answers:
-        raise malformed("Answer:", text)
+        raise Malformed("Answer:", text)
     if answers[-1].lower() == "none":
         return NONE
     number = int(answers[-1])
     if not 1 <= number <= len(candidates.names):
-        raise malformed(f"Answer: 1..{len(candidates.names)}", text)
+        raise Malformed(f"Answer: 1..{len(candidates.names)}", text)
     return candidates.names[number - 1]

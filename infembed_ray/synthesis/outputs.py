@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infembed_ray import records
-from infembed_ray.synthesis import prices
-from infembed_ray.synthesis.steps import SCHEMAS, Kind, Outcome, Spend
+from infembed_ray.synthesis.prices import PriceTable
+from infembed_ray.synthesis.steps import SCHEMAS, STEPS, Kind, Outcome, Spend
 
 _FILES: Mapping[Kind, str] = {
     "kept": records.KEPT_FILE,
@@ -29,13 +29,18 @@ class Outputs:
     In memory are the outcomes that wait for an earlier one, and one unwritten row group of each file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, table: PriceTable) -> None:
+        self._prices_as_of = table.as_of
         self._writers = {kind: pq.ParquetWriter(directory / name, SCHEMAS[kind]) for kind, name in _FILES.items()}
         self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in _FILES}
+        self._complements = directory / records.COMPLEMENTS_FILE
+        self._complements_writer: pq.ParquetWriter | None = None
+        self._complement_rows: list[Mapping[str, Any]] = []
         self._waiting: dict[int, Outcome] = {}
         self._next = 0
         self._kinds: Counter[Kind] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._ended: dict[Kind, Counter[str]] = {"rejected": Counter(), "dead_letter": Counter()}
         self._paid = Spend()
         self._replayed = Spend()
 
@@ -46,6 +51,9 @@ class Outputs:
         for name, writer in self._writers.items():
             self._flush(name)
             writer.close()
+        self._flush_complements()
+        if self._complements_writer is not None:
+            self._complements_writer.close()
 
     def add(self, index: int, outcome: Outcome) -> None:
         """The outcome of seed number `index`, from 0."""
@@ -79,27 +87,53 @@ class Outputs:
             "usd": self._paid.usd,
             "usd_replayed": self._replayed.usd,
             "usd_per_1000_kept": None if usd is None or not kept else 1000 * usd / kept,
-            "prices_as_of": prices.load().as_of,
+            "prices_as_of": self._prices_as_of,
             "tokens": _tokens(self._paid),
             "tokens_replayed": _tokens(self._replayed),
             "rejected_by": dict(self._reasons.most_common()),
+            "funnel": self._funnel(),
         }
+
+    def _funnel(self) -> dict[str, dict[str, int]]:
+        """Of each step that a row must pass: how many came to it, and how those ended that it stopped."""
+        left = self._next
+        funnel: dict[str, dict[str, int]] = {}
+        for step in STEPS:
+            stopped: dict[str, int] = {kind: ended[step] for kind, ended in self._ended.items()}
+            if not step.endswith("_complement"):
+                funnel[step] = {"reached": left, **stopped}
+            left -= sum(stopped.values())
+        return funnel
 
     def _write(self, outcome: Outcome) -> None:
         self._kinds[outcome.kind] += 1
         self._paid += outcome.paid
         self._replayed += outcome.replayed
+        if outcome.kind != "kept":
+            self._ended[outcome.kind][outcome.row["step"]] += 1
         if outcome.kind == "rejected":
             self._reasons[f"{outcome.row['step']}: {outcome.row['reason']}"] += 1
         self._rows[outcome.kind].append(outcome.row)
         if len(self._rows[outcome.kind]) == _ROW_GROUP:
             self._flush(outcome.kind)
+        if outcome.complement is not None:
+            self._complement_rows.append(outcome.complement)
+            if len(self._complement_rows) == _ROW_GROUP:
+                self._flush_complements()
 
     def _flush(self, kind: Kind) -> None:
         rows = self._rows[kind]
         self._rows[kind] = []
         if rows:
             self._writers[kind].write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[kind]))
+
+    def _flush_complements(self) -> None:
+        """Unlike the other files this one is there only if it has rows."""
+        rows, self._complement_rows = self._complement_rows, []
+        if rows:
+            writer = self._complements_writer or pq.ParquetWriter(self._complements, records.COMPLEMENT)
+            writer.write_table(pa.Table.from_pylist(rows, schema=records.COMPLEMENT))
+            self._complements_writer = writer
 
 
 def _tokens(spend: Spend) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What completions cost at the list prices of prices.yaml."""
+"""What completions cost: at the list prices of prices.yaml, or at those of a file read over it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 
 import yaml
 
+from infembed_ray.errors import InputError
 from infembed_ray.synthesis.chat import Completion
 
 FILE = Path(__file__).with_name("prices.yaml")
+BATCH_PRICE = 0.5
+"""What the Batch API takes, as a share of the list price."""
 _SNAPSHOT_DATE = re.compile(r"-\d{4}-\d{2}-\d{2}$")
 
 
@@ -23,20 +26,50 @@ class PriceTable:
     models: dict[str, tuple[float, float]]
     """Model -> USD per million (prompt, completion) tokens."""
 
-    def usd(self, model: str, completion: Completion) -> float | None:
-        """The price of one completion in USD; None where the table does not know `model`, as it was asked for.
+    def price(self, model: str) -> tuple[float, float] | None:
+        """USD per million (prompt, completion) tokens of a model, None where the table does not know it.
 
         A dated snapshot (`gpt-4o-mini-2024-07-18`) costs what its undated name does.
         """
-        price = self.models.get(model) or self.models.get(_SNAPSHOT_DATE.sub("", model))
+        return self.models.get(model) or self.models.get(_SNAPSHOT_DATE.sub("", model))
+
+    def usd(self, model: str, completion: Completion) -> float | None:
+        """The price of one completion in USD; None where the table does not know `model`, as it was asked for."""
+        price = self.price(model)
         if price is None:
             return None
-        return (price[0] * completion.prompt_tokens + price[1] * completion.completion_tokens) / 1e6
+        usd = (price[0] * completion.prompt_tokens + price[1] * completion.completion_tokens) / 1e6
+        return BATCH_PRICE * usd if completion.batched else usd
 
 
 @cache
-def load() -> PriceTable:
-    """The table that comes with the package."""
-    table = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+def load(overrides: str | None = None) -> PriceTable:
+    """The table that comes with the package, under the prices of another file.
+
+    Args:
+        overrides: a YAML file of the same form: `as_of`, and under `models` a [prompt, completion] pair each.
+
+    Raises:
+        InputError: there is no such file, or it says something else.
+    """
+    ours = _read(FILE)
+    if overrides is None:
+        return ours
+    try:
+        theirs = _read(Path(overrides).expanduser())
+    except OSError as error:
+        raise InputError(f"prices={overrides}: cannot be read ({error.strerror}); give a file") from error
+    except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"prices={overrides}: no price table; write `as_of: DATE` and under `models:` lines like "
+            "`gpt-4o-mini: [0.15, 0.60]`, USD per million tokens of prompt and completion"
+        ) from error
+    return PriceTable(theirs.as_of, ours.models | theirs.models)
+
+
+def _read(file: Path) -> PriceTable:
+    table = yaml.safe_load(file.read_text(encoding="utf-8"))
     models = {name: (float(prompt), float(completion)) for name, (prompt, completion) in table["models"].items()}
+    if not all(0 <= price < float("inf") for pair in models.values() for price in pair):
+        raise ValueError("a price below 0")
     return PriceTable(str(table["as_of"]), models)

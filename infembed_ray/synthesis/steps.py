@@ -1,21 +1,25 @@
 """One seed through all steps of the pipeline (paper, section 4.1): kept, rejected, or a dead letter.
 
 The calls of a row follow one another, so a row that fails pays for nothing more; rows run side by side. A step is
-named after the column it makes, or `judge_` and the scenario.
+named after the column it makes, or `judge_` and what is judged. A malformed answer is asked for once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 
 from infembed_ray.config import ChatModel, SynthesizeSettings
 from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED, SCENARIOS, Seed
 from infembed_ray.synthesis import filters, judge, prices, templates
-from infembed_ray.synthesis.chat import Complete, Completion, Request, RowFailure, answer, malformed
+from infembed_ray.synthesis.chat import Complete, Completion, Malformed, Request, RowFailure, answer
+from infembed_ray.synthesis.formats import labelled
+
+T = TypeVar("T")
 
 Kind = Literal["kept", "rejected", "dead_letter"]
 
@@ -23,6 +27,18 @@ SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead
 """What the rows of each kind hold."""
 
 _JUDGE = "judge_"
+
+STEPS = (
+    "instruction_positive",
+    "instruction_negative",
+    "query_negative",
+    "hard_negative_document_1",
+    "hard_negative_document_2",
+    *(_JUDGE + scenario for scenario in judge.ORDER),
+    "instruction_complement",
+    "judge_complement",
+)
+"""All steps in their order."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,8 @@ class Outcome:
     """In this run."""
     replayed: Spend
     """Answered by journals, so paid before this run."""
+    complement: Mapping[str, Any] | None = None
+    """Of a kept record, columns of `records.COMPLEMENT`; None where `settings.complement` is off."""
 
 
 class _Rejected(Exception):
@@ -65,12 +83,15 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     """Make one record of a seed.
 
     Args:
-        seed: a query and its relevant passage.
+        seed: a query and its relevant passage; a dead letter at once if one of them is empty.
         pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
         settings: the models, the number of distractors, the seed of their draw.
         complete: asks a model. Its RowFailure makes the row a dead letter, its RunFailure is passed on.
     """
     row = _Row(seed, settings, complete)
+    for name, text in (("query", seed.query), ("passage", seed.passage)):
+        if not text.strip():
+            return row.outcome("dead_letter", step="seed", error=f"its {name} is empty")
     try:
         await _write(row)
         await _judge(row, pool)
@@ -79,7 +100,8 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     except RowFailure as error:
         failed = row.asked[-1]
         return row.outcome("dead_letter", step=failed.step, error=str(error), request_hash=failed.key)
-    return row.outcome("kept")
+    complement = await _complement(row, pool) if settings.complement else None
+    return replace(row.outcome("kept"), complement=complement)
 
 
 class _Row:
@@ -87,11 +109,13 @@ class _Row:
 
     def __init__(self, seed: Seed, settings: SynthesizeSettings, complete: Complete) -> None:
         self.settings = settings
+        self.language = seed.language
         self.columns: dict[str, Any] = {
             "id": seed.id,
             "source": seed.source,
             "topic": seed.topic,
             "split": seed.split,
+            "language": seed.language,
             "query_positive": seed.query,
             "document_positive": seed.passage,
         }
@@ -100,9 +124,43 @@ class _Row:
         self._answered: list[tuple[Request, Completion]] = []
         self._complete = complete
 
-    async def ask(self, step: str, prompt: str, model: ChatModel, **values: str) -> str:
-        """The text of a model's answer."""
-        request = templates.load(prompt).request(model, step, self.columns["id"], values)
+    async def ask(
+        self,
+        step: str,
+        prompt: str,
+        read: Callable[[str], T],
+        choices: Sequence[str] = (),
+        **values: str,
+    ) -> T:
+        """What `read` makes of a model's answer; what it calls malformed is asked for once more.
+
+        Args:
+            step: the name of the step, which decides the model.
+            prompt: the name of the prompt.
+            read: labelled text -> the value; raises Malformed.
+            choices: the only answers there are, where they are few.
+            values: fields of the prompt.
+        """
+        model = self._model(step)
+        # Seeds of any source that carry a programming language follow LeetCode's rule.
+        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
+        values["language"] = self.language or "its programming language"
+        request = template.request(model, step, self.columns["id"], values, choices)
+
+        def value(text: str) -> T:
+            return read(template.answer.as_text(text) if model.structured else text)
+
+        text = await self._exchange(request)
+        try:
+            return value(text)
+        except Malformed as fault:
+            return value(await self._exchange(templates.repair(request, text, fault)))
+
+    def _model(self, step: str) -> ChatModel:
+        default = self.settings.judge if step.startswith(_JUDGE) else self.settings.generator
+        return self.settings.steps.get(step, default)
+
+    async def _exchange(self, request: Request) -> str:
         self.asked.append(request)
         completion = await self._complete(request)
         self._answered.append((request, completion))
@@ -114,22 +172,30 @@ class _Row:
         row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
-        return Outcome(kind, row, _spend(paid), _spend(replayed))
+        return Outcome(kind, row, self._spend(paid), self._spend(replayed))
 
     def _provenance(self) -> dict[str, Any]:
-        spend = _spend(self._answered)
+        spend = self._spend(self._answered)
         judged = [exchange for exchange in self._answered if exchange[0].step.startswith(_JUDGE)]
-        written = self._answered[: len(self._answered) - len(judged)]  # all writing precedes the judge
+        written = [exchange for exchange in self._answered if not exchange[0].step.startswith(_JUDGE)]
         return {
             "generator": _snapshots(written),
             "judge": _snapshots(judged),
-            "prompt_version": templates.versions(),
+            "prompt_version": " ".join(sorted({name for request in self.asked for name in request.prompt.split()})),
             "request_hashes": [request.key for request in self.asked],
             "prompt_tokens": spend.prompt_tokens,
             "completion_tokens": spend.completion_tokens,
             "usd": spend.usd,
             "verdicts": {scenario: self.verdicts.get(scenario) for scenario in SCENARIOS},
         }
+
+    def _spend(self, exchanges: Sequence[tuple[Request, Completion]]) -> Spend:
+        table = prices.load(self.settings.prices)
+        calls = (
+            Spend(1, completion.prompt_tokens, completion.completion_tokens, table.usd(request.model, completion))
+            for request, completion in exchanges
+        )
+        return sum(calls, start=Spend())
 
 
 async def _write(row: _Row) -> None:
@@ -151,10 +217,9 @@ async def _line(
     row: _Row, column: str, kind: filters.Generated, prompt: str, poisons: str | None = None, **values: str
 ) -> str:
     """Have an instruction or a query generated, and filter it (appendix B.1)."""
-    text = await row.ask(column, prompt, row.settings.generator, **values)
-    line = filters.first_line(templates.labelled(kind, text))
-    row.columns[column] = line
-    fault = filters.fault(kind, line, poisons)
+    text = await row.ask(column, prompt, partial(labelled, kind), **values)
+    line = row.columns[column] = filters.first_line(text)
+    fault = filters.fault(kind, line, poisons, row.language)
     if fault is not None:
         raise _Rejected(fault)
     return line
@@ -162,47 +227,85 @@ async def _line(
 
 async def _passage(row: _Row, column: str, instruction: str, query: str) -> None:
     """Have the passage written that answers (instruction, query)."""
-    reference = row.columns["document_positive"]
-    text = await row.ask(
-        column, "passage_writing", row.settings.generator, instruction=instruction, query=query, reference=reference
+    row.columns[column] = await row.ask(
+        column,
+        "passage_writing",
+        _some_passage,
+        instruction=instruction,
+        query=query,
+        reference=row.columns["document_positive"],
     )
-    passage = templates.labelled("passage", text).strip()
+    if filters.repeats(row.columns[column], row.columns["document_positive"]):
+        raise _Rejected("equal to the positive passage")
+
+
+def _some_passage(text: str) -> str:
+    passage = labelled("passage", text).strip()
     if not passage:
-        raise malformed("Passage: ...", text)
-    row.columns[column] = passage
+        raise Malformed("Passage: ...", text)
+    return passage
 
 
 async def _judge(row: _Row, pool: Sequence[str]) -> None:
     """Ask the judge about the three scenarios, until one fails."""
-    columns, settings = row.columns, row.settings
+    columns = row.columns
     asked = {
         "positive": (columns["instruction_positive"], columns["query_positive"]),
         "negative_instruction": (columns["instruction_negative"], columns["query_positive"]),
         "negative_query": (columns["instruction_positive"], columns["query_negative"]),
     }
+    for scenario in judge.ORDER:
+        picked = row.verdicts[scenario] = await _verdict(row, pool, scenario, *asked[scenario])
+        if picked != scenario:
+            raise _Rejected(f"the judge picked {picked}")
+
+
+async def _verdict(row: _Row, pool: Sequence[str], judged: str, instruction: str, query: str) -> str:
+    """Which of the record's passages and some distractors the judge picks for (instruction, query)."""
+    columns, settings = row.columns, row.settings
     documents = {
         "positive": columns["document_positive"],
         "negative_instruction": columns["hard_negative_document_1"],
         "negative_query": columns["hard_negative_document_2"],
     }
-    for scenario in judge.ORDER:
-        instruction, query = asked[scenario]
-        shown = judge.lineup(documents, pool, settings.distractors, settings.seed, columns["id"], scenario)
-        text = await row.ask(
-            _JUDGE + scenario, "judge", settings.judge, instruction=instruction, query=query, candidates=str(shown)
-        )
-        picked = row.verdicts[scenario] = judge.verdict(text, shown)
-        if picked != scenario:
-            raise _Rejected(f"the judge picked {picked}")
-
-
-def _spend(exchanges: Sequence[tuple[Request, Completion]]) -> Spend:
-    table = prices.load()
-    calls = (
-        Spend(1, completion.prompt_tokens, completion.completion_tokens, table.usd(request.model, completion))
-        for request, completion in exchanges
+    shown = judge.lineup(documents, pool, settings.distractors, settings.seed, columns["id"], judged)
+    return await row.ask(
+        _JUDGE + judged,
+        "judge",
+        partial(judge.verdict, candidates=shown),
+        shown.choices,
+        instruction=instruction,
+        query=query,
+        candidates=str(shown),
     )
-    return sum(calls, start=Spend())
+
+
+async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
+    """The dual view of a good record: the instruction that turns P1- into the positive and P+ into a negative.
+
+    The judge confirms it. Whatever fails here, the record stays good.
+    """
+    columns = row.columns
+    names = ("id", "source", "query_positive", "hard_negative_document_1", "document_positive")
+    made: dict[str, Any] = {name: columns[name] for name in names}
+    try:
+        instruction = await row.ask(
+            "instruction_complement",
+            "complement",
+            partial(labelled, "instruction"),
+            query=columns["query_positive"],
+            instruction=columns["instruction_positive"],
+            wanted=columns["hard_negative_document_1"],
+            unwanted=columns["document_positive"],
+        )
+        line = made["instruction_complement"] = filters.first_line(instruction)
+        fault = filters.fault("instruction", line, columns["instruction_positive"], row.language)
+        if fault is None:
+            picked = await _verdict(row, pool, "complement", line, columns["query_positive"])
+            fault = None if picked == "negative_instruction" else f"the judge picked {picked}"
+    except RowFailure as error:
+        fault = str(error)
+    return {**made, "fault": fault}
 
 
 def _snapshots(exchanges: Sequence[tuple[Request, Completion]]) -> str | None:

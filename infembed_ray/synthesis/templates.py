@@ -1,43 +1,62 @@
-"""The prompts: files with a version, rendered to chat requests, and the text format their answers come in.
+"""The prompts: files with a version, rendered to chat requests.
 
-A prompt file is a front matter with its `version`, then the text of one user message with `{fields}`. The version is
+A prompt file is a front matter with its `version` and the format of its `answer`, then the text of one user message
+with `{fields}`. `sources/<source>/` holds what some of them say in addition for seeds of that source. The versions are
 part of the journal's key: a changed prompt is asked anew.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 import yaml
 
 from infembed_ray.config import ChatModel
-from infembed_ray.synthesis.chat import Request, malformed
+from infembed_ray.synthesis.chat import Malformed, Request
+from infembed_ray.synthesis.formats import AnswerFormat
 
 DIRECTORY = Path(__file__).with_name("prompts")
+_SOURCES = DIRECTORY / "sources"
 _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Template:
-    """One prompt file."""
+    """One prompt, with what it says in addition for one source."""
 
-    name: str
-    version: int
+    version: str
+    """Name and version of each file it is made of: `query_poisoning=1 leetcode/query_poisoning=1`."""
     text: str
+    answer: AnswerFormat
 
-    def request(self, model: ChatModel, step: str, row: str, values: Mapping[str, str]) -> Request:
-        """The request that asks `model` this prompt with its fields filled in."""
-        parameters = {"temperature": model.temperature, "max_completion_tokens": model.max_tokens}
+    def request(
+        self, model: ChatModel, step: str, row: str, values: Mapping[str, str], choices: Sequence[str] = ()
+    ) -> Request:
+        """The request that asks `model` this prompt with its fields filled in.
+
+        Args:
+            values: field -> text; those the prompt does not have are left out.
+            choices: the only answers there are, where they are few.
+        """
+        parameters: dict[str, Any] = {
+            "temperature": model.temperature,
+            "max_completion_tokens": model.max_tokens,
+            "reasoning_effort": model.reasoning_effort,
+        }
+        if model.structured:
+            parameters["response_format"] = self.answer.response_format(choices)
+        shown = self.answer.shown(model.structured)
         return Request(
             model=model.model,
-            messages=({"role": "user", "content": self.text.format_map(values)},),
+            messages=({"role": "user", "content": self.text.format_map({**values, "answer": shown})},),
             parameters={name: value for name, value in parameters.items() if value is not None},
-            prompt=f"{self.name}={self.version}",
+            prompt=self.version,
             step=step,
             row=row,
         )
@@ -45,33 +64,48 @@ class Template:
     @property
     def fields(self) -> set[str]:
         """The names that `request` must be given."""
-        return {field for _, field, _, _ in Formatter().parse(self.text) if field}
+        return {field for _, field, _, _ in Formatter().parse(self.text) if field} - {"answer"}
+
+
+def load(name: str, source: str = "") -> Template:
+    """The prompt `name`, with what it says in addition for seeds of `source`, if anything."""
+    source = source.casefold()
+    return _load(name, source if source in _sources() else "")
+
+
+def repair(request: Request, answer: str, fault: Malformed) -> Request:
+    """The request that goes on after a malformed answer: says what is wrong with it, and asks for it again."""
+    header, text = _read(DIRECTORY / "repair.md")
+    return replace(
+        request,
+        messages=(
+            *request.messages,
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": text.format(fault=fault.fault)},
+        ),
+        prompt=f"{request.prompt} repair={header['version']}",
+    )
 
 
 @cache
-def load(name: str) -> Template:
-    """The prompt file `name`.md."""
-    parts = _FRONT_MATTER.fullmatch((DIRECTORY / f"{name}.md").read_text(encoding="utf-8"))
-    assert parts is not None, f"prompts/{name}.md has no front matter"
-    return Template(name, yaml.safe_load(parts["header"])["version"], parts["text"].strip())
+def _sources() -> frozenset[str]:
+    return frozenset(directory.name for directory in _SOURCES.iterdir())
 
 
 @cache
-def versions() -> str:
-    """Names and versions of all prompts, for the provenance: `instruction_generation=1 ... query_poisoning=1`."""
-    names = sorted(file.stem for file in DIRECTORY.glob("*.md"))
-    return " ".join(f"{name}={load(name).version}" for name in names)
+def _load(name: str, source: str) -> Template:
+    header, text = _read(DIRECTORY / f"{name}.md")
+    version, addition = f"{name}={header['version']}", ""
+    file = _SOURCES / source / f"{name}.md"
+    if source and file.is_file():
+        added, words = _read(file)
+        version, addition = f"{version} {source}/{name}={added['version']}", f"\n\n{words}"
+    return Template(version, text.replace("{addition}", addition), AnswerFormat.parse(header["answer"]))
 
 
-def labelled(label: str, text: str) -> str:
-    """What follows `label:` in an answer, up to its end; blanks around it are cut, line breaks before it are not.
-
-    The label may be in bold or behind some preamble, as models like to write it.
-
-    Raises:
-        RowFailure: no line begins with the label.
-    """
-    found = re.search(rf"^[ \t*#>]*{label}[ \t*]*:[ \t*]*(.*)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise malformed(f"{label}:", text)
-    return found[1].rstrip()
+@cache
+def _read(file: Path) -> tuple[dict[str, Any], str]:
+    """Front matter and text of a prompt file."""
+    parts = _FRONT_MATTER.fullmatch(file.read_text(encoding="utf-8"))
+    assert parts is not None, f"{file} has no front matter"
+    return yaml.safe_load(parts["header"]), parts["text"].strip()

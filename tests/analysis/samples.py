@@ -57,6 +57,7 @@ class Rows:
     kept: list
     rejected: list
     dead_letter: list
+    complements: tuple = ()
 
 
 ROWS = Rows(
@@ -81,6 +82,8 @@ def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
         records.write(staging.path / records.KEPT_FILE, records.RECORD, rows.kept)
         records.write(staging.path / records.REJECTED_FILE, records.REJECTED, rows.rejected)
         records.write(staging.path / records.DEAD_LETTER_FILE, records.DEAD_LETTER, rows.dead_letter)
+        if rows.complements:
+            records.write(staging.path / records.COMPLEMENTS_FILE, records.COMPLEMENT, rows.complements)
         sizes = {"kept": len(rows.kept), "rejected": len(rows.rejected), "dead_letter": len(rows.dead_letter)}
         staging.counts = {
             "seeds": sum(sizes.values()) if seeds is None else seeds,
@@ -88,4 +91,5 @@ def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
             "calls": 40,
             "replayed": 2,
         }
+        staging.facts = {"traffic": {"latency_s": {"p50": 0.5, "p90": 1.5, "p99": 4.25}}}
     return output

@@ -20,6 +20,7 @@ def test_lost_rows_are_paid_by_the_kept_ones(tmp_path):
     )
     assert found.usd_per_1000_kept == pytest.approx(1000 * 0.07 / 3)
     assert (found.calls, found.replayed) == (40, 2)
+    assert found.latency_s == {"p50": 0.5, "p90": 1.5, "p99": 4.25}
 
 
 def test_one_unknown_price_makes_the_sum_unknown(tmp_path):

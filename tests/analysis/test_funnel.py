@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
-from infembed_ray.analysis.funnel import Loss, Verdicts, funnel, verdicts
+from infembed_ray.analysis.funnel import STEPS, Flow, Loss, Verdicts, funnel, verdicts
 from infembed_ray.analysis.material import read
 from infembed_ray.storage import resolve
-from tests.analysis.samples import publish
+from infembed_ray.synthesis import steps
+from tests.analysis.samples import ROWS, publish
 
 
 @pytest.fixture
@@ -30,4 +33,28 @@ def test_verdicts_are_counted_by_scenario_over_kept_and_rejected_rows(material):
         Verdicts("positive", judged=5, right=3, picks={"positive": 3, "none": 2}),
         Verdicts("negative_instruction", judged=3, right=3, picks={"negative_instruction": 3}),
         Verdicts("negative_query", judged=5, right=5, picks={"negative_query": 5}),
+    ]
+
+
+def test_the_steps_are_those_of_synthesis_in_their_order():
+    assert ["seed", *(step for step in steps.STEPS if "complement" not in step)] == list(STEPS)
+
+
+def test_each_step_passes_on_what_it_does_not_lose_and_the_last_what_is_kept(material):
+    flow = funnel(material).steps
+    assert flow[1] == Flow("instruction_positive", reached=7, rejected=0, dead_letter=1, passed=6)
+    assert flow[3] == Flow("query_negative", reached=6, rejected=1, dead_letter=0, passed=5)
+    assert flow[-1] == Flow("judge_positive", reached=5, rejected=2, dead_letter=0, passed=3)
+    assert [one.passed for one in flow[:-1]] == [other.reached for other in flow[1:]]
+
+
+def test_complements_are_counted_with_the_reasons_why_some_are_of_no_use(tmp_path, material):
+    assert (funnel(material).complements, funnel(material).complement_faults) == (0, [])
+    faults = ["the judge picked none", None, "the judge picked none", None, None, "fewer than 3 words"]
+    rows = replace(ROWS, complements=tuple({"id": f"r{n}", "fault": fault} for n, fault in enumerate(faults)))
+    found = funnel(read(resolve(publish(tmp_path / "with", rows)), "records"))
+    assert (found.complements, found.complements_fit) == (6, 3)
+    assert [(loss.why, loss.rows) for loss in found.complement_faults] == [
+        ("the judge picked none", 2),
+        ("fewer than 3 words", 1),
     ]

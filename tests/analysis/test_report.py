@@ -31,6 +31,7 @@ def test_the_report_of_a_synthesis_output_is_published_and_printed(tmp_path, cap
     assert ["60.0", "% pass the judge, positive"] in printed
     assert ["7,600", "tokens"] in printed
     assert ["23.33", "USD per 1,000 kept records"] in printed
+    assert ["4.25", "s within which 99 % of the requests were answered"] in printed
 
 
 def test_a_second_run_does_nothing(tmp_path, capsys):
@@ -66,4 +67,79 @@ def test_the_real_development_records_have_the_lengths_counted_apart(shared_data
 def test_missing_records_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(InputError, match=r"^records=.*nowhere: no such file or directory"):
         run(settings(tmp_path, tmp_path / "nowhere"))
+    assert not (tmp_path / "report").exists()
+
+
+def _lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_report_beside_other_sets_holds_all_that_was_asked_for(tmp_path, capsys):
+    wanted = AnalyzeSettings(
+        records=str(publish(tmp_path / "synthesis")),
+        output=str(tmp_path / "report"),
+        compare={"other": _lines(tmp_path / "other.jsonl", [{"text": f"only for {who}"} for who in ("cooks", "all")])},
+        compare_columns={"instruction": "text"},
+        agreement=(
+            _lines(tmp_path / "answers.jsonl", [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]),
+        ),
+        evaluations={"bench": _lines(tmp_path / "bench.jsonl", [{"q": "QUERY of a!"}])},
+        annotate=2,
+    )
+    published = run(wanted)
+    report = json.loads((published.path / "report.json").read_text())
+    assert [(d["kind"], d["label"], d["sampled"]) for d in report["diversities"]] == [
+        ("instruction", "records", 2),
+        ("instruction", "other", 2),
+        ("query", "records", 6),
+        ("passage", "records", 9),
+    ]
+    assert report["coverages"] == []
+    assert [(a["one"], a["other"], a["items"]) for a in report["agreements"]] == [("ann", "ben", 3)]
+    assert {c["kind"]: c["equal"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
+    for name in ("annotate.jsonl", "annotate_key.jsonl"):
+        assert len((published.path / name).read_text().splitlines()) == 2
+    assert "1  of 6 query texts are in bench in whole or part" in capsys.readouterr().out
+
+
+def test_an_encoder_adds_similarity_and_coverage(tmp_path, minilm, shared_data):
+    mini = shared_data / "infir_mini"
+    wanted = AnalyzeSettings(
+        records=str(mini / "rejected_by_judge.jsonl"),
+        output=str(tmp_path / "report"),
+        compare={"kept": str(mini / "dev.jsonl")},
+        encoder=minilm,
+        sample=8,
+    )
+    report = json.loads((run(wanted).path / "report.json").read_text())
+    assert all(-1 <= d["aps"] <= 1 for d in report["diversities"])
+    assert [c["kind"] for c in report["coverages"]] == ["instruction", "query", "passage"]
+    assert all("points" not in one for c in report["coverages"] for one in c["sets"])
+    assert (tmp_path / "report").is_dir()
+
+
+@pytest.mark.parametrize("name", ["compare", "evaluations"])
+def test_a_set_that_cannot_be_read_is_refused_before_anything_is_published(tmp_path, name):
+    (tmp_path / "bad.jsonl").write_text("{}\nno JSON")
+    base = settings(tmp_path, publish(tmp_path / "synthesis"))
+    with pytest.raises(InputError, match=rf"^{name}.b=.*bad.jsonl: line 2 is not JSON"):
+        run(base.model_copy(update={name: {"b": str(tmp_path / "bad.jsonl")}}))
+    assert list((tmp_path / "report").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compare": {"records": "x"}}, r"compare.records: is what the records are called"),
+        ({"compare": {"b": "nowhere"}}, r"compare.b=nowhere: no such file"),
+        ({"evaluations": {"e": "nowhere"}}, r"evaluations.e=nowhere: no such file"),
+        ({"agreement": ("nowhere",)}, r"agreement=nowhere: no such file"),
+        ({"encoder": "/nowhere"}, r"encoder=/nowhere"),
+    ],
+)
+def test_inputs_that_are_not_there_are_refused_before_anything_is_written(tmp_path, change, message):
+    base = settings(tmp_path, publish(tmp_path / "synthesis"))
+    with pytest.raises(InputError, match=message):
+        run(base.model_copy(update=change))
     assert not (tmp_path / "report").exists()

@@ -46,14 +46,14 @@ def test_the_whole_product_runs_on_the_sample_and_a_second_run_only_asks_again(t
     assert after["p_mrr"] > before["p_mrr"]
     firsts = [line for line in first.stdout.splitlines() if re.match(r"│ 1 ", line)]
     assert len(firsts) == 1
-    assert "coffee-01/positive  <- what was asked for" in firsts[0]
-    assert "coffee-01/negative_instruction" in firsts[0]
+    assert "databases-02/positive  <- what was asked for" in firsts[0]
+    assert "databases-02/negative_instruction" in firsts[0]
     assert (tmp_path / "runs" / "report.html").stat().st_size > 5_000
 
     second = quickstart(tmp_path, port)
     assert second.returncode == 0, second.stderr[-2000:]
     assert second.stdout.count("nothing to do: same inputs and settings") == 5
-    assert "coffee-01/positive  <- what was asked for" in second.stdout
+    assert "databases-02/positive  <- what was asked for" in second.stdout
 
 
 def test_a_port_in_use_is_refused_before_any_work(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from infembed_ray.synthesis.chat import Completion, Request
 
 
@@ -15,4 +17,5 @@ def completion(text: str, model: str = "small-2026-01-01", tokens: tuple[int, in
 
 def passage_request(query: str, model: str = "small") -> Request:
     """A request that the stand-in endpoint understands."""
-    return request(f"Query: {query}\n\nInstruction: be brief\n\nPassage: <your passage>", model)
+    asked = request(f"Query: {query}\n\nInstruction: be brief\n\nPassage: <your passage>", model)
+    return replace(asked, parameters={"max_completion_tokens": 150})

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from infembed_ray.config import Endpoint
+from infembed_ray.config import Endpoint, Limits
 from infembed_ray.synthesis import client
 from infembed_ray.synthesis.chat import Completion, Request, RowFailure, RunFailure, Unjournaled, answer
 from infembed_ray.synthesis.client import ChatClient, replaying
 from infembed_ray.synthesis.journal import Journal
+from infembed_ray.synthesis.limits import Gate, Grant, Lease, Ledger, Report, resources
+from infembed_ray.synthesis.prices import PriceTable
 from tests.stand_in_llm import REQUEST_FAULTS, StandIn, stand_in
 from tests.synthesis.exchanges import passage_request, request
 
 T = TypeVar("T")
+
+TABLE = PriceTable("2026-01-01", {"small": (1.0, 2.0)})
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +37,30 @@ def endpoint(server: StandIn | str, **settings: Any) -> Endpoint:
     return Endpoint(**{"base_url": url, "api_key_env": None, "timeout_s": 20, **settings})
 
 
-def using(where: Endpoint, journal: Path, use: Callable[[ChatClient], Awaitable[T]], in_flight: int = 32) -> T:
-    async def within() -> T:
-        chat = ChatClient(where, Journal(journal), in_flight)
-        try:
-            return await use(chat)
-        finally:
-            await chat.close()
+async def within(
+    where: Endpoint | Sequence[Endpoint],
+    journal: Path,
+    use: Callable[[ChatClient], Awaitable[T]],
+    in_flight: int = 32,
+    bounds: Limits = Limits(),  # noqa: B008  frozen
+) -> T:
+    ledger = Ledger(bounds, in_flight)
 
-    return asyncio.run(within())
+    async def exchange(report: Report) -> Grant:
+        return ledger.exchange(report)
+
+    gate = Gate(Lease("the only one", resources(bounds), in_flight, bounds.window_s), exchange, interval_s=0.02)
+    chat = ChatClient(where if isinstance(where, Sequence) else [where], Journal(journal), gate, TABLE)
+    try:
+        return await use(chat)
+    finally:
+        await chat.close()
+
+
+def using(
+    where: Endpoint | Sequence[Endpoint], journal: Path, use: Callable[[ChatClient], Awaitable[T]], **how: Any
+) -> T:
+    return asyncio.run(within(where, journal, use, **how))
 
 
 async def ask_all(chat: ChatClient, requests: Sequence[Request]) -> list[Completion]:
@@ -195,6 +216,124 @@ def test_an_endpoint_that_was_never_reached_ends_the_run(tmp_path: Path) -> None
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(RunFailure, match=rf"endpoint.base_url={url}: cannot be reached"):
         using(endpoint(url, max_retries=2), tmp_path, lambda chat: chat.complete(QUERIES[0]))
+
+
+def test_a_429_is_no_fault_of_the_request_and_uses_up_no_retry(tmp_path: Path) -> None:
+    with stand_in(rate_limited=0.6, retry_after_s=0.01) as server:
+        got = using(endpoint(server, max_retries=0), tmp_path, lambda chat: ask_all(chat, QUERIES))
+    assert len(got) == len(QUERIES)
+
+
+def test_patience_with_429s_has_an_end(tmp_path: Path) -> None:
+    said = r"HTTP 429: Rate limit reached\.; tried \d+ times in 0.3 s"
+    with stand_in(rate_limited=1.0, retry_after_s=0.05) as server, pytest.raises(RowFailure, match=said):
+        using(endpoint(server, patience_s=0.3), tmp_path, lambda chat: chat.complete(QUERIES[0]))
+
+
+# --------------------------------------------------------------------------------------------- several endpoints
+
+
+def test_endpoints_share_the_requests_by_weight(tmp_path: Path) -> None:
+    queries = [passage_request(f"query {number}") for number in range(400)]
+    with stand_in() as light, stand_in() as heavy:
+        where = [endpoint(light), endpoint(heavy, weight=3.0)]
+        using(where, tmp_path, lambda chat: ask_all(chat, queries))
+        counts = len(light.log("answered")), len(heavy.log("answered"))
+    assert sum(counts) == 400
+    assert 60 <= counts[0] <= 140  # 100 expected, standard deviation 9
+
+
+@pytest.mark.parametrize(
+    "fault", [{"server_error": 1.0}, {"dropped": 1.0}, {"rate_limited": 1.0, "retry_after_s": 30}], ids=str
+)
+def test_an_endpoint_stands_in_for_one_that_fails_at_once_and_almost_alone(
+    tmp_path: Path, fault: dict[str, float]
+) -> None:
+    queries = [passage_request(f"query {number}") for number in range(300)]
+    with stand_in(**fault) as broken, stand_in() as sound:
+        got = using([endpoint(broken), endpoint(sound)], tmp_path, lambda chat: ask_all(chat, queries), in_flight=8)
+        assert len(sound.log("answered")) == 300
+        assert len(broken.log()) < 60
+    assert len(got) == 300
+
+
+def test_an_endpoint_that_refuses_its_key_is_given_up_and_its_requests_go_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_KEY", "mine")
+    with stand_in(key="another") as locked, stand_in() as open_one:
+        where = [endpoint(locked, api_key_env="STAND_IN_KEY"), endpoint(open_one)]
+        using(where, tmp_path, lambda chat: ask_all(chat, QUERIES), in_flight=4)
+        assert len(open_one.log("answered")) == len(QUERIES)
+        assert 1 <= len(locked.log("refused_key")) <= 4
+
+
+def test_azure_is_asked_by_deployment_version_and_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_KEY", "mine")
+    seen: list[tuple[str, str | None, str | None]] = []
+
+    async def handle(asked: web.Request) -> web.Response:
+        seen.append((asked.path_qs, asked.headers.get("api-key"), asked.headers.get("Authorization")))
+        message = {"role": "assistant", "content": "yes"}
+        return web.json_response(
+            {"choices": [{"message": message, "finish_reason": "stop"}], "model": "m", "usage": {}}
+        )
+
+    async def ask() -> Completion:
+        application = web.Application()
+        application.router.add_post("/{any:.*}", handle)
+        async with TestServer(application) as server:
+            where = endpoint(
+                str(server.make_url("/")),
+                api_key_env="AZURE_KEY",
+                api_version="2024-10-21",
+                deployments={"small": "o p"},
+            )
+            return await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
+
+    assert asyncio.run(ask()).text == "yes"
+    assert seen == [("/openai/deployments/o%20p/chat/completions?api-version=2024-10-21", "mine", None)]
+
+
+# ---------------------------------------------------------------------------------------------------- the limits
+
+
+def spent_usd(server: StandIn) -> float:
+    """By the server's count, whether the answer arrived or not."""
+    return sum(e.get("prompt_tokens", 0) * 1e-6 + e.get("completion_tokens", 0) * 2e-6 for e in server.log())
+
+
+def test_the_budget_holds_for_answers_that_never_arrive_too(tmp_path: Path) -> None:
+    queries = [passage_request(f"query {number}") for number in range(400)]
+
+    async def until_it_ends(chat: ChatClient) -> int:
+        ended = await asyncio.gather(*(chat.complete(each) for each in queries), return_exceptions=True)
+        failures = {str(each) for each in ended if isinstance(each, RunFailure)}
+        assert len(failures) == 1
+        assert "limits.budget_usd=0.02: used up" in failures.pop()
+        return sum(isinstance(each, Completion) for each in ended)
+
+    with stand_in(latency_s=0.02, truncated=0.1, rate_limited=0.2, retry_after_s=0.01) as server:
+        answered = using(endpoint(server), tmp_path, until_it_ends, bounds=Limits(budget_usd=0.02))
+        assert spent_usd(server) <= 0.02
+        assert answered == len(server.log("answered")) == len(Journal(tmp_path))
+    assert answered > 20
+
+
+@pytest.mark.parametrize(
+    "bounds", [Limits(requests_per_minute=1200, window_s=2), Limits(tokens_per_minute=60_000, window_s=2)]
+)
+def test_no_window_holds_more_than_its_part_by_the_servers_count(tmp_path: Path, bounds: Limits) -> None:
+    queries = [passage_request(f"query {number}") for number in range(130)]
+    with stand_in(latency_s=0.01, jitter_s=0.02) as server:
+        using(endpoint(server), tmp_path, lambda chat: ask_all(chat, queries), bounds=bounds)
+        log = sorted(server.log(), key=lambda entry: entry["arrived"])
+    amounts = [1 if bounds.requests_per_minute else e["prompt_tokens"] + e["completion_tokens"] for e in log]
+    allowed = (bounds.requests_per_minute or bounds.tokens_per_minute or 0) * bounds.window_s / 60
+    for first, entry in enumerate(log):
+        within = [at for at, other in enumerate(log) if 0 <= other["arrived"] - entry["arrived"] < bounds.window_s]
+        assert sum(amounts[at] for at in within) <= allowed, first
+    assert log[-1]["arrived"] - log[0]["arrived"] > bounds.window_s
 
 
 def test_requests_in_flight_are_bounded(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import signal
@@ -210,6 +211,7 @@ def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
         with Held(server, tmp_path / "out" / "journal", answers=100) as actors:
             os.kill(actors[0], signal.SIGKILL)
             wait_for(lambda: not alive(actors[0]))
+            time.sleep(1)  # until the server has seen the dead process' connections close: it must not answer them
             killed.append(actors[0])
 
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
@@ -239,6 +241,82 @@ def test_a_refused_key_ends_the_run_with_one_line_and_the_journal_resumes_it(
         whole = run(settings(seeds, tmp_path / "out", server))
     assert whole.manifest["counts"]["seeds"] == 64
     assert whole.manifest["counts"]["replayed"] == 8 * 8
+
+
+# ------------------------------------------------------------------------------------------------- the limits
+
+PRICES = "as_of: 2026-01-01\nmodels: {gpt-4o-mini: [1.0, 2.0], o4-mini: [10.0, 40.0]}\n"
+BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"model": "o4-mini", "max_tokens": 50}}
+
+
+def spent_usd(server: StandIn) -> float:
+    """By the server's own count, answers that never arrived included."""
+    price = {"gpt-4o-mini": (1e-6, 2e-6), "o4-mini": (10e-6, 40e-6)}
+    return sum(
+        price[entry["model"]][0] * entry["prompt_tokens"] + price[entry["model"]][1] * entry["completion_tokens"]
+        for entry in server.log()
+        if "prompt_tokens" in entry
+    )
+
+
+@pytest.mark.ray
+def test_a_budget_is_kept_by_all_actors_and_a_higher_one_resumes(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    out, shared = tmp_path / "out", {**BOUNDED, "prices": str(tmp_path / "prices.yaml"), "actors": 4, "in_flight": 8}
+    with stand_in(latency_s=0.1, rate_limited=0.3, retry_after_s=0.05, truncated=0.02) as server:
+        with pytest.raises(InputError) as stopped:
+            run(settings(seeds, out, server, **shared, limits={"budget_usd": 0.2}))
+        message, spent = str(stopped.value), spent_usd(server)
+        assert "\n" not in message
+        assert message.startswith("limits.budget_usd=0.2: used up (0.1")
+        assert "of 64 seeds are left undone and nothing is published" in message
+        assert not (out / "latest").exists()
+        assert 0.12 < spent <= 0.2
+
+        with pytest.raises(InputError, match=r"budget_usd=0\.2: used up"):
+            run(settings(seeds, out, server, **shared, limits={"budget_usd": 0.2}))
+        assert spent_usd(server) <= 0.2
+
+        whole = run(settings(seeds, out, server, **shared, limits={"budget_usd": 20}))
+        assert answered_most(server) == 1
+        assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
+    counts = whole.manifest["counts"]
+    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
+
+
+@pytest.mark.ray
+@pytest.mark.slow  # its lower bound is a rate: an idle machine's business
+def test_all_actors_together_keep_the_requests_of_a_window_and_those_in_flight(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    with stand_in(latency_s=0.02) as server:
+        limits = {"requests_per_minute": 3000, "window_s": 3, "in_flight": 20}
+        published = run(settings(seeds, tmp_path / "out", server, limits=limits))
+        log = server.log()
+    assert max(entry["in_flight"] for entry in log) <= 20
+    arrivals = sorted(entry["arrived"] for entry in log)
+    most = max(sum(0 <= other - first < 3 for other in arrivals) for first in arrivals)
+    assert 0.8 * 150 <= most <= 150
+    traffic = published.manifest["traffic"]
+    assert traffic["answered"] == sum(entry["ended"] == "answered" for entry in log)
+    assert traffic["latency_s"]["p50"] >= 0.02
+
+
+@pytest.mark.ray
+def test_the_manifest_says_what_came_to_each_step_and_what_it_stopped(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    with stand_in(mistaken=0.3, refusal=0.02) as server:
+        manifest = run(settings(seeds, tmp_path / "out", server)).manifest
+    funnel = list(manifest["funnel"].values())
+    assert funnel[0]["reached"] == 64
+    for step, following in itertools.pairwise(funnel):
+        assert following["reached"] == step["reached"] - step["rejected"] - step["dead_letter"]
+    last = funnel[-1]
+    assert manifest["counts"]["kept"] == last["reached"] - last["rejected"] - last["dead_letter"]
+    assert sum(step["rejected"] for step in funnel) == manifest["counts"]["rejected"] > 0
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -281,7 +359,49 @@ def test_bad_settings_are_refused_in_one_line_before_any_work(seeds: Path, tmp_p
     assert "distractors=64" in one_line(settings(seeds, out, distractors=64))
     assert "endpoint.base_url=localhost" in one_line(settings(seeds, out, endpoint={"base_url": "localhost"}))
     assert "column question is missing" in one_line(settings(seeds, out, columns={"query": "question"}))
+    steps = {"judge_positiv": {"model": "o3"}}
+    assert "steps.judge_positiv: no such step: did you mean judge_positive?" in one_line(
+        settings(seeds, out, endpoint=keyless, steps=steps)
+    )
     blocked = tmp_path / "file"
     blocked.touch()
     assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
     assert not any(path.suffix == ".partial" for path in out.iterdir())
+
+
+def test_limits_that_cannot_be_kept_are_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path
+) -> None:
+    def refused(**values: Any) -> str:
+        return one_line(settings(seeds, tmp_path / "out", endpoint={"api_key_env": None}, **values))
+
+    budget = {"limits": {"budget_usd": 5}}
+    assert "judge.max_tokens=null puts no bound" in refused(**{**BOUNDED, "judge": {"model": "o4-mini"}}, **budget)
+    unknown = {**BOUNDED, "judge": {"model": "my-own", "max_tokens": 9}}
+    assert "no price is known of judge.model=my-own" in refused(**unknown, **budget)
+    assert "tokens_per_minute=9000: generator.max_tokens=null" in refused(limits={"tokens_per_minute": 9000})
+    assert "prices=" in refused(prices=str(tmp_path / "nowhere.yaml"))
+    (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")
+    assert "no price table" in refused(prices=str(tmp_path / "prices.yaml"))
+    assert "more_endpoints.0.base_url=ftp" in refused(more_endpoints=[{"base_url": "ftp://x", "api_key_env": None}])
+
+
+@pytest.mark.ray
+def test_answers_in_json_complements_and_repairs_pass_through_the_whole_run(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    with stand_in(malformed=0.15) as server:
+        models = {"generator": {"model": "a", "structured": True}, "judge": {"model": "b", "structured": True}}
+        published = run(settings(seeds, tmp_path / "out", server, complement=True, **models))
+        assert answered_most(server) == 1
+        answered = len(server.log("answered"))
+    kept, rejected, dead = rows_of(published)
+    assert len(kept) + len(rejected) + len(dead) == len(ROWS)
+    assert published.manifest["counts"]["calls"] == answered
+    # Malformed twice in a row: two or three of a hundred requests, eight or ten requests a row.
+    assert len(dead) < len(ROWS) / 2
+    assert all("malformed answer" in row["error"] for row in dead)
+    assert any("repair=1" in row["provenance"]["prompt_version"] for row in kept)
+    complements = records.read_raw(published.path / records.COMPLEMENTS_FILE)
+    assert [row["id"] for row in complements] == [row["id"] for row in kept]
+    assert [row["fault"] for row in complements].count(None) > len(kept) / 2

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.synthesis.filters import fault, first_line
+from infembed_ray.synthesis.filters import fault, first_line, names
 
 words = st.lists(st.from_regex(r"[a-z]{2,8}", fullmatch=True), min_size=3, max_size=12).map(" ".join)
 
@@ -40,3 +40,26 @@ def test_one_word_is_a_query() -> None:
 @given(words)
 def test_a_poison_that_changes_nothing_is_useless(line: str) -> None:
     assert fault("query", f"{line.upper()}  ?".replace("  ", ""), poisons=f"  {line}") is not None
+
+
+@pytest.mark.parametrize(
+    ("language", "named", "not_named"),
+    [
+        ("Python", ["In python, please", "a Python3 one", "(Python)"], ["pythonic code", "cpython"]),
+        ("python3", ["in Python 3", "Python."], ["in Java"]),
+        ("Java", ["plain Java 17"], ["JavaScript", "java_style"]),
+        ("C", ["in C, not more", "C99"], ["C++ or C#", "clever"]),
+        ("cpp", ["in C++17", "modern cpp"], ["in C"]),
+        ("C#", ["a C# method"], ["a C++ method"]),
+    ],
+)
+def test_a_language_is_named_as_a_word_of_its_own(language: str, named: list[str], not_named: list[str]) -> None:
+    assert [text for text in named if not names(text, language)] == []
+    assert [text for text in not_named if names(text, language)] == []
+
+
+@given(words)
+def test_an_instruction_for_code_must_name_the_language_and_a_query_need_not(line: str) -> None:
+    assert fault("instruction", line, language="C++") == "does not name the programming language C++"
+    assert fault("instruction", f"{line} in c++", language="C++") is None
+    assert fault("query", line, language="C++") is None

@@ -27,6 +27,7 @@ completions = st.builds(
     prompt_tokens=st.integers(0, 10**6),
     completion_tokens=st.integers(0, 10**6),
     refusal=st.none() | st.text(max_size=20),
+    batched=st.booleans(),
 )
 
 
@@ -228,6 +229,19 @@ def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "file" / "journal")
     with pytest.raises(RunFailure, match=r"journal=.*cannot be written"):
         asyncio.run(journal.append(request(), completion("x")))
+
+
+def test_a_journal_whose_segment_is_removed_while_in_use_ends_the_run(tmp_path: Path) -> None:
+    async def append_twice() -> None:
+        journal = Journal(tmp_path)
+        await journal.append(request("a"), completion("x"))
+        for segment in tmp_path.iterdir():
+            segment.unlink()
+        with pytest.raises(RunFailure, match="removed while in use"):
+            await journal.append(request("b"), completion("x"))
+        journal.close()
+
+    asyncio.run(append_twice())
 
 
 def test_an_entry_says_for_people_which_step_and_row_it_was() -> None:

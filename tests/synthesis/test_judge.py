@@ -56,6 +56,14 @@ def test_the_number_shown_before_a_passage_picks_it(
     assert judge.verdict(form.format(number), shown) == wanted
 
 
+@given(counts, seeds)
+def test_every_choice_is_a_verdict_and_there_is_one_for_each_candidate_and_none(
+    count: int, seed: tuple[int, str, str]
+) -> None:
+    shown = judge.lineup(DOCUMENTS, POOL, count, *seed)
+    assert [judge.verdict(f"Answer: {choice}", shown) for choice in shown.choices] == [*shown.names, judge.NONE]
+
+
 @pytest.mark.parametrize("text", ["Answer: none", "Answer: None.", "None of them fits.\n\nAnswer: **none**"])
 def test_none_is_a_verdict(text: str) -> None:
     assert judge.verdict(text, judge.lineup(DOCUMENTS, POOL, 2, 0)) == judge.NONE

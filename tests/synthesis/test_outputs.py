@@ -1,4 +1,5 @@
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from infembed_ray import records
 from infembed_ray.synthesis import outputs
 from infembed_ray.synthesis.outputs import Outputs
+from infembed_ray.synthesis.prices import PriceTable
 from infembed_ray.synthesis.steps import Kind, Outcome, Spend
 
+TABLE = PriceTable("2026-01-01", {})
 FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
 
 
@@ -35,7 +38,7 @@ def test_any_order_of_arrival_gives_the_same_files_in_the_order_of_the_seeds(dat
         directories = [Path(name) / "in order", Path(name) / "as they come"]
         for directory, arrivals in zip(directories, (range(len(kinds)), order), strict=True):
             directory.mkdir()
-            with Outputs(directory) as files:
+            with Outputs(directory, TABLE) as files:
                 for index in arrivals:
                     files.add(index, outcome(index, kinds[index]))
         for file in FILES:
@@ -46,7 +49,7 @@ def test_any_order_of_arrival_gives_the_same_files_in_the_order_of_the_seeds(dat
 
 
 def test_the_figures_separate_what_was_paid_now_from_what_was_replayed(tmp_path: Path) -> None:
-    with Outputs(tmp_path) as files:
+    with Outputs(tmp_path, TABLE) as files:
         for index, kind in enumerate(("kept", "rejected", "kept", "dead_letter", "rejected", "rejected")):
             files.add(index, outcome(index, kind))
     assert files.counts() == {"seeds": 6, "kept": 2, "rejected": 3, "dead_letter": 1, "calls": 18, "replayed": 12}
@@ -63,7 +66,7 @@ def test_the_figures_separate_what_was_paid_now_from_what_was_replayed(tmp_path:
 
 
 def test_a_price_unknown_for_one_row_is_unknown_for_the_run(tmp_path: Path) -> None:
-    with Outputs(tmp_path) as files:
+    with Outputs(tmp_path, TABLE) as files:
         files.add(0, outcome(0, "kept"))
         files.add(1, outcome(1, "kept", paid=Spend(1, 5, 5, None)))
     assert files.facts()["usd"] is None
@@ -72,7 +75,18 @@ def test_a_price_unknown_for_one_row_is_unknown_for_the_run(tmp_path: Path) -> N
 
 
 def test_files_without_rows_have_their_columns(tmp_path: Path) -> None:
-    with Outputs(tmp_path):
+    with Outputs(tmp_path, TABLE):
         pass
     schemas = [pq.read_schema(tmp_path / file).names for file in FILES]
     assert schemas == [records.RECORD.names, records.REJECTED.names, records.DEAD_LETTER.names]
+
+
+def test_complements_have_a_file_only_if_there_are_any_and_stand_in_the_order_of_the_seeds(tmp_path: Path) -> None:
+    with Outputs(tmp_path, TABLE) as files:
+        files.add(0, outcome(0, "kept"))
+    assert not (tmp_path / records.COMPLEMENTS_FILE).exists()
+    with Outputs(tmp_path, TABLE) as files:
+        for index in (2, 0, 1):
+            complement = None if index == 1 else {"id": f"seed-{index}", "instruction_complement": "the other"}
+            files.add(index, replace(outcome(index, "kept"), complement=complement))
+    assert pq.read_table(tmp_path / records.COMPLEMENTS_FILE)["id"].to_pylist() == ["seed-0", "seed-2"]

@@ -1,7 +1,9 @@
 import datetime
+from pathlib import Path
 
 import pytest
 
+from infembed_ray.errors import InputError
 from infembed_ray.synthesis import prices
 from tests.synthesis.exchanges import completion
 
@@ -25,3 +27,32 @@ def test_the_bundled_table_is_dated_and_plausible() -> None:
     table = prices.load()
     datetime.date.fromisoformat(table.as_of)
     assert all(0 < prompt < answer for prompt, answer in table.models.values())
+
+
+def test_a_file_of_prices_is_read_over_the_bundled_ones(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("as_of: 2026-10-01\nmodels:\n  my-model: [1.0, 2.0]\n  gpt-4o-mini: [0.1, 0.2]\n")
+    table = prices.load(str(own))
+    assert table.as_of == "2026-10-01"
+    assert table.price("my-model") == (1.0, 2.0)
+    assert table.price("gpt-4o-mini-2024-07-18") == (0.1, 0.2)
+    assert table.price("gpt-4o") == prices.load().price("gpt-4o")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "models: {}",
+        "as_of: 1\nmodels: {a: 1}",
+        "as_of: 1\nmodels: {a: [1, x]}",
+        "as_of: 1\nmodels: {a: [1, -2]}",
+        "][",
+    ],
+)
+def test_what_is_no_price_table_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    with pytest.raises(InputError, match="no price table; write") as refused:
+        prices.load(str(own))
+    assert "\n" not in str(refused.value)

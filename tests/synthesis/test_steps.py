@@ -1,9 +1,12 @@
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pyarrow as pa
 import pytest
 
@@ -12,7 +15,7 @@ from infembed_ray.config import SynthesizeSettings
 from infembed_ray.records import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.chat import Completion, Request, RowFailure, RunFailure
-from infembed_ray.synthesis.steps import Outcome, Spend, synthesize
+from infembed_ray.synthesis.steps import STEPS, Outcome, Spend, synthesize
 from tests import stand_in_llm
 
 SEED = Seed(
@@ -41,24 +44,25 @@ class Model:
     def __init__(self, **answers: str | Completion | Exception | Callable[[Request], str]) -> None:
         self.answers = answers
         self.asked: dict[str, Request] = {}
+        self.calls: list[Request] = []
 
     async def __call__(self, request: Request) -> Completion:
         self.asked[request.step] = request
+        self.calls.append(request)
         special = self.answers.get(request.step)
         if isinstance(special, Exception):
             raise special
         if isinstance(special, Completion):
             return special
-        prompt = request.messages[0]["content"]
-        text = special or stand_in_llm.say(prompt)
+        text = special or stand_in_llm.answer(request.body)
         return Completion(text(request) if callable(text) else text, "stop", f"{request.model}-2026-01-01", 1000, 100)
 
     def prompt(self, step: str) -> str:
         return self.asked[step].messages[0]["content"]
 
 
-def outcome(model: Model, settings: SynthesizeSettings = SETTINGS) -> Outcome:
-    return asyncio.run(synthesize(SEED, POOL, settings, model))
+def outcome(model: Model, settings: SynthesizeSettings = SETTINGS, seed: Seed = SEED) -> Outcome:
+    return asyncio.run(synthesize(seed, POOL, settings, model))
 
 
 def fits(row: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def test_a_good_seed_becomes_a_whole_record() -> None:
     assert got.kind == "kept"
     assert list(model.asked) == WRITING + JUDGING
     row = fits(got.row, records.RECORD)
-    assert all(value is not None for value in row.values())
+    assert [name for name, value in row.items() if value is None] == ["language"]
     assert (row["id"], row["source"], row["topic"], row["split"]) == ("seed-1", "made up", "bees", "train")
     assert (row["query_positive"], row["document_positive"]) == (SEED.query, SEED.passage)
     assert len({row[step] for step in WRITING}) == 5
@@ -161,6 +165,15 @@ def test_a_useless_line_is_rejected_before_anything_more_is_asked(step: str, tex
     assert got.paid.calls == len(model.asked) == len(row["provenance"]["request_hashes"])
 
 
+@pytest.mark.parametrize("step", ["hard_negative_document_1", "hard_negative_document_2"])
+def test_a_negative_passage_that_repeats_the_positive_is_rejected_before_the_judge_is_asked(step: str) -> None:
+    model = Model(**{step: f"Passage: {SEED.passage.upper()}"})
+    got = outcome(model)
+    assert got.kind == "rejected"
+    assert got.row["reason"] == "equal to the positive passage"
+    assert list(model.asked)[-1] == step
+
+
 def _number_of(text: str) -> Callable[[Request], str]:
     def pick(request: Request) -> str:
         shown = request.messages[0]["content"]
@@ -191,7 +204,6 @@ FAILURES = {
     "refused": Completion("", "stop", "m", 10, 1, refusal="no"),
     "cut off": Completion("Instruction: for those who", "length", "m", 10, 5),
     "empty": Completion("", "stop", "m", 10, 0),
-    "malformed": Completion("Sure! Happy to help.", "stop", "m", 10, 6),
 }
 
 
@@ -208,9 +220,163 @@ def test_a_failed_call_makes_the_row_a_dead_letter_that_names_the_request(step: 
     assert got.paid.calls == len(model.asked) - (failure == "failed in transit")
 
 
+def _first_time(bad: str) -> Callable[[Request], str]:
+    """A bad answer to the first request, a good one to its repair."""
+    return lambda request: bad if len(request.messages) == 1 else stand_in_llm.answer(request.body)
+
+
+@pytest.mark.parametrize("structured", [False, True])
+@pytest.mark.parametrize("step", WRITING + JUDGING)
+def test_a_malformed_answer_is_mended_by_one_more_request_that_says_what_is_wrong(step: str, structured: bool) -> None:
+    settings = _structured() if structured else SETTINGS
+    flawless, model = Model(), Model(**{step: _first_time("Sure! Happy to help.")})
+    got, wanted = outcome(model, settings), outcome(flawless, settings)
+    assert {**got.row, "provenance": None} == {**wanted.row, "provenance": None}
+    assert [call.step for call in model.calls].count(step) == 2
+    first, again = (call for call in model.calls if call.step == step)
+    assert again.messages[:2] == (*first.messages, {"role": "assistant", "content": "Sure! Happy to help."})
+    assert "Sure! Happy to help." in again.messages[2]["content"]
+    assert (again.prompt, again.parameters) == (f"{first.prompt} repair=1", first.parameters)
+    assert got.paid.calls == 9
+    assert got.row["provenance"]["request_hashes"] == [call.key for call in model.calls]
+    assert len(set(got.row["provenance"]["request_hashes"])) == 9
+
+
+@pytest.mark.parametrize("structured", [False, True])
+@pytest.mark.parametrize("step", WRITING + JUDGING)
+def test_what_is_malformed_twice_is_a_dead_letter_and_both_answers_are_accounted_for(
+    step: str, structured: bool
+) -> None:
+    model = Model(**{step: "Sure! Happy to help."})
+    got = outcome(model, _structured() if structured else SETTINGS)
+    row = fits(got.row, records.DEAD_LETTER)
+    assert (got.kind, row["step"]) == ("dead_letter", step)
+    assert row["error"].startswith("malformed answer: no `")
+    assert [call.step for call in model.calls][-2:] == [step, step]
+    assert row["request_hash"] == model.calls[-1].key
+    assert got.paid.calls == len(model.calls) == len(row["provenance"]["request_hashes"])
+
+
+def _structured() -> SynthesizeSettings:
+    return SynthesizeSettings.of(
+        {
+            "seeds": "",
+            "output": "",
+            "generator": {"model": "gpt-4o-mini", "structured": True},
+            "judge": {"model": "o4-mini", "structured": True},
+        }
+    )
+
+
+def test_json_by_a_schema_makes_the_record_that_text_makes() -> None:
+    as_text, as_json = Model(), Model()
+    text, structured = outcome(as_text), outcome(as_json, _structured())
+    assert structured.kind == text.kind == "kept"
+    assert structured.row["provenance"]["verdicts"] == text.row["provenance"]["verdicts"]
+    for step, request in as_json.asked.items():
+        answered = json.loads(stand_in_llm.answer(request.body))
+        schema = request.parameters["response_format"]["json_schema"]["schema"]
+        jsonschema.validate(answered, schema)
+        if step in WRITING:
+            assert structured.row[step] == next(iter(answered.values()))
+        else:
+            assert schema["properties"]["answer"]["enum"] == [*"1234567", "none"]
+        assert request.key != as_text.asked[step].key
+
+
+def test_code_is_written_in_the_seeds_language_and_only_its_prompts_say_so() -> None:
+    seed = replace(SEED, source="leetcode", language="Python3")
+    model = Model(
+        instruction_positive="Instruction: A Python solution that counts foragers, flowers and nectar; no brute force.",
+        instruction_negative="Instruction: A Python 3 solution by recursion with memoisation instead.",
+    )
+    got = outcome(model, seed=seed)
+    assert (got.kind, got.row["language"]) == ("kept", "Python3")
+    for step in WRITING:
+        assert "Python3" in model.prompt(step)
+    for step in JUDGING:
+        assert "Python3" not in model.prompt(step)
+    assert model.asked["query_negative"].prompt == "query_poisoning=1 leetcode/query_poisoning=1"
+    assert "leetcode/query_poisoning=1" in got.row["provenance"]["prompt_version"].split()
+
+
+@pytest.mark.parametrize("step", ["instruction_positive", "instruction_negative"])
+def test_an_instruction_that_loses_the_language_is_rejected(step: str) -> None:
+    good = "Instruction: A C++ solution that sorts first, then scans once."
+    model = Model(**{"instruction_positive": good, step: "Instruction: A solution in C, by recursion only."})
+    got = outcome(model, seed=replace(SEED, source="my own code", language="cpp"))
+    assert (got.kind, got.row["step"]) == ("rejected", step)
+    assert got.row["reason"] == "does not name the programming language cpp"
+
+
+def test_metamath_asks_for_a_strategy_in_its_instructions_alone() -> None:
+    model = Model()
+    outcome(model, seed=replace(SEED, source="MetaMath"))
+    assert [step for step in model.asked if "strategy" in model.prompt(step)] == WRITING[:2]
+
+
+def test_the_versions_of_the_prompts_are_those_that_were_asked() -> None:
+    model = Model(instruction_negative=RowFailure("no"))
+    named = outcome(model).row["provenance"]["prompt_version"]
+    assert named == "instruction_generation=1 instruction_poisoning=1"
+    assert " ".join(sorted({call.prompt for call in model.calls})) == named
+
+
+COMPLEMENT = SETTINGS.model_copy(update={"complement": True})
+
+
+def test_the_complement_turns_the_hard_negative_into_the_positive_and_the_record_stays_as_it_is() -> None:
+    model = Model()
+    plain, got = outcome(Model()), outcome(model, COMPLEMENT)
+    assert plain.complement is None
+    assert got.complement is not None
+    row = fits(got.complement, records.COMPLEMENT)
+    assert row["fault"] is None
+    for column in ("id", "source", "query_positive", "hard_negative_document_1", "document_positive"):
+        assert row[column] == got.row[column]
+    assert {**got.row, "provenance": None} == {**plain.row, "provenance": None}
+    assert list(model.asked) == [*WRITING, *JUDGING, "instruction_complement", "judge_complement"] == list(STEPS)
+    assert f"Instruction: {row['instruction_complement']}\n" in model.prompt("judge_complement")
+    assert got.paid.calls == 10 == len(got.row["provenance"]["request_hashes"])
+    assert got.row["provenance"]["judge"] == "o4-mini-2026-01-01"
+
+
+@pytest.mark.parametrize(
+    ("step", "answer", "fault"),
+    [
+        ("instruction_complement", "Instruction: \nNothing", "empty before the first newline"),
+        ("instruction_complement", RowFailure("HTTP 500; tried 7 times"), "tried 7 times"),
+        ("judge_complement", "Answer: none", "the judge picked none"),
+        ("judge_complement", "The third.", "malformed answer"),
+    ],
+)
+def test_a_complement_that_fails_leaves_its_record_kept(step: str, answer: str | Exception, fault: str) -> None:
+    got = outcome(Model(**{step: answer}), COMPLEMENT)
+    assert got.kind == "kept"
+    assert got.complement is not None
+    row = fits(got.complement, records.COMPLEMENT)
+    assert fault in row["fault"]
+    assert (row["instruction_complement"] is None) == isinstance(answer, Exception)
+
+
+def test_no_complement_is_asked_for_a_row_that_is_not_kept() -> None:
+    model = Model(judge_positive="Answer: none")
+    assert outcome(model, COMPLEMENT).complement is None
+    assert "instruction_complement" not in model.asked
+
+
 def test_a_label_without_a_passage_is_malformed() -> None:
     got = outcome(Model(hard_negative_document_2="Passage:\n"))
     assert (got.kind, got.row["step"]) == ("dead_letter", "hard_negative_document_2")
+
+
+@pytest.mark.parametrize("name", ["query", "passage"])
+def test_a_seed_that_lacks_its_text_is_a_dead_letter_before_anything_is_asked(name: str) -> None:
+    model = Model()
+    got = asyncio.run(synthesize(replace(SEED, **{name: " "}), POOL, SETTINGS, model))
+    row = fits(got.row, records.DEAD_LETTER)
+    assert (got.kind, row["step"], row["error"]) == ("dead_letter", "seed", f"its {name} is empty")
+    assert model.asked == {}
 
 
 def test_what_ends_the_run_is_no_outcome() -> None:
@@ -229,6 +395,18 @@ def test_replayed_completions_cost_nothing_now_but_keep_their_price_in_the_recor
     assert got.row == paid.row
     assert (got.paid.calls, got.replayed.calls) == (3, 5)
     assert (got.paid + got.replayed).usd == pytest.approx(paid.paid.usd)
+
+
+def test_a_step_may_have_a_model_of_its_own_and_own_prices(tmp_path: Path) -> None:
+    table = tmp_path / "prices.yaml"
+    table.write_text("as_of: 2026-11-01\nmodels:\n  home-made: [2, 3]\n")
+    steps = {"query_negative": {"model": "home-made"}, "judge_positive": {"model": "home-made", "structured": True}}
+    model = Model()
+    got = outcome(model, SynthesizeSettings.of({"seeds": "", "output": "", "steps": steps, "prices": str(table)}))
+    assert [step for step, request in model.asked.items() if request.model == "home-made"] == list(steps)
+    assert "response_format" in model.asked["judge_positive"].parameters
+    usd = 4 * (1000 * 0.15 + 100 * 0.60) / 1e6 + 2 * (1000 * 1.10 + 100 * 4.40) / 1e6 + 2 * (1000 * 2 + 100 * 3) / 1e6
+    assert got.row["provenance"]["usd"] == pytest.approx(usd)
 
 
 def test_an_unknown_model_costs_an_unknown_sum() -> None:

@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from infembed_ray.config import ChatModel
 from infembed_ray.synthesis import templates
-from infembed_ray.synthesis.chat import RowFailure
+from infembed_ray.synthesis.chat import Malformed
+from infembed_ray.synthesis.formats import AnswerFormat
 
 FIELDS = {
     "instruction_generation": {"document", "query"},
@@ -12,11 +13,28 @@ FIELDS = {
     "query_poisoning": {"document", "query_positive", "instruction_positive"},
     "passage_writing": {"query", "instruction", "reference"},
     "judge": {"query", "instruction", "candidates"},
+    "complement": {"query", "instruction", "wanted", "unwanted"},
 }
+ADDITIONS = [(file.parent.name, file.stem) for file in sorted(templates.DIRECTORY.glob("sources/*/*.md"))]
 
 
 def test_the_prompts_are_those_of_the_pipeline() -> None:
-    assert {file.stem for file in templates.DIRECTORY.iterdir()} == set(FIELDS)
+    assert {file.stem for file in templates.DIRECTORY.glob("*.md")} == {*FIELDS, "repair"}
+
+
+@pytest.mark.parametrize(("source", "name"), ADDITIONS)
+def test_what_a_prompt_says_in_addition_is_part_of_its_text_and_of_its_version(source: str, name: str) -> None:
+    plain, special = templates.load(name), templates.load(name, source.upper())
+    added = special.text.replace(plain.text.partition("\n\nPlease provide")[0], "")
+    assert len(added) > 100
+    assert added.endswith("\n\nPlease provide" + plain.text.partition("\n\nPlease provide")[2])
+    assert special.version == f"{plain.version} {source}/{name}=1"
+    assert special.fields - plain.fields <= {"language"}
+
+
+@pytest.mark.parametrize("source", ["", "msmarco", "..", "sources", "leetcode/../metamath"])
+def test_other_sources_are_asked_the_plain_prompt(source: str) -> None:
+    assert templates.load("query_poisoning", source) == templates.load("query_poisoning")
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -52,42 +70,38 @@ def test_values_are_filled_in_as_they_are(query: str, document: str) -> None:
     assert f"Document: {document}\n\nQuery: {query}\n" in content
 
 
+GREETING = templates.Template("greeting=3", "Say {word} like this: {answer}", AnswerFormat("Greeting", "<it>"))
+
+
 def test_a_request_carries_the_models_settings_and_the_prompts_version() -> None:
-    template = templates.Template("greeting", 3, "Say {word}.")
-    request = template.request(ChatModel(model="m", temperature=0.5, max_tokens=9), "s", "r", {"word": "hi"})
+    request = GREETING.request(
+        ChatModel(model="m", temperature=0.5, max_tokens=9, reasoning_effort="low"), "s", "r", {"word": "hi"}
+    )
     assert request.body == {
         "model": "m",
-        "messages": [{"role": "user", "content": "Say hi."}],
+        "messages": [{"role": "user", "content": "Say hi like this: Greeting: <it>"}],
         "temperature": 0.5,
         "max_completion_tokens": 9,
+        "reasoning_effort": "low",
     }
     assert request.prompt == "greeting=3"
-    plain = template.request(ChatModel(model="m"), "s", "r", {"word": "hi"})
+    plain = GREETING.request(ChatModel(model="m"), "s", "r", {"word": "hi"})
     assert set(plain.body) == {"model", "messages"}
 
 
-def test_the_versions_of_all_prompts_are_named_for_the_provenance() -> None:
-    assert [entry.split("=")[0] for entry in templates.versions().split()] == sorted(FIELDS)
+def test_a_structured_request_shows_json_and_carries_its_schema() -> None:
+    request = GREETING.request(ChatModel(model="m", structured=True), "s", "r", {"word": "hi"}, ["hi", "hello"])
+    assert request.messages[0]["content"] == 'Say hi like this: {"greeting": "<it>"}'
+    assert request.parameters == {"response_format": GREETING.answer.response_format(["hi", "hello"])}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Instruction: for nurses, no vendors",
-        "instruction:for nurses, no vendors",
-        "**Instruction:** for nurses, no vendors",
-        "Key elements: dose, age.\n\n### Instruction: for nurses, no vendors\n",
-    ],
-)
-def test_an_answer_is_found_behind_its_label(text: str) -> None:
-    assert templates.labelled("instruction", text) == "for nurses, no vendors"
-
-
-def test_line_breaks_after_the_label_are_kept() -> None:
-    assert templates.labelled("query", "Query: \nfirst\nsecond") == "\nfirst\nsecond"
-
-
-@pytest.mark.parametrize("text", ["for nurses", "Positive Instruction: x", "My instruction would be: x"])
-def test_an_answer_without_its_label_is_malformed(text: str) -> None:
-    with pytest.raises(RowFailure, match="malformed answer"):
-        templates.labelled("instruction", text)
+@given(st.text(), st.text())
+def test_a_repair_goes_on_with_the_conversation_under_a_key_of_its_own(answer: str, wanted: str) -> None:
+    request = GREETING.request(ChatModel(model="m", temperature=0.5), "s", "r", {"word": "hi"})
+    fault = Malformed(wanted, answer)
+    again = templates.repair(request, answer, fault)
+    assert again.body["messages"][:2] == [*request.messages, {"role": "assistant", "content": answer}]
+    assert fault.fault in again.body["messages"][2]["content"]
+    assert {**again.body, "messages": None} == {**request.body, "messages": None}
+    assert (again.step, again.row, again.prompt) == ("s", "r", "greeting=3 repair=1")
+    assert again.key != request.key

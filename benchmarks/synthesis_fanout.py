@@ -1,0 +1,182 @@
+"""How fast synthesis asks an endpoint, beside a bare aiohttp client and the peers, on the same machine in the same run.
+
+    python benchmarks/synthesis_fanout.py [--curator-python PATH] [--distilabel-python PATH]
+
+Ours is the whole product: `infembed synthesize` over Ray Data, journal with fsync, limits in requests, tokens and USD
+(too wide to bind), parsing, filters, judge, Parquet output. Every client has 256 requests in flight against a server
+of its own process that answers after 100 ms; rates are the server's count of answers a second, between the first and
+the last fifth, so no start-up counts. Medians of several rounds; in each round all clients take their turn.
+
+Peers run in their own environments: a Python with bespokelabs-curator, and one with distilabel, by flag or in
+CURATOR_PYTHON and DISTILABEL_PYTHON; without one its figures are null, with the reason.
+
+The last line is one JSON object:
+    vs_aiohttp        rate of ours / rate of bare aiohttp
+    with_429          ours with 5 % of 429s (Retry-After: 1) / without
+    with_stragglers   ours with 1 in 64 answers after 3 s / without. Whoever keeps 256 in flight is bound to at most
+                      256 / 145 ms = 1762 a second then; stragglers_of_bound says what part of that we reach.
+    vs_curator, vs_distilabel
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+IN_FLIGHT = 256
+CASES: dict[str, list[str]] = {
+    "plain": [],
+    "429": ["--rate-limited=0.05"],
+    "stragglers": [f"--stragglers={1 / 64}"],
+}
+BOUND = IN_FLIGHT / (0.1 + (3.0 - 0.1) / 64)
+"""Requests a second with stragglers, if nothing but the 256 in flight is in the way."""
+
+Client = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def server(flags: list[str], figures: dict[str, float]) -> Iterator[str]:
+    """Run the server; what it counted is in `figures` afterwards."""
+    command = [sys.executable, str(HERE / "llm_server.py"), *flags]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+            figures.update(json.loads(process.communicate()[0]))
+        finally:
+            process.kill()
+
+
+def measure(client: Client, flags: list[str]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    with server(flags, figures) as url:
+        client(url)
+    return figures
+
+
+def peer(python: str, script: str, requests: int) -> Client:
+    """A client of its own process and environment."""
+
+    def run(url: str) -> None:
+        command = [python, str(HERE / "peers" / script), url, str(requests), str(IN_FLIGHT)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=600)
+
+    return run
+
+
+def ours(directory: Path, rows: int, actors: int) -> Client:
+    """`infembed synthesize` on made-up seeds; every row takes six requests or more."""
+    from infembed_ray.config import SynthesizeSettings
+    from infembed_ray.synthesis.distributed import run as synthesize
+
+    words = [f"word{number}" for number in range(2000)]
+    rng = random.Random(0)
+    seeds = directory / "seeds.jsonl"
+    with seeds.open("w", encoding="utf-8") as stream:
+        for number in range(rows):
+            passage = " ".join(rng.choices(words, k=55))
+            stream.write(json.dumps({"id": str(number), "query": f"what of {number}", "passage": passage}) + "\n")
+
+    def run(url: str) -> None:
+        output = tempfile.mkdtemp(dir=directory)
+        settings = SynthesizeSettings.of(
+            {
+                "seeds": str(seeds),
+                "output": output,
+                "generator": {"model": "gpt-4o-mini", "temperature": 1.0, "max_tokens": 400},
+                "judge": {"model": "o4-mini", "max_tokens": 2000},
+                "endpoint": {"base_url": url, "api_key_env": None},
+                "limits": {"requests_per_minute": 10**7, "tokens_per_minute": 10**11, "budget_usd": 10**5},
+                "actors": actors,
+                "in_flight": IN_FLIGHT // actors,
+            }
+        )
+        synthesize(settings)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=4000, help="seeds of ours, of six requests or more each")
+    parser.add_argument("--requests", type=int, default=20_000, help="of bare aiohttp")
+    parser.add_argument("--peer-requests", type=int, default=3000)
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--curator-python", default=os.environ.get("CURATOR_PYTHON"))
+    parser.add_argument("--distilabel-python", default=os.environ.get("DISTILABEL_PYTHON"))
+    options = parser.parse_args()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+    absent: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        clients: dict[str, Client] = {
+            "aiohttp": peer(sys.executable, "aiohttp_fanout.py", options.requests),
+            "ours": ours(Path(directory), options.rows, options.actors),
+        }
+        for name in ("curator", "distilabel"):
+            python = getattr(options, f"{name}_python")
+            if python is None:
+                absent[name] = f"no --{name}-python given"
+            else:
+                clients[name] = peer(python, f"{name}_fanout.py", options.peer_requests)
+        rates: dict[str, dict[str, list[float]]] = {name: {case: [] for case in CASES} for name in clients}
+        for number in range(options.rounds):
+            for case, flags in CASES.items():
+                for name, client in clients.items():
+                    if name in absent or (name in ("curator", "distilabel") and case == "stragglers"):
+                        continue
+                    try:
+                        figures = measure(client, [*flags, f"--seed={number}"])
+                    except subprocess.SubprocessError as error:
+                        said = getattr(error, "stderr", None) or b""
+                        absent[name] = f"{case}: {error} {said.decode(errors='replace')[-300:]}"
+                        continue
+                    rates[name][case].append(figures["per_second"])
+                    print(f"round {number + 1} {case:<11}{name:<11}{figures}", flush=True)
+    print(json.dumps(summary(rates, absent)))
+
+
+def summary(rates: Mapping[str, Mapping[str, list[float]]], absent: Mapping[str, str]) -> dict[str, Any]:
+    medians = {
+        name: {case: statistics.median(values) for case, values in cases.items() if values}
+        for name, cases in rates.items()
+    }
+
+    def ratio(above: tuple[str, str], below: tuple[str, str]) -> float | None:
+        over, under = (medians.get(name, {}).get(case) for name, case in (above, below))
+        return round(over / under, 3) if over and under else None
+
+    stragglers = medians["ours"].get("stragglers")
+    return {
+        "vs_aiohttp": ratio(("ours", "plain"), ("aiohttp", "plain")),
+        "with_429": ratio(("ours", "429"), ("ours", "plain")),
+        "with_stragglers": ratio(("ours", "stragglers"), ("ours", "plain")),
+        "stragglers_of_bound": round(stragglers / BOUND, 3) if stragglers else None,
+        "stragglers_vs_aiohttp": ratio(("ours", "stragglers"), ("aiohttp", "stragglers")),
+        "vs_curator": ratio(("ours", "plain"), ("curator", "plain")),
+        "vs_curator_429": ratio(("ours", "429"), ("curator", "429")),
+        "vs_distilabel": ratio(("ours", "plain"), ("distilabel", "plain")),
+        "per_second": medians,
+        "absent": dict(absent),
+        "machine": f"{os.cpu_count()} vCPU, {platform.system()}",
+        "date": date.today().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How diverse the texts of a set are (paper, section 4.2 and Figure 3b).
+
+Average pairwise sample similarity (APS) is the mean cosine of the embeddings of all pairs of texts; lower is more
+diverse. Inter-sample n-gram frequency (INGF) is taken from how n-grams are spread over the texts; higher is more
+diverse. Of both the paper gives name, direction and origin (Mishra et al., 2020), but no formula: here are ours.
+
+APS of n unit vectors e_i: the mean of e_i . e_j over the n (n - 1) / 2 pairs i < j, by
+|sum_i e_i|^2 = n + 2 sum_{i<j} e_i . e_j, so in time linear in n and without sampling pairs.
+
+INGF: let V_k be the number of different word k-grams, and s_k the standard deviation, over these k-grams, of the number
+of texts that hold each. INGF is the mean of V_k / (1 + s_k) over k = 1, 2, 3: many different k-grams make it large, and
+some that return in text after text make it small. (The 1 keeps it finite where no k-gram returns more often than
+another.) It grows with the number of texts: compare it at equal numbers only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ORDERS = (1, 2, 3)
+"""Lengths of the n-grams, in words."""
+
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Diversity:
+    """Of the sampled texts of one kind in one set."""
+
+    label: str
+    kind: str
+    texts: int
+    """In the whole set."""
+    distinct: int
+    mean_words: float
+    sampled: int
+    """Equal for all sets of a report."""
+    aps: float | None
+    """None without an encoder, or for fewer than two texts."""
+    ingf: float
+    distinct_share: list[float]
+    """Different n-grams / all n-grams, for each of ORDERS."""
+
+
+def diversity(
+    label: str, kind: str, texts: Sequence[str], sample: Sequence[str], embeddings: np.ndarray | None
+) -> Diversity:
+    """Measure a sample of a set's texts.
+
+    Args:
+        label: the set's name.
+        kind: of its texts.
+        texts: all of them, at least one.
+        sample: those that are measured.
+        embeddings: (sample, d) unit vectors of the sample.
+    """
+    frequencies = [ngram_frequencies(sample, order) for order in ORDERS]
+    return Diversity(
+        label=label,
+        kind=kind,
+        texts=len(texts),
+        distinct=len({" ".join(text.casefold().split()) for text in texts}),
+        mean_words=sum(len(text.split()) for text in texts) / len(texts),
+        sampled=len(sample),
+        aps=None if embeddings is None else average_pairwise_similarity(embeddings),
+        ingf=inter_sample_ngram_frequency([texts_with for texts_with, _ in frequencies]),
+        distinct_share=[len(texts_with) / total if total else 1.0 for texts_with, total in frequencies],
+    )
+
+
+def average_pairwise_similarity(embeddings: np.ndarray) -> float | None:
+    """Mean inner product over all pairs of different rows of (n, d), in float64; None for n < 2."""
+    n = len(embeddings)
+    if n < 2:
+        return None
+    vectors = embeddings.astype(np.float64)
+    total = vectors.sum(axis=0)
+    return float((total @ total - np.einsum("ij,ij->", vectors, vectors)) / (n * (n - 1)))
+
+
+def ngram_frequencies(texts: Sequence[str], order: int) -> tuple[Mapping[tuple[str, ...], int], int]:
+    """n-gram of `order` words -> number of texts that hold it; and how many n-grams there are in all."""
+    texts_with: Counter[tuple[str, ...]] = Counter()
+    total = 0
+    for text in texts:
+        words = _WORD.findall(text.casefold())
+        ngrams = list(zip(*(words[start:] for start in range(order)), strict=False))
+        total += len(ngrams)
+        texts_with.update(set(ngrams))
+    return texts_with, total
+
+
+def inter_sample_ngram_frequency(frequencies: Sequence[Mapping[tuple[str, ...], int]]) -> float:
+    """INGF from the n-gram frequencies of every order."""
+    ratios = [len(texts_with) / (1 + np.std(list(texts_with.values()))) for texts_with in frequencies if texts_with]
+    return float(sum(ratios) / len(frequencies))

@@ -1,0 +1,113 @@
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import cohen_kappa_score
+
+from infembed_ray.analysis.agreement import agreements, read, sheet
+from infembed_ray.errors import InputError
+from tests.analysis.samples import record
+
+answers = st.lists(st.tuples(st.sampled_from("0123"), st.sampled_from("0123")), min_size=2, max_size=60)
+
+
+def raters(pairs, names=("a", "b")):
+    return {name: {str(n): pair[i] for n, pair in enumerate(pairs)} for i, name in enumerate(names)}
+
+
+@given(answers)
+def test_kappa_is_sklearns(pairs):
+    (found,) = agreements(raters(pairs), 100, 0)
+    one, other = zip(*pairs, strict=True)
+    if len({*one, *other}) == 1:
+        assert (found.kappa, found.low, found.high) == (None, None, None)
+    else:
+        assert found.kappa == pytest.approx(cohen_kappa_score(one, other))
+        assert found.low <= found.high
+    assert found.alike == pytest.approx(np.mean([a == b for a, b in pairs]))
+
+
+def test_the_interval_is_that_of_resampled_items():
+    rng = random.Random(5)
+    pairs = [(a, a if rng.random() < 0.7 else rng.choice("0123")) for a in rng.choices("0123", k=120)]
+    (found,) = agreements(raters(pairs), 4000, 0)
+    drawn = [cohen_kappa_score(*zip(*rng.choices(pairs, k=len(pairs)), strict=True)) for _ in range(1500)]
+    assert [found.low, found.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.02)
+    assert found.low < found.kappa < found.high
+
+
+def test_raters_are_compared_two_by_two_on_the_items_that_both_answered():
+    given_answers = {"a": {"1": "x", "2": "y", "3": "x"}, "b": {"2": "y", "3": "y"}, "c": {"1": "x", "4": "y"}, "d": {}}
+    found = {(each.one, each.other): each.items for each in agreements(given_answers, 100, 0)}
+    assert found == {("a", "b"): 2, ("a", "c"): 1}
+
+
+def test_the_same_seed_gives_the_same_interval():
+    pairs = [("0", "0"), ("1", "0"), ("1", "1"), ("2", "2"), ("0", "2")] * 4
+    assert agreements(raters(pairs), 300, 1) == agreements(raters(pairs), 300, 1)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_answers_of_several_files_are_joined_by_item(tmp_path):
+    one = write(tmp_path / "one.jsonl", [{"item_id": "i1", "query": "q", "ann": 2}, {"item_id": "i2", "ann": None}])
+    two = write(tmp_path / "two.jsonl", [{"item_id": "i2", "ben": "0"}, {"item_id": "i1", "ben": "2"}])
+    assert read([one, two], "agreement") == {"ann": {"i1": "2"}, "ben": {"i2": "0", "i1": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"ann": 1, "ben": 2}], "row 1: item_id is missing"),
+        ([{"item_id": "i", "ann": 1, "ben": 1}, {"item_id": "i", "ann": 1, "ben": 1}], "item_id i stands twice"),
+        ([{"item_id": "i", "ann": 1, "query": "q"}], "1 raters; agreement needs two"),
+    ],
+)
+def test_answers_that_cannot_be_compared_are_refused(tmp_path, rows, message):
+    with pytest.raises(InputError, match=message):
+        read([write(tmp_path / "one.jsonl", rows)], "agreement")
+
+
+def test_one_rater_in_two_files_is_refused(tmp_path):
+    rows = [{"item_id": "i", "ann": 1, "ben": 1}]
+    with pytest.raises(InputError, match="rater ann is in another file too"):
+        read([write(tmp_path / name, rows) for name in ("one.jsonl", "two.jsonl")], "agreement")
+
+
+def test_the_two_raters_of_the_development_items_agree_as_their_readme_says(shared_data):
+    found = agreements(read([shared_data / "infir_mini" / "agreement.jsonl"], "agreement"), 2000, 0)
+    assert [(each.one, each.other, each.items) for each in found] == [("rater_a", "rater_b", 120)]
+    assert round(found[0].kappa, 3) == 0.959
+
+
+def test_a_sheet_holds_random_items_whose_key_names_the_passage_that_answers_them(tmp_path):
+    rows = [record(f"r{n}") for n in range(30)]
+    items, key = sheet(rows, 20, 3)
+    assert len({item["instruction"] + item["query"] for item in items}) == 20
+    by_query = {text: r for r in rows for text in (r.query_positive, r.query_negative)}
+    for item, right in zip(items, key, strict=True):
+        row = by_query[item["query"]]
+        wanted = row.document_positive
+        if item["query"] == row.query_negative:
+            wanted = row.hard_negative_document_2
+        elif item["instruction"] == row.instruction_negative:
+            wanted = row.hard_negative_document_1
+        assert item["passages"][str(right["pipeline"])] == wanted
+        assert len(set(item["passages"].values())) == 5
+    assert len({right["pipeline"] for right in key}) > 2
+    assert sheet(rows, 20, 3) == (items, key)
+    assert sheet(rows, 20, 4) != (items, key)
+    files = [write(tmp_path / "ann.jsonl", [{**i, "ann": k["pipeline"]} for i, k in zip(items, key, strict=True)])]
+    files.append(write(tmp_path / "key.jsonl", key))
+    assert math.isclose(agreements(read(files, "agreement"), 100, 0)[0].kappa, 1.0)
+
+
+def test_a_sheet_of_more_items_than_records_has_them_all():
+    assert len(sheet([record("a"), record("b")], 9, 0)[0]) == 2
