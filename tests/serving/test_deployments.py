@@ -163,7 +163,7 @@ def test_the_same_index_and_settings_are_not_served_twice(
 def test_another_port_is_refused_while_serve_is_up(api: str, settings: ServeSettings) -> None:
     elsewhere = settings.model_copy(update={"port": free_port()})
     with (
-        pytest.raises(InputError, match="Serve runs on this cluster already and listens at 127.0.0.1"),
+        pytest.raises(InputError, match=r"Serve runs on this cluster already and listens at 127\.0\.0\.1"),
         serving(elsewhere),
     ):
         pass
