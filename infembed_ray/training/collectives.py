@@ -19,9 +19,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, rows: Tensor) -> Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
+        return _all_rows(rows)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Tensor:
@@ -38,10 +36,10 @@ def gather_rows(rows: Tensor) -> Tensor:
     """
     if world()[1] == 1:
         return rows
-    return _Gather.apply(rows) if rows.is_floating_point() else _gather_constant(rows)
+    return _Gather.apply(rows) if rows.is_floating_point() else _all_rows(rows)
 
 
-def _gather_constant(rows: Tensor) -> Tensor:
+def _all_rows(rows: Tensor) -> Tensor:
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, rows.contiguous())
     return torch.cat(parts)
