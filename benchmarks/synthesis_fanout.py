@@ -1,11 +1,12 @@
 """How fast synthesis asks an endpoint, beside a bare aiohttp client and the peers, on the same machine in the same run.
 
-    python benchmarks/synthesis_fanout.py [--curator-python PATH] [--distilabel-python PATH]
+    python benchmarks/synthesis_fanout.py [--curator-python PATH] [--distilabel-python PATH] [--figures FILE]
 
 Ours is the whole product: `infembed synthesize` over Ray Data, journal with fsync, limits in requests, tokens and USD
 (too wide to bind), parsing, filters, judge, Parquet output. Every client has 256 requests in flight against a server
 of its own process that answers after 100 ms; rates are the server's count of answers a second, between the first and
-the last fifth, so no start-up counts. Medians of several rounds; in each round all clients take their turn.
+the last fifth, so nobody's start counts, nor the end, when less than 256 are left. Medians of several rounds; in each
+round all clients take their turn. With --figures, rounds may be taken at several times: what the file holds counts too.
 
 Peers run in their own environments: a Python with bespokelabs-curator, and one with distilabel, by flag or in
 CURATOR_PYTHON and DISTILABEL_PYTHON; without one its figures are null, with the reason.
@@ -14,8 +15,10 @@ The last line is one JSON object:
     vs_aiohttp        rate of ours / rate of bare aiohttp
     with_429          ours with 5 % of 429s (Retry-After: 1) / without
     with_stragglers   ours with 1 in 64 answers after 3 s / without. Whoever keeps 256 in flight is bound to at most
-                      256 / 145 ms = 1762 a second then; stragglers_of_bound says what part of that we reach.
+                      256 / 145 ms = 1762 a second then, by arithmetic; stragglers_of_bound is what part of that we reach.
+    with_stragglers_and_more_in_flight   the same with 372 in flight, whose bound is that of 256 without stragglers
     vs_curator, vs_distilabel
+    per_second        of each client and case: median, least, most
 """
 
 from __future__ import annotations
@@ -37,15 +40,19 @@ from typing import Any
 
 HERE = Path(__file__).parent
 IN_FLIGHT = 256
-CASES: dict[str, list[str]] = {
-    "plain": [],
-    "429": ["--rate-limited=0.05"],
-    "stragglers": [f"--stragglers={1 / 64}"],
+CLIENTS = ("aiohttp", "ours", "curator", "distilabel")
+STRAGGLERS = f"--stragglers={1 / 64}"
+WITH_STRAGGLERS_S = 0.1 + (3.0 - 0.1) / 64
+"""Mean latency with stragglers; 0.1 s without."""
+CASES: dict[str, tuple[list[str], int]] = {
+    "plain": ([], IN_FLIGHT),
+    "429": (["--rate-limited=0.05"], IN_FLIGHT),
+    "stragglers": ([STRAGGLERS], IN_FLIGHT),
+    "stragglers, more in flight": ([STRAGGLERS], round(IN_FLIGHT * WITH_STRAGGLERS_S / 0.1)),
 }
-BOUND = IN_FLIGHT / (0.1 + (3.0 - 0.1) / 64)
-"""Requests a second with stragglers, if nothing but the 256 in flight is in the way."""
+"""Flags of the server, requests in flight."""
 
-Client = Callable[[str], None]
+Client = Callable[[str, int], None]
 
 
 @contextlib.contextmanager
@@ -61,18 +68,18 @@ def server(flags: list[str], figures: dict[str, float]) -> Iterator[str]:
             process.kill()
 
 
-def measure(client: Client, flags: list[str]) -> dict[str, float]:
+def measure(client: Client, flags: list[str], in_flight: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     with server(flags, figures) as url:
-        client(url)
+        client(url, in_flight)
     return figures
 
 
 def peer(python: str, script: str, requests: int) -> Client:
     """A client of its own process and environment."""
 
-    def run(url: str) -> None:
-        command = [python, str(HERE / "peers" / script), url, str(requests), str(IN_FLIGHT)]
+    def run(url: str, in_flight: int) -> None:
+        command = [python, str(HERE / "peers" / script), url, str(requests), str(in_flight)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=600)
 
     return run
@@ -91,7 +98,7 @@ def ours(directory: Path, rows: int, actors: int) -> Client:
             passage = " ".join(rng.choices(words, k=55))
             stream.write(json.dumps({"id": str(number), "query": f"what of {number}", "passage": passage}) + "\n")
 
-    def run(url: str) -> None:
+    def run(url: str, in_flight: int) -> None:
         output = tempfile.mkdtemp(dir=directory)
         settings = SynthesizeSettings.of(
             {
@@ -102,7 +109,7 @@ def ours(directory: Path, rows: int, actors: int) -> Client:
                 "endpoint": {"base_url": url, "api_key_env": None},
                 "limits": {"requests_per_minute": 10**7, "tokens_per_minute": 10**11, "budget_usd": 10**5},
                 "actors": actors,
-                "in_flight": IN_FLIGHT // actors,
+                "in_flight": in_flight // actors,
             }
         )
         synthesize(settings)
@@ -117,6 +124,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000, help="of bare aiohttp")
     parser.add_argument("--peer-requests", type=int, default=3000)
     parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--figures", type=Path, help="JSON lines of earlier rounds; these are added")
     parser.add_argument("--curator-python", default=os.environ.get("CURATOR_PYTHON"))
     parser.add_argument("--distilabel-python", default=os.environ.get("DISTILABEL_PYTHON"))
     options = parser.parse_args()
@@ -134,21 +142,31 @@ def main() -> None:
                 absent[name] = f"no --{name}-python given"
             else:
                 clients[name] = peer(python, f"{name}_fanout.py", options.peer_requests)
-        rates: dict[str, dict[str, list[float]]] = {name: {case: [] for case in CASES} for name in clients}
-        for number in range(options.rounds):
-            for case, flags in CASES.items():
+        rates: dict[str, dict[str, list[float]]] = {name: {case: [] for case in CASES} for name in CLIENTS}
+        for taken in _lines(options.figures):
+            rates[taken["client"]][taken["case"]].append(taken["per_second"])
+        first = len(rates["ours"]["plain"])
+        for number in range(first, first + options.rounds):
+            for case, (flags, in_flight) in CASES.items():
                 for name, client in clients.items():
-                    if name in absent or (name in ("curator", "distilabel") and case == "stragglers"):
+                    if name in absent or (name in ("curator", "distilabel") and STRAGGLERS in flags):
                         continue
                     try:
-                        figures = measure(client, [*flags, f"--seed={number}"])
+                        figures = measure(client, [*flags, f"--seed={number}"], in_flight)
                     except subprocess.SubprocessError as error:
                         said = getattr(error, "stderr", None) or b""
                         absent[name] = f"{case}: {error} {said.decode(errors='replace')[-300:]}"
                         continue
                     rates[name][case].append(figures["per_second"])
-                    print(f"round {number + 1} {case:<11}{name:<11}{figures}", flush=True)
+                    print(f"round {number + 1} {case:<27}{name:<11}{figures}", flush=True)
+                    if options.figures is not None:
+                        with options.figures.open("a", encoding="utf-8") as stream:
+                            stream.write(json.dumps({"client": name, "case": case, **figures}) + "\n")
     print(json.dumps(summary(rates, absent)))
+
+
+def _lines(file: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
 
 
 def summary(rates: Mapping[str, Mapping[str, list[float]]], absent: Mapping[str, str]) -> dict[str, Any]:
@@ -166,13 +184,18 @@ def summary(rates: Mapping[str, Mapping[str, list[float]]], absent: Mapping[str,
         "vs_aiohttp": ratio(("ours", "plain"), ("aiohttp", "plain")),
         "with_429": ratio(("ours", "429"), ("ours", "plain")),
         "with_stragglers": ratio(("ours", "stragglers"), ("ours", "plain")),
-        "stragglers_of_bound": round(stragglers / BOUND, 3) if stragglers else None,
+        "stragglers_of_bound": round(stragglers * WITH_STRAGGLERS_S / IN_FLIGHT, 3) if stragglers else None,
+        "with_stragglers_and_more_in_flight": ratio(("ours", "stragglers, more in flight"), ("ours", "plain")),
         "stragglers_vs_aiohttp": ratio(("ours", "stragglers"), ("aiohttp", "stragglers")),
         "vs_curator": ratio(("ours", "plain"), ("curator", "plain")),
         "vs_curator_429": ratio(("ours", "429"), ("curator", "429")),
         "vs_distilabel": ratio(("ours", "plain"), ("distilabel", "plain")),
-        "per_second": medians,
-        "absent": dict(absent),
+        "per_second": {
+            name: {case: [medians[name][case], min(values), max(values)] for case, values in cases.items() if values}
+            for name, cases in rates.items()
+        },
+        "rounds": len(rates["ours"]["plain"]),
+        "absent": {name: why for name, why in absent.items() if not medians[name]},
         "machine": f"{os.cpu_count()} vCPU, {platform.system()}",
         "date": date.today().isoformat(),
     }

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -181,13 +181,19 @@ class Endpoint(Settings):
     deployments: dict[str, str] = place(
         {}, description="Azure OpenAI: model -> name of its deployment, where that is not the model's own"
     )
+    idempotency_header: str | None = place(
+        None,
+        description="header to send a request's journal key in, where the endpoint, or a gateway before it, answers a "
+        "repeated key from memory, for example Idempotency-Key; null: none",
+    )
     weight: float = place(1.0, gt=0, description="share of the requests, beside the weights of the other endpoints")
     timeout_s: float = place(120.0, gt=0, description="seconds until one request is given up and retried")
     max_retries: int = place(6, ge=0, description="retries of 5xx and time-outs before the row is a dead letter")
     patience_s: float = place(
         600.0,
         ge=0,
-        description="seconds for which a request that is answered 429 is tried again before it counts as lost",
+        description="seconds for which a request that is answered 429, or told to wait, is tried again before it counts "
+        "as lost",
     )
 
 
@@ -269,6 +275,23 @@ class SynthesizeSettings(Settings):
 
 Template = Literal["instruction_first", "query_first", "instruct_query"]
 Pooling = Literal["auto", "last", "mean", "cls"]
+Variable = Literal["P", "I", "IQ", "PIQ"]
+IQNegatives = Literal["kk", "ik"]
+Interaction = Literal["joint", "cross_attention"]
+
+
+class Lora(Settings):
+    """Low-rank adapters instead of training all weights; merged into the weights on export."""
+
+    rank: int = Field(16, ge=1, description="of the change of a weight matrix")
+    alpha: float = Field(32.0, gt=0, description="the change is scaled by alpha / rank")
+    dropout: float = Field(0.05, ge=0, lt=1, description="on what the adapters read")
+    target_modules: tuple[str, ...] = Field((), description="names of the linear layers with adapters; []: all")
+    quantized: bool = Field(False, description="the backbone in 4 bits (QLoRA); on GPUs only, with bitsandbytes")
+
+
+TEMPERATURES = (0.01, 1.0)
+"""Bounds of a learned temperature; the lower one is CLIP's: no logit above 100."""
 
 
 class TrainSettings(Settings):
@@ -278,17 +301,49 @@ class TrainSettings(Settings):
     model: str = place(description="backbone: a local directory or a hub name")
     output: str = place(description="directory for the published checkpoint")
     split: str | None = Field(None, description="only rows whose column `split` has this value")
-    objective: str = Field("multi{P,I}", description="uni{...} or multi{...} over P, I, IQ (Eq. 8-21)")
+    objective: str = Field(
+        "multi{P,I}",
+        description="uni{...} or multi{...} over P, I, IQ (Eq. 8-21); nce{PIQ}: all three at once (Eq. 1), small batches",
+    )
     count_positive_once: bool = Field(
         True,
         description="multi: the positive once in the denominator (official code), not once per variable (Eq. 18-21)",
     )
     temperature: float = Field(0.05, gt=0, description="similarities are divided by it")
-    instruction_negatives: int = Field(
-        5, ge=0, description="I-negatives sampled per row, the record's own poisoned instruction first"
+    temperature_learned: bool = Field(False, description="train the temperature too, within 0.01 and 1")
+    temperature_learning_rate: float = Field(5e-3, gt=0, description="peak of the learned temperature's logit")
+    term_weights: dict[Variable, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="variable -> weight of its cross-entropy (uni) or of its sum in the denominator (multi); else 1"
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of the target that goes evenly to all candidates of a softmax"
+    )
+    instruction_negatives: int | None = Field(
+        5,
+        ge=0,
+        description="I-negatives per row, the record's own poisoned instruction first, the rest sampled from all workers'; "
+        "null: all instructions of the worker's own records",
+    )
+    iq_negatives: IQNegatives = Field(
+        "kk",
+        description="IQ-negatives: kk, other rows' pairs (Eq. 10-21); ik, other queries, same instruction (Eq. 6-7)",
+    )
+    same_tower_negatives: bool = Field(
+        False, description="similarities to other rows' instruction-query pairs join the negatives of P (SamToNe)"
+    )
+    teacher: str | None = place(
+        None, description="frozen encoder (directory or hub name) that finds false negatives among other records' texts"
+    )
+    teacher_margin: float = Field(
+        0.0, ge=0, description="a candidate is no negative if its teacher similarity >= the positive's - margin"
     )
     template: Template | None = Field(
         None, description="how instruction and query become one text (Eq. 3); null: the model's, else instruction_first"
+    )
+    interaction: Interaction | None = Field(
+        None,
+        description="joint: instruction and query as one text (Eq. 3); cross_attention: each encoded apart (Eq. 4); null: "
+        "the model's, else joint",
     )
     pooling: Pooling = Field(
         "auto", description="auto: what the model directory says, else mean for encoders, last for decoders"
@@ -297,8 +352,28 @@ class TrainSettings(Settings):
         None, ge=8, description="most tokens of instruction + query; null: the model's, else 256"
     )
     passage_length: int | None = Field(None, ge=8, description="most tokens of a passage; null: the model's, else 512")
+    query_prefix: str | None = Field(
+        None, description="before instruction and query, for example e5's 'query: '; null: the model's, else none"
+    )
+    passage_prefix: str | None = Field(None, description="before a passage; null: the model's, else none")
+    append_eos: bool | None = Field(
+        None, description="end texts with EOS; null: as the model does, or for last pooling of a plain decoder"
+    )
+    bidirectional: bool | None = Field(
+        None, description="let a decoder's tokens attend in both directions; null: as its config says"
+    )
+    share_encoder: bool | None = Field(
+        None, description="one encoder for queries and passages, or two (false); null: the model's, else one"
+    )
+    lora: Lora | None = Field(None, description="{}: train low-rank adapters only; null: all weights")
+    matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="dimensions that are to serve as embeddings too: the loss is the mean over them"
+    )
     epochs: int = Field(2, ge=1, description="passes over the records")
     records_per_worker: int = Field(4, ge=1, description="records (of 3 tuples each) per worker and step")
+    grad_cache_tokens: int | None = Field(
+        None, ge=16, description="most tokens of one forward pass, by GradCache; null: one pass a side, graphs kept"
+    )
     workers: int = Field(2, ge=1, description="data-parallel workers; part of the identity: it sets the global batch")
     learning_rate: float = Field(5e-5, gt=0, description="peak; linear decay to 0")
     warmup_fraction: float = Field(0.0, ge=0, lt=1, description="share of the steps with linear warm-up")
@@ -310,6 +385,14 @@ class TrainSettings(Settings):
     gpus_per_worker: float = place(0.0, ge=0, description="GPUs per worker; 0 trains on CPU with gloo")
     cpus_per_worker: float = place(1.0, gt=0, description="CPUs per worker")
     checkpoint_every: int = place(50, ge=1, description="steps between resumable checkpoints")
+
+
+class ExportSettings(Settings):
+    """`infembed export`: a checkpoint of an encoder backbone -> an ONNX graph, from token ids to unit vectors."""
+
+    model: str = place(description="checkpoint directory or hub name")
+    output: str = place(description="directory for the published graph")
+    dimensions: int | None = Field(None, ge=1, description="of the embeddings (Matryoshka); null: the model's")
 
 
 # ------------------------------------------------------------------------------------------------ evaluation

@@ -4,7 +4,16 @@
 
 prints its URL, then serves until it is interrupted. `StandIn` does the same from a test. The same request always gets
 the same answer; faults are drawn per attempt, refusals and useless answers per request. The log has one line for each
-request as it ended: `answered`, the fault's name, or `abandoned` where the client had gone before the answer.
+request as it ended:
+
+    answered     the client took all of the answer from its end of the connection
+    undelivered  the answer was sent, but the client died or hung up before it took it
+    remembered   answered once more, from memory, as the client sent an `Idempotency-Key` that was answered before
+    abandoned    the client had gone before there was an answer; a real server stops its work then, and so does this one
+    ...          the fault's name
+
+Between the first two TCP decides: a process that ends closes its connections with FIN if it had read everything that
+reached it, with RST if not.
 """
 
 from __future__ import annotations
@@ -15,6 +24,7 @@ import hashlib
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +193,36 @@ class _Server:
         self._files: dict[str, bytes] = {}
         self._batches: dict[str, dict[str, Any]] = {}
         self._working: set[asyncio.Task[None]] = set()
+        self._requests = count()
+        self._remembered: dict[str, str] = {}
+        self._sent: dict[asyncio.BaseTransport, int] = {}
+        """Connection -> the answer that was sent on it last, as long as nobody knows whether it was taken."""
+
+    async def start(self, port: int) -> int:
+        """Serve on loopback; returns the port."""
+        # As in a real server, a request whose client has gone ends at once.
+        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=0, handler_cancellation=True)
+        await runner.setup()
+        assert runner.server is not None
+        of_aiohttp = runner.server.connection_lost
+
+        def connection_lost(handler: web.RequestHandler[Any], error: BaseException | None = None) -> None:
+            self._ended(handler.transport, error)
+            of_aiohttp(handler, error)
+
+        runner.server.connection_lost = connection_lost  # type: ignore[method-assign]
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()
+        opened: int = runner.addresses[0][1]
+        return opened
+
+    def _ended(self, transport: asyncio.BaseTransport | None, error: BaseException | None) -> None:
+        """A connection is closed: was the last answer on it taken?"""
+        number = None if transport is None else self._sent.pop(transport, None)
+        if number is None or transport is None:
+            return
+        reset = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error is not None or reset:
+            self._log.write(json.dumps({"undelivered": number, "time": time.time()}) + "\n")
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=2**28)
@@ -210,19 +251,32 @@ class _Server:
         return web.Response()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        arrived = time.time()
+        arrived, number = time.time(), next(self._requests)
+        assert request.transport is not None
+        self._sent.pop(request.transport, None)  # taken: the connection is used again
         body = await request.json()
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         self._attempts[digest] += 1
         self._in_flight += 1
         entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "arrived": arrived}
-        entry |= {"in_flight": self._in_flight, "authorization": request.headers.get("Authorization")}
+        entry |= {"number": number, "in_flight": self._in_flight}
+        entry |= {"authorization": request.headers.get("Authorization")}
         ended = "abandoned"
         try:
-            ended, response = await self._answer(request, body, digest)
+            how, response = await self._answer(request, body, digest)
+            if how in ("answered", "remembered"):
+                transport = request.transport
+                await response.prepare(request)
+                await response.write_eof()
+                assert transport is not None
+                self._sent[transport] = number
+            ended = how
             return response
+        except ConnectionError:
+            return web.Response()
         finally:
             self._in_flight -= 1
+            ended = request.get("fault", ended) if ended == "abandoned" else ended
             entry |= request.get("usage", {})
             self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
 
@@ -239,11 +293,10 @@ class _Server:
         if fault == "rate_limited":
             return fault, _error(429, "Rate limit reached.", "rate_limit_exceeded", how.retry_after_s)
         await asyncio.sleep(how.latency_s + rng.uniform(0, how.jitter_s))
-        while fault == "hang" and not _gone(request):
-            await asyncio.sleep(0.05)
+        if fault == "hang":
+            request["fault"] = fault
+            await asyncio.Event().wait()
         await self._open.wait()
-        if _gone(request):
-            return fault or "abandoned", web.Response()
         if fault == "server_error":
             return fault, _error(500, "The server had an error.", "server_error")
         if fault == "dropped":
@@ -253,9 +306,14 @@ class _Server:
         always = _draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
         if always == "bad_request":
             return always, _error(400, "This request is not acceptable.", "invalid_request_error")
+        key = request.headers.get("Idempotency-Key")
+        if key is not None and key in self._remembered:
+            return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
         completion = _completion(body, always, how.mistaken)
         request["usage"] = completion["usage"]
         text = json.dumps(completion)
+        if key is not None:
+            self._remembered[key] = text
         if fault == "truncated":
             return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
         self._answered += 1
@@ -365,10 +423,6 @@ class _Server:
         }
 
 
-def _gone(request: web.Request) -> bool:
-    return request.transport is None or request.transport.is_closing()
-
-
 def _draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str | None:
     """At most one of some faults, each with its rate."""
     at = rng.random()
@@ -424,6 +478,11 @@ class StandIn:
         """The requests so far, in the order in which they ended; those that ended in one way only."""
         lines = self._log.read_text(encoding="utf-8").splitlines()
         entries = [json.loads(line) for line in lines]
+        undelivered = {entry["undelivered"]: entry["time"] for entry in entries if "undelivered" in entry}
+        entries = [entry for entry in entries if "undelivered" not in entry]
+        for entry in entries:
+            if entry.get("number") in undelivered:
+                entry |= {"ended": "undelivered", "lost": undelivered[entry["number"]]}
         return [entry for entry in entries if ended is None or entry["ended"] == ended]
 
     def hold(self) -> None:
@@ -455,11 +514,8 @@ def stand_in(**behaviour: Any) -> Iterator[StandIn]:
 
 async def serve(behaviour: Behaviour, port: int, log: Path) -> None:
     """Serve on loopback until cancelled; the URL is printed when the port is open."""
-    runner = web.AppRunner(_Server(behaviour, log).application(), access_log=None, shutdown_timeout=0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
+    port = await _Server(behaviour, log).start(port)
+    print(f"http://127.0.0.1:{port}/v1", flush=True)
     await asyncio.Event().wait()
 
 

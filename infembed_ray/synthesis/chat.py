@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+
 
 class RowFailure(Exception):
     """This row cannot be completed: it becomes a dead letter and the run goes on."""
@@ -59,6 +61,11 @@ class Request:
         return {"model": self.model, "messages": list(self.messages), **self.parameters}
 
     @cached_property
+    def sent(self) -> bytes:
+        """The body as it is sent, by sorted keys."""
+        return _CANONICAL.encode(self.body).encode()
+
+    @cached_property
     def key(self) -> str:
         """The journal's key of this request, see `request_key`."""
         return request_key(self)
@@ -87,8 +94,8 @@ Complete = Callable[[Request], Awaitable[Completion]]
 
 def request_key(request: Request) -> str:
     """SHA-256 (64 hex digits) of everything that decides the answer: what is sent, and the prompt's version."""
-    decides = {"body": request.body, "prompt": request.prompt}
-    return hashlib.sha256(json.dumps(decides, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    decides = b'{"body": %b, "prompt": %b}' % (request.sent, _CANONICAL.encode(request.prompt).encode())
+    return hashlib.sha256(decides).hexdigest()
 
 
 def answer(completion: Completion) -> str:

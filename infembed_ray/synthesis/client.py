@@ -36,6 +36,8 @@ FAULTS_TO_REST = 3
 """After so many faults in a row an endpoint rests, if there are others."""
 
 _RETRYABLE = {408, 409, 425}  # and 429, and every 5xx
+_MAYBE_PAID = {408, 502, 504, 520, 524}
+"""Time-outs and faults of a gateway, which do not say whether the model behind it had answered."""
 
 _SENT: Amounts = {REQUESTS: 1, TOKENS: 0, USD: 0.0}
 """What a request used of the limits that the endpoint says it did not answer."""
@@ -55,6 +57,10 @@ class Unanswered(Exception):
 
 class _RateLimited(Unanswered):
     """The endpoint asks for fewer requests."""
+
+
+class _ServerError(Unanswered):
+    """The endpoint answered with an error of its own, which it may remember for an idempotency key."""
 
 
 class ChatClient:
@@ -125,7 +131,7 @@ class ChatClient:
             used = cost
             sent = time.monotonic()
             try:
-                completion = await self._attempt(route, request)
+                completion = await self._attempt(route, request, tries)
                 used = self._used(request, completion) or cost
                 self._gate.traffic.add_answer(time.monotonic() - sent)
                 return completion
@@ -149,12 +155,17 @@ class ChatClient:
             if pause_s:
                 await self._gate.pause(pause_s)
 
-    async def _attempt(self, route: _Route, request: Request) -> Completion:
+    async def _attempt(self, route: _Route, request: Request, tries: _Tries) -> Completion:
         session = self._session or self._open_session()
         url, headers, proxy = route.address(request.model)
-        body = json.dumps(request.body, ensure_ascii=False).encode()
+        if route.endpoint.idempotency_header is not None:
+            # Another key after an error: endpoints that remember answers may remember errors as well.
+            key = f"{request.key}-{tries.errors}" if tries.errors else request.key
+            headers = {**headers, route.endpoint.idempotency_header: key}
         try:
-            async with session.post(url, data=body, headers=headers, proxy=proxy, timeout=route.timeout) as response:
+            async with session.post(
+                url, data=request.sent, headers=headers, proxy=proxy, timeout=route.timeout
+            ) as response:
                 answer = await response.read()
         except asyncio.TimeoutError as error:
             raise Unanswered(f"no answer within {route.endpoint.timeout_s:g} s") from error
@@ -162,20 +173,23 @@ class ChatClient:
             raise Unanswered(f"connection failed: {_one_line(error)}") from error
         route.reached = True
         if response.status != 200:
-            raise _fault(route.endpoint, request, response.status, response.headers, answer)
+            raise _fault(route, request, response.status, response.headers, answer)
         completion = completion_of(answer)
+        route.answered = True
         route.faults = 0
         return completion
 
     def _after(self, failure: Unanswered, route: _Route, tries: _Tries) -> float:
         """Seconds to wait after a failed attempt; raises what it means if there is to be no other."""
         tries.failed += 1
+        tries.errors += isinstance(failure, _ServerError)
+        pause = pause_s(tries.failed - 1, failure.retry_after_s)
         if isinstance(failure, _RateLimited):
             self._gate.traffic.rate_limited += 1
             patience_s = self._patience.patience_s
             if time.monotonic() - tries.began > patience_s:
                 raise RowFailure(f"{failure}; tried {tries.failed} times in {patience_s:g} s") from failure
-            route.rest(failure.retry_after_s)
+            route.rest(pause)
         else:
             self._gate.traffic.failed += 1
             tries.faults += 1
@@ -188,7 +202,13 @@ class ChatClient:
             route.fault()
         if any(each.awake for each in self._others(route)):
             return 0.0
-        return pause_s(tries.failed - 1, failure.retry_after_s)
+        left_s = tries.began + self._patience.patience_s - time.monotonic()
+        if failure.retry_after_s > max(0.0, left_s):
+            wanted = (
+                f"asks to wait {failure.retry_after_s:.0f} s, and endpoint.patience_s leaves {max(0.0, left_s):.0f}"
+            )
+            raise RowFailure(f"{failure}; {wanted}; tried {tries.failed} times") from failure
+        return pause
 
     def _choose(self) -> _Route:
         """One of the endpoints that are awake, by weight; or the one that wakes first."""
@@ -225,6 +245,8 @@ class _Tries:
     failed: int = 0
     faults: int = 0
     """Failed attempts but for 429s, which say nothing about the request."""
+    errors: int = 0
+    """Errors that the endpoint answered with."""
 
 
 class _Route:
@@ -234,6 +256,7 @@ class _Route:
         self.endpoint = endpoint
         self.timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
         self.reached = False
+        self.answered = False
         self.faults = 0
         """In a row."""
         self.rests_until = 0.0
@@ -247,7 +270,7 @@ class _Route:
         """An attempt failed; after some in a row the endpoint rests."""
         self.faults += 1
         if self.faults >= FAULTS_TO_REST:
-            self.rest(min(BACKOFF_CAP_S, BACKOFF_S * 2 ** (self.faults - FAULTS_TO_REST)))
+            self.rest(_longest_pause_s(self.faults - FAULTS_TO_REST))
 
     def rest(self, seconds: float) -> None:
         """Ask others for so long, if there are any."""
@@ -322,11 +345,14 @@ def _text(content: Any) -> str:
     return content or ""
 
 
-def _fault(endpoint: Endpoint, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
+def _fault(route: _Route, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
     """What a response that is no success means: for this attempt, for the row or for the run."""
+    endpoint = route.endpoint
     message, code = _error(body)
+    for secret in authorization(endpoint).values():  # some gateways echo what they refuse
+        message = message.replace(secret.removeprefix("Bearer "), "***")
     said = f"HTTP {status}: {message}"
-    if status in (401, 403):
+    if status == 401 or (status == 403 and not route.answered):  # later, a 403 is a firewall's dislike of one text
         setting = f"endpoint.api_key_env={endpoint.api_key_env}"
         return RunFailure(f"{setting}: {endpoint.base_url} refuses its key ({said}); set a valid one on every node")
     if status == 404:
@@ -336,7 +362,8 @@ def _fault(endpoint: Endpoint, request: Request, status: int, headers: Mapping[s
     if status == 429:
         return _RateLimited(said, paid=False, retry_after_s=_retry_after_s(headers))
     if status in _RETRYABLE or status >= 500:
-        return Unanswered(said, paid=False, retry_after_s=_retry_after_s(headers))
+        kind = _ServerError if status >= 500 else Unanswered
+        return kind(said, paid=status in _MAYBE_PAID, retry_after_s=_retry_after_s(headers))
     return RowFailure(said)
 
 
@@ -364,9 +391,14 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
+def _longest_pause_s(attempt: int) -> float:
+    """Seconds of back-off after failed attempt number `attempt` (from 0), before the jitter."""
+    return min(BACKOFF_CAP_S, BACKOFF_S * 2.0 ** min(attempt, 10))
+
+
 def pause_s(attempt: int, retry_after_s: float) -> float:
     """The pause after failed attempt number `attempt` (from 0): what the server asks for, plus full jitter."""
-    return retry_after_s + random.uniform(0.0, min(BACKOFF_CAP_S, BACKOFF_S * 2**attempt))
+    return retry_after_s + random.uniform(0.0, _longest_pause_s(attempt))
 
 
 def replaying(journal: Journal) -> Complete:

@@ -2,13 +2,14 @@
 
 Each actor asks through one client and one journal segment of its own; one more actor keeps the limits of all. Ray Data
 finishes a task's rows in order and re-runs a lost task whole; so a task is a few rows, many run at once in an actor,
-and the journal answers the re-runs.
+and the journal answers the re-runs. Rows take their turn in the order of their tasks, so tasks end one after another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import threading
@@ -37,23 +38,35 @@ from infembed_ray.storage import Published, Step, existing, local_path, require_
 from infembed_ray.synthesis import batch_api, prices, templates
 from infembed_ray.synthesis.chat import RunFailure, Unjournaled
 from infembed_ray.synthesis.client import ChatClient, replaying
-from infembed_ray.synthesis.journal import Journal, decode, segments
-from infembed_ray.synthesis.limits import Figures, Gate, Grant, Lease, Ledger, Report, resources
+from infembed_ray.synthesis.journal import Journal, decode, has_writer, segments
+from infembed_ray.synthesis.journal_index import JournalIndex
+from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Ledger, Report, resources
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.prices import PriceTable
 from infembed_ray.synthesis.sources import Source
 from infembed_ray.synthesis.steps import STEPS, Outcome, Spend, synthesize
 
-ROWS_PER_TASK = 16
-ROWS_PER_SLOT = 2
+ROWS_PER_TASK = 64
+"""At the most: a task costs Ray Data as much CPU as dozens of requests do."""
+TASKS_PER_ACTOR = 4
+"""At the least, so that no actor is idle while another is not half done."""
+ROWS_PER_SLOT = 3
 """Rows in work for each request an actor may have in flight; the others wait for a slot, a retry or the journal."""
+ROWS_AHEAD = 12
+"""Rows an actor has for each of these requests: in work, waiting for their turn, or for the slowest of their task."""
+YOUNG_OBJECTS = 20_000
+"""Objects between two looks of the garbage collector at the youngest: by its default of 700, it takes what waits for an
+answer to be old, and a tenth of the CPU."""
 CPUS_PER_ACTOR = 0.5
 """An actor mostly waits for its endpoint."""
 REPORTS_PER_WINDOW = 200
 """How often a lease is renewed, so that what it holds unused is little; but at least every..."""
 LONGEST_INTERVAL_S = 0.5
 UNJOURNALED = "unjournaled.json"
-"""USD spent on answers that are not in the journal, in its directory: a budget counts them, run after run."""
+"""USD spent on answers that are not in the journal, in its directory: a budget counts them, run after run. While a run
+is on, or after it was killed, instead the most that it may have spent so far."""
+NOTED_AHEAD = 0.01
+"""So much of the budget is noted as spent ahead of time, since each note waits for the disk."""
 BATCHES = "batches"
 """The directory of the Batch API's files in a journal's."""
 
@@ -91,6 +104,7 @@ def run(settings: SynthesizeSettings) -> Published:
     _validate(settings, seeds.path, survey.pool, table)
     if _has_key(settings):
         require_writable(journal, "journal")
+        _await_writers(journal)
     else:
         _require_all_journaled(settings, seeds, survey.seeds, survey.pool, Journal(journal, replay))
     spent_usd = 0.0 if settings.limits.budget_usd is None else _spent_usd(journal, table)
@@ -109,13 +123,15 @@ def run(settings: SynthesizeSettings) -> Published:
             staging.facts["batches"] = asdict(batched)
             spent_usd += batched.usd or 0.0
         connect()
-        limits = held.enter_context(_limits(settings, step.identity, spent_usd))
+        limits = held.enter_context(_limits(settings, step.identity, spent_usd, journal))
+        tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
+        held.callback(tasks.unlink, missing_ok=True)
         with (
             Outputs(staging.path, table) as outputs,
             track("synthesize", survey.seeds) as advance,
             _live(limits, outputs, settings.limits.budget_usd, advance),
         ):
-            for index, outcome in _fan_out(settings, seeds, survey.pool, journal, replay, limits):
+            for index, outcome in _fan_out(settings, tasks, seeds, survey.seeds, survey.pool, journal, replay, limits):
                 if outcome is None:
                     undone += 1
                 elif not undone:
@@ -123,7 +139,7 @@ def run(settings: SynthesizeSettings) -> Published:
                     advance()
         figures: Figures = ray.get(limits.figures.remote())
         if settings.limits.budget_usd is not None:
-            _note_unjournaled(journal, table, figures.spent_usd)
+            _note_unjournaled(journal, table, figures.committed_usd)
         if undone:
             raise InputError(
                 f"{figures.failure}; {undone} of {survey.seeds} seeds are left undone and nothing is published; "
@@ -181,6 +197,16 @@ def _has_key(settings: SynthesizeSettings) -> bool:
     return any(name is None or os.environ.get(name, "").strip() for name in names)
 
 
+def _await_writers(journal: Path) -> None:
+    """Actors outlive a killed driver by a second or two, and journal what they had asked: it must not be asked again."""
+    deadline = time.monotonic() + LEASE_S
+    while any(map(has_writer, segments([journal]))):
+        if time.monotonic() > deadline:
+            say(f"synthesize: another run writes to journal={journal}, too; what both need both may ask")
+            return
+        time.sleep(0.1)
+
+
 def _require_all_journaled(
     settings: SynthesizeSettings, seeds: Iterable[Seed], number: int, pool: Sequence[str], journal: Journal
 ) -> None:
@@ -205,8 +231,9 @@ def _require_all_journaled(
 
 def _spent_usd(journal: Path, table: PriceTable) -> float:
     """What a journal has cost: the list price of all it holds, and what runs noted beside it."""
-    noted = journal / UNJOURNALED
-    return _journaled_usd(journal, table) + (json.loads(noted.read_text())["usd"] if noted.is_file() else 0.0)
+    noted, journaled = journal / UNJOURNALED, _journaled_usd(journal, table)
+    spent: dict[str, float] = json.loads(noted.read_text()) if noted.is_file() else {"usd": 0.0}
+    return max(journaled, spent["at_most_usd"]) if "at_most_usd" in spent else journaled + spent["usd"]
 
 
 def _note_unjournaled(journal: Path, table: PriceTable, spent_usd: float) -> None:
@@ -215,14 +242,14 @@ def _note_unjournaled(journal: Path, table: PriceTable, spent_usd: float) -> Non
 
 
 def _journaled_usd(journal: Path, table: PriceTable) -> float:
-    spent, seen = 0.0, set()
+    spent, seen = 0.0, JournalIndex()  # 16 bytes an entry
     for segment in segments([journal]):
         with segment.open("rb") as lines:
             for line in lines:
                 entry = decode(line)
-                if entry is None or entry[0] in seen:
+                if entry is None or seen.find(entry[0]) is not None:
                     continue
-                seen.add(entry[0])
+                seen.add(entry[0], file=0, offset=0)
                 model = json.loads(line)["model"]
                 usd = table.usd(model, entry[1])
                 if usd is None:
@@ -284,26 +311,35 @@ def _ask_in_batches(
 
 
 class _Limits:
-    """The ledger, as an actor."""
+    """The ledger, as an actor. What it grants of a budget is noted beside the journal first, lest a kill forget it."""
 
-    def __init__(self, limits: Limits, slots: int, spent_usd: float) -> None:
+    def __init__(self, limits: Limits, slots: int, spent_usd: float, note: Path) -> None:
         self._ledger = Ledger(limits, slots, spent_usd)
+        self._budget_usd = limits.budget_usd
+        self._note = note
+        self._noted_usd = -1.0
 
     def exchange(self, report: Report) -> Grant:
-        return self._ledger.exchange(report)
+        grant = self._ledger.exchange(report)
+        committed_usd = self._ledger.committed_usd
+        if self._budget_usd is not None and committed_usd > self._noted_usd:
+            self._noted_usd = min(self._budget_usd, committed_usd + NOTED_AHEAD * self._budget_usd)
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._note, {"at_most_usd": max(self._noted_usd, committed_usd)})
+        return grant
 
     def figures(self) -> Figures:
         return self._ledger.figures()
 
 
 @contextlib.contextmanager
-def _limits(settings: SynthesizeSettings, identity: str, spent_usd: float) -> Iterator[Any]:
+def _limits(settings: SynthesizeSettings, identity: str, spent_usd: float, journal: Path) -> Iterator[Any]:
     """The one actor that keeps the run's limits, on the driver's node: what it knows is lost only with the driver."""
     slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
     actor = ray.remote(num_cpus=0)(_Limits).options(name=name, scheduling_strategy=here)
-    keeper = actor.remote(settings.limits, slots, spent_usd)
+    keeper = actor.remote(settings.limits, slots, spent_usd, journal / UNJOURNALED)
     try:
         yield keeper
     finally:
@@ -317,7 +353,10 @@ def _gate(settings: SynthesizeSettings, limits: Any) -> Gate:
         try:
             grant: Grant = await limits.exchange.remote(report)
         except ray.exceptions.RayError as error:
-            raise RunFailure("the actor that keeps the limits is gone") from error
+            reason = " ".join(str(error).split())[:300]
+            raise RunFailure(
+                f"the actor that keeps the limits failed ({reason}); run the same command again, the journal resumes"
+            ) from error
         return grant
 
     window_s = settings.limits.window_s
@@ -375,22 +414,28 @@ def _traffic(figures: Figures) -> dict[str, Any]:
 
 def _fan_out(
     settings: SynthesizeSettings,
+    file: Path,
     seeds: Iterable[Seed],
+    number: int,
     pool: Sequence[str],
     journal: Path,
     replay: Sequence[Path],
     limits: Any,
 ) -> Iterator[tuple[int, Outcome | None]]:
-    """(index of the seed, outcome) of all seeds, as they complete; without an outcome where it is left undone."""
-    tasks = [ray.put(task) for task in _tasks(seeds)]
-    at_once = -(-settings.in_flight * ROWS_PER_SLOT // ROWS_PER_TASK)
-    results = ray.data.from_arrow_refs(tasks).map_batches(
+    """(index of the seed, outcome) of all seeds, as they complete; without an outcome where it is left undone.
+
+    The seeds are written to `file`, which all nodes must see.
+    """
+    rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, number // (TASKS_PER_ACTOR * settings.actors)))
+    tasks = _write_tasks(file, seeds, rows)
+    at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), tasks)
+    results = ray.data.from_blocks([pa.table({"task": [number]}) for number in range(tasks)]).map_batches(
         _Synthesizer,
-        fn_constructor_args=(settings, ray.put(pool), journal, replay, limits),
+        fn_constructor_args=(settings, file, ray.put(pool), journal, replay, limits),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(
-            size=min(settings.actors, len(tasks)),
+            size=min(settings.actors, tasks),
             max_concurrent_calls_per_actor=at_once,
             max_tasks_in_flight_per_actor=at_once,
         ),
@@ -401,11 +446,19 @@ def _fan_out(
             yield result["index"], None if result["outcome"] is None else _outcome(result["outcome"])
 
 
-def _tasks(seeds: Iterable[Seed]) -> Iterator[pa.Table]:
-    """The seeds, numbered, a few at a time."""
+def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
+    """Write the seeds, numbered, so many rows a task; returns the number of tasks.
+
+    To a file that the actors map: what this process and the object store hold does not grow with the seeds.
+    """
+    tasks = 0
     numbered = enumerate(seeds)
-    while task := list(islice(numbered, ROWS_PER_TASK)):
-        yield pa.Table.from_pylist([{"index": index, **records.columns_of(seed)} for index, seed in task], _SEEDS)
+    with pa.ipc.new_file(str(file), _SEEDS) as stream:
+        while task := list(islice(numbered, rows)):
+            values = [{"index": index, **records.columns_of(seed)} for index, seed in task]
+            stream.write_batch(pa.RecordBatch.from_pylist(values, _SEEDS))
+            tasks += 1
+    return tasks
 
 
 class _Synthesizer:
@@ -414,33 +467,40 @@ class _Synthesizer:
     def __init__(
         self,
         settings: SynthesizeSettings,
+        tasks: Path,
         pool: ray.ObjectRef,
         journal: Path,
         replay: Sequence[Path],
         limits: Any,
     ) -> None:
         self._settings = settings
+        self._tasks = pa.ipc.open_file(pa.memory_map(str(tasks)))
         self._pool: Sequence[str] = ray.get(pool)
         self._journal = Journal(journal, replay)
         self._gate = _gate(settings, limits)
         endpoints = list(_endpoints(settings).values())
         self._client = ChatClient(endpoints, self._journal, self._gate, prices.load(settings.prices))
+        self._turn = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0
+        gc.freeze()  # what is imported stays
+        gc.set_threshold(YOUNG_OBJECTS)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._journal.refresh()  # this may be the task of an actor that died
         self._running += 1
-        results = await asyncio.gather(*(self._result(**row) for row in batch.to_pylist()))
+        rows = [row for task in batch["task"].to_pylist() for row in self._tasks.get_batch(task).to_pylist()]
+        results = await asyncio.gather(*(self._result(**row) for row in rows))
         self._running -= 1
         if not self._running:
             await self._client.close()  # an actor is not told when its last task is done
         return pa.Table.from_pylist(results, schema=_RESULTS)
 
     async def _result(self, index: int, **seed: str) -> dict[str, Any]:
-        if self._gate.failure is None:
-            with contextlib.suppress(RunFailure):
-                outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
-                return {"index": index, "outcome": json.dumps(_values(outcome))}
+        async with self._turn:
+            if self._gate.failure is None:
+                with contextlib.suppress(RunFailure):
+                    outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
+                    return {"index": index, "outcome": json.dumps(_values(outcome))}
         return {"index": index, "outcome": None}
 
 

@@ -73,7 +73,8 @@ def labelled(label: str, text: str) -> str:
     Raises:
         Malformed: no line begins with the label.
     """
-    found = re.search(rf"^[ \t*#>]*{label}[ \t*]*:[ \t*]*(.*)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL)
+    bold = r"(?:\*+[ \t]*:|:\*+|:)"  # an asterisk behind a blank is the value's own
+    found = re.search(rf"^[ \t*#>]*{label}[ \t]*{bold}[ \t]*(.*)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL)
     if found is None:
         raise Malformed(f"{label}:", text)
     return found[1].rstrip()

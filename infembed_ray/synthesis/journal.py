@@ -20,6 +20,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -35,7 +36,12 @@ from typing import BinaryIO
 from infembed_ray.synthesis.chat import Completion, Request, RunFailure
 from infembed_ray.synthesis.journal_index import JournalIndex
 
+_JSON = json.JSONEncoder(ensure_ascii=False)
+SYNC_EVERY_S = 0.01
+"""At most one sync in so many seconds: each costs about as much CPU as a request, however many lines share it."""
+
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
+_WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
 
 
 @dataclass
@@ -64,6 +70,7 @@ class Journal:
         self._written = 0  # bytes of the segment
         self._synced = 0  # those of them that are on the disk
         self._syncing: asyncio.Task[None] | None = None
+        self._next_sync = -math.inf  # not before this time of the loop's clock
         self.refresh()
         for file in self._files:
             with contextlib.suppress(FileNotFoundError):
@@ -149,11 +156,11 @@ class Journal:
             for line in stream:
                 if not line.endswith(b"\n"):
                     break  # torn by a crash, or being written right now: a later refresh looks again
-                entry = decode(line)
-                if entry is None:
+                key = _key_of(line)
+                if key is None:
                     damaged += 1
                 else:
-                    self._index.add(entry[0], number, file.indexed)
+                    self._index.add(key, number, file.indexed)
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: {damaged} damaged lines, left out", stacklevel=3)
@@ -165,8 +172,11 @@ class Journal:
 
     async def _sync(self, segment: BinaryIO) -> None:
         try:
+            loop = asyncio.get_running_loop()
+            await asyncio.sleep(self._next_sync - loop.time())
+            self._next_sync = loop.time() + SYNC_EVERY_S
             written = self._written
-            await asyncio.to_thread(os.fsync, segment.fileno())
+            await loop.run_in_executor(None, os.fsync, segment.fileno())
             if not os.fstat(segment.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "its segment was removed while in use")
             self._synced = written
@@ -178,6 +188,18 @@ def segments(sources: Sequence[Path]) -> Iterator[Path]:
     """The files of journals (directories or files), in the order in which their completions count."""
     for source in sources:
         yield from [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+
+
+def has_writer(segment: Path) -> bool:
+    """Does a living process write to this segment? No, as far as a file system without locks can tell."""
+    try:
+        with segment.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def new_segment(directory: Path) -> tuple[BinaryIO, Path]:
@@ -223,8 +245,17 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
     }
     if completion.batched:
         entry["batched"] = True
-    said = json.dumps(entry, ensure_ascii=False).encode().removesuffix(b"}")
+    said = _JSON.encode(entry).encode().removesuffix(b"}")
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
+
+
+def _key_of(line: bytes) -> str | None:
+    """The key alone of a journal's line; None if the line is damaged."""
+    written = _WRITTEN.fullmatch(line)
+    if written is not None and int(written["crc32"], 16) == zlib.crc32(written["said"]):
+        return written["key"].decode()  # a line of `encode`, unharmed: no need to read the rest
+    entry = decode(line)
+    return None if entry is None else entry[0]
 
 
 def decode(line: bytes) -> tuple[str, Completion] | None:

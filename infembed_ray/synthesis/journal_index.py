@@ -40,7 +40,7 @@ class JournalIndex:
         """Where the entry of a key lies, if there is one; or, very rarely, that of another key."""
         short = _short(key)
         for keys, places in self._runs:
-            at = int(np.searchsorted(keys, np.uint64(short)))
+            at = int(keys.searchsorted(np.uint64(short)))
             if at < len(keys) and int(keys[at]) == short:
                 return _place(int(places[at]))
         place = self._recent.get(short)

@@ -34,16 +34,22 @@ SLOTS, REQUESTS, TOKENS, USD = "slots", "requests", "tokens", "usd"
 Amounts = dict[str, float]
 """How much of each limited resource; resources without a limit are not in it. A request in flight takes one slot."""
 
-ARRIVAL = 1 / 50
+ARRIVAL = 1 / 20
 """A request reaches its server within this share of a window, or is answered before."""
 LEASE_S = 10.0
 """A lease that was not renewed for so long expires."""
 TOLERATED = 0.1
-"""Share of 429s among the responses that is left alone: a 429 costs a retry and nothing else."""
+"""Share of 429s among the requests that is left alone: a 429 costs a retry and nothing else."""
 DECREASE, INCREASE = 0.7, 0.02
 """Above it, the requests in flight are cut to this share; below it, they grow by this share of the limit..."""
 ADAPT_S = 1.0
-"""... once in so many seconds."""
+"""... once in so many seconds..."""
+ADAPT_REQUESTS = 100
+"""... and requests: of a few, some 429s in a row that mean nothing would often be more than TOLERATED."""
+
+AHEAD = 2.0
+"""A lease would like to have this many times what it started lately: with less, an exchange that takes its time, or a
+few requests more than before, would leave all slots idle."""
 
 _LATENCY_STEP = math.log(1.05)
 _MESSAGE_TOKENS = 64  # of a message beside its content: role, separators, what a chat template adds
@@ -141,6 +147,8 @@ class Figures:
     """In flight at the most, as adapted to 429s."""
     spent_usd: float
     """Settled; 0 without a budget."""
+    committed_usd: float
+    """Settled, and what leases still hold: at the end of a run, those of processes that died."""
     traffic: Traffic
     failure: str | None
     warnings: tuple[str, ...]
@@ -185,7 +193,7 @@ class Ledger:
         self._ties = count()
         self._holders: dict[str, _Holder] = {}
         self._traffic = Traffic()
-        self._adapted = (clock(), 0, 0)  # when, answers and 429s until then
+        self._adapted = (clock(), 0, 0)  # when, 429s and requests sent until then
         self._failure: str | None = None
         self._warnings: dict[str, None] = {}
 
@@ -210,6 +218,11 @@ class Ledger:
             del self._holders[report.holder]
         return Grant(granted, share, self._failure)
 
+    @property
+    def committed_usd(self) -> float:
+        """What is spent, and what leases hold: however the run ends, it does not cost more. 0 without a budget."""
+        return self._used.get(USD, 0.0) + sum(holder.held.get(USD, 0.0) for holder in self._holders.values())
+
     def figures(self) -> Figures:
         """The state of the run."""
         self._forget(self._clock())
@@ -217,6 +230,7 @@ class Ledger:
             in_flight=sum(holder.in_flight for holder in self._holders.values()),
             slots=int(self._bounds[SLOTS]),
             spent_usd=self._used.get(USD, 0.0),
+            committed_usd=self._used.get(USD, 0.0) + sum(h.held.get(USD, 0.0) for h in self._holders.values()),
             traffic=self._traffic,
             failure=self._failure,
             warnings=tuple(self._warnings),
@@ -278,12 +292,14 @@ class Ledger:
 
     def _adapt(self, now: float) -> None:
         """Additive increase, multiplicative decrease of the requests in flight, by the share of 429s."""
-        then, answered, limited = self._adapted
-        if now - then < ADAPT_S:
+        limited = self._traffic.rate_limited
+        # Not the answers so far: 429s come at once, so when many are sent for the first time, they come first.
+        sent = limited + self._traffic.answered + sum(holder.in_flight for holder in self._holders.values())
+        then, limited_then, sent_then = self._adapted
+        if now - then < ADAPT_S or sent - sent_then < ADAPT_REQUESTS:
             return
-        self._adapted = (now, self._traffic.answered, self._traffic.rate_limited)
-        answered, limited = self._traffic.answered - answered, self._traffic.rate_limited - limited
-        if limited > TOLERATED * (answered + limited):
+        self._adapted = (now, limited, sent)
+        if limited - limited_then > TOLERATED * (sent - sent_then):
             self._bounds[SLOTS] = max(1, math.floor(DECREASE * self._bounds[SLOTS]))
         else:
             self._bounds[SLOTS] = min(self._slots, self._bounds[SLOTS] + math.ceil(INCREASE * self._slots))
@@ -320,6 +336,7 @@ class Lease:
         self._unused: Amounts = dict.fromkeys(names, 0.0)
         self._reserved: Amounts = dict.fromkeys(names, 0.0)
         self._started: Amounts = dict.fromkeys(names, 0.0)
+        self._ahead: Amounts = dict.fromkeys(names, 0.0)
         self._used: dict[int, Amounts] = {}  # by the time of arrival, in quanta
         self._waiting: deque[tuple[Amounts, Callable[[bool], None]]] = deque()
         self.traffic = Traffic()
@@ -362,6 +379,9 @@ class Lease:
     def report(self) -> Report:
         """What the ledger should know now. Each must be followed by `accept` before the next."""
         now = self._asked = self._clock()
+        for name in self._chunked:  # halved at most: little was started if the last report was a moment ago
+            self._ahead[name] = max(AHEAD * self._started[name], self._ahead[name] / 2)
+        self._ahead[SLOTS] = self._started[SLOTS]
         unused = self._unused
         unused[SLOTS] = max(0.0, min(unused[SLOTS], self._share - self._reserved[SLOTS]))
         ready = min(len(self._waiting), int(self._slots - self._reserved[SLOTS]))
@@ -376,15 +396,13 @@ class Lease:
             unused.update(dict.fromkeys(self._chunked, 0.0))  # too little for one: let another lease have it
         else:
             for name in self._names:
-                unused[name] = min(unused[name], needed[name] + self._started[name])
+                unused[name] = min(unused[name], needed[name] + self._ahead[name])
         report = Report(
             holder=self._holder,
             held={name: self._reserved[name] + unused[name] for name in self._names},
             wanted={name: max(0.0, needed[name] - unused[name]) for name in self._names},
             first={name: first[name] if first[name] > unused[name] else 0.0 for name in self._names},
-            ahead={
-                name: max(0.0, self._started[name] + min(0.0, needed[name] - unused[name])) for name in self._chunked
-            }
+            ahead={name: max(0.0, self._ahead[name] + min(0.0, needed[name] - unused[name])) for name in self._chunked}
             | {SLOTS: 0.0},
             used=tuple((max(0.0, now - at * self._quantum_s), amounts) for at, amounts in self._used.items()),
             in_flight=int(self._reserved[SLOTS]),

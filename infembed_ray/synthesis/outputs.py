@@ -98,7 +98,7 @@ class Outputs:
         """Of each step that a row must pass: how many came to it, and how those ended that it stopped."""
         left = self._next
         funnel: dict[str, dict[str, int]] = {}
-        for step in STEPS:
+        for step in ("seed", *STEPS):  # `seed`: what it lacks
             stopped: dict[str, int] = {kind: ended[step] for kind, ended in self._ended.items()}
             if not step.endswith("_complement"):
                 funnel[step] = {"reached": left, **stopped}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -104,6 +104,15 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     return replace(row.outcome("kept"), complement=complement)
 
 
+class _Asked(NamedTuple):
+    """What is remembered of a request: not its text, since many rows are in work."""
+
+    model: str
+    prompt: str
+    step: str
+    key: str
+
+
 class _Row:
     """What is known of one row so far: its columns, the judge's verdicts, what was asked and answered."""
 
@@ -120,8 +129,8 @@ class _Row:
             "document_positive": seed.passage,
         }
         self.verdicts: dict[str, str] = {}
-        self.asked: list[Request] = []
-        self._answered: list[tuple[Request, Completion]] = []
+        self.asked: list[_Asked] = []
+        self._answered: list[tuple[_Asked, Completion]] = []
         self._complete = complete
 
     async def ask(
@@ -161,9 +170,9 @@ class _Row:
         return self.settings.steps.get(step, default)
 
     async def _exchange(self, request: Request) -> str:
-        self.asked.append(request)
+        self.asked.append(_Asked(request.model, request.prompt, request.step, request.key))
         completion = await self._complete(request)
-        self._answered.append((request, completion))
+        self._answered.append((self.asked[-1], completion))
         return answer(completion)
 
     def outcome(self, kind: Kind, **why: str) -> Outcome:
@@ -189,7 +198,7 @@ class _Row:
             "verdicts": {scenario: self.verdicts.get(scenario) for scenario in SCENARIOS},
         }
 
-    def _spend(self, exchanges: Sequence[tuple[Request, Completion]]) -> Spend:
+    def _spend(self, exchanges: Sequence[tuple[_Asked, Completion]]) -> Spend:
         table = prices.load(self.settings.prices)
         calls = (
             Spend(1, completion.prompt_tokens, completion.completion_tokens, table.usd(request.model, completion))
@@ -308,7 +317,7 @@ async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
     return {**made, "fault": fault}
 
 
-def _snapshots(exchanges: Sequence[tuple[Request, Completion]]) -> str | None:
+def _snapshots(exchanges: Sequence[tuple[_Asked, Completion]]) -> str | None:
     """The models that answered, as the endpoint names them; more than one where it changed between two calls."""
     names = {completion.model or request.model for request, completion in exchanges}
     return ", ".join(sorted(names)) or None

@@ -224,8 +224,38 @@ def test_a_429_is_no_fault_of_the_request_and_uses_up_no_retry(tmp_path: Path) -
     assert len(got) == len(QUERIES)
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_asks_for_more_patience_than_there_is_makes_a_dead_letter_at_once(
+    tmp_path: Path, status: int
+) -> None:
+    async def ask() -> None:
+        async def later(_: web.Request) -> web.Response:
+            return web.json_response({"error": {"message": "Later."}}, status=status, headers={"Retry-After": "7200"})
+
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", later)
+        async with TestServer(application) as server:
+            where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=60)
+            await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
+
+    said = rf"HTTP {status}: Later\.; asks to wait 7200 s, and endpoint.patience_s leaves \d+; tried 1 times"
+    with pytest.raises(RowFailure, match=said):
+        asyncio.run(ask())
+
+
+def test_with_an_idempotency_header_an_answer_that_was_lost_is_not_made_again(tmp_path: Path) -> None:
+    with stand_in(truncated=0.4) as server:
+        where = endpoint(server, max_retries=20, idempotency_header="Idempotency-Key")
+        first = using(where, tmp_path / "lost", lambda chat: ask_all(chat, QUERIES))
+        again = using(where, tmp_path / "anew", lambda chat: ask_all(chat, QUERIES))
+        log = server.log()
+    assert [each.text for each in first] == [each.text for each in again]
+    made = Counter(entry["request"] for entry in log if entry["ended"] in ("answered", "truncated"))
+    assert set(made.values()) == {1}
+
+
 def test_patience_with_429s_has_an_end(tmp_path: Path) -> None:
-    said = r"HTTP 429: Rate limit reached\.; tried \d+ times in 0.3 s"
+    said = r"HTTP 429: Rate limit reached\.; .*tried \d+ times"
     with stand_in(rate_limited=1.0, retry_after_s=0.05) as server, pytest.raises(RowFailure, match=said):
         using(endpoint(server, patience_s=0.3), tmp_path, lambda chat: chat.complete(QUERIES[0]))
 

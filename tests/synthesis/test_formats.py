@@ -3,7 +3,7 @@ from functools import partial
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infembed_ray.synthesis.chat import Malformed
@@ -19,6 +19,7 @@ def test_a_format_is_written_as_it_is_shown() -> None:
 
 
 @given(st.text().map(str.strip))
+@example("*args and **kwargs")
 def test_json_that_fits_the_schema_is_read_as_the_labelled_text(value: str) -> None:
     answer = json.dumps({"query": value})
     jsonschema.validate(json.loads(answer), QUERY.response_format()["json_schema"]["schema"])

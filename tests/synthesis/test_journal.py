@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infembed_ray.synthesis import journal as journal_module
 from infembed_ray.synthesis.chat import Completion, RunFailure
-from infembed_ray.synthesis.journal import Journal, decode, encode
+from infembed_ray.synthesis.journal import Journal, decode, encode, has_writer, new_segment
 from tests.synthesis.exchanges import completion, request
 
 completions = st.builds(
@@ -29,6 +30,11 @@ completions = st.builds(
     refusal=st.none() | st.text(max_size=20),
     batched=st.booleans(),
 )
+
+
+@pytest.fixture(autouse=True)
+def _syncs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SYNC_EVERY_S", 0.0)
 
 
 def write(directory: Path, *texts: str) -> None:
@@ -249,3 +255,11 @@ def test_an_entry_says_for_people_which_step_and_row_it_was() -> None:
     entry = json.loads(line)
     assert (entry["row"], entry["step"], entry["prompt"]) == ("seed-7", "query_negative", "test=1")
     assert decode(line) == (request().key, replace(completion("x"), replayed=True))
+
+
+def test_a_segment_has_a_writer_until_that_one_is_closed_or_dies(tmp_path):
+    stream, path = new_segment(tmp_path)
+    assert has_writer(path)
+    stream.close()
+    assert not has_writer(path)
+    assert not has_writer(tmp_path / "gone.jsonl")

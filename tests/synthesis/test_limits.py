@@ -209,6 +209,48 @@ def test_many_429s_cut_the_requests_in_flight_and_few_let_them_grow_back() -> No
     assert allowed[-1] == 100
 
 
+def test_rare_429s_leave_the_requests_in_flight_alone_even_where_answers_are_slow() -> None:
+    now, rng = 0.0, random.Random(0)
+    ledger = Ledger(Limits(), 100, 0.0, lambda: now)
+    allowed = []
+    for _ in range(600):
+        now += limits.ADAPT_S
+        limited = sum(rng.random() < 0.05 for _ in range(10))
+        ledger.exchange(report(traffic=Traffic(answered=10 - limited, rate_limited=limited)))
+        allowed.append(ledger.figures().slots)
+    assert sum(allowed) / len(allowed) > 90
+
+
+def test_429s_that_come_before_the_first_answers_are_not_taken_for_many() -> None:
+    now = limits.ADAPT_S
+    ledger = Ledger(Limits(), 256, 0.0, lambda: now)
+    now += limits.ADAPT_S
+    ledger.exchange(report(traffic=Traffic(answered=100, rate_limited=18), in_flight=256))
+    assert ledger.figures().slots == 256
+
+
+def test_a_lease_that_reports_twice_in_a_row_keeps_what_it_is_about_to_use() -> None:
+    now, bounds = 0.0, Limits(requests_per_minute=10**6)
+    ledger = Ledger(bounds, 8, 0.0, lambda: now)
+    lease = Lease("a", (SLOTS, REQUESTS), 8, clock=lambda: now)
+    cost = {SLOTS: 1.0, REQUESTS: 1.0}
+    for _ in range(2):  # one stays in flight, so the lease is never idle
+        lease.start(cost, lambda begun: None)
+    lease.accept(ledger.exchange(lease.report()))
+    lease.settle(cost, cost, now)
+    sent = 0
+    for _ in range(12):
+        lease.accept(ledger.exchange(lease.report()))
+        now += 0.3
+        sent = 0
+        while sent < 100 and lease.take(cost):
+            lease.settle(cost, cost, now)
+            sent += 1
+    assert sent == 100
+    lease.accept(ledger.exchange(lease.report()))
+    assert lease.report().held[REQUESTS] >= 100
+
+
 def test_the_lease_of_a_dead_process_returns_its_slots_and_counts_its_budget_as_spent() -> None:
     now = 0.0
     ledger = Ledger(Limits(budget_usd=10), 4, 0.0, lambda: now)
@@ -220,6 +262,15 @@ def test_the_lease_of_a_dead_process_returns_its_slots_and_counts_its_budget_as_
     now = limits.LEASE_S + 1
     assert ledger.exchange(report("lives", **values, **ahead)).amounts == wanted
     assert ledger.figures().spent_usd == 4
+
+
+def test_what_is_committed_is_what_is_spent_and_what_leases_hold() -> None:
+    ledger = Ledger(Limits(budget_usd=10), 4, 1.0)
+    held = {SLOTS: 2.0, USD: 3.0}
+    none = {SLOTS: 0.0, USD: 0.0}
+    ledger.exchange(report(held=held, wanted=none, first=none, ahead=none, used=((0.0, {USD: 0.5}),)))
+    assert ledger.committed_usd == 4.5
+    assert ledger.figures().spent_usd == 1.5
 
 
 def test_a_used_up_budget_stops_everybody_and_says_so() -> None:

@@ -65,6 +65,16 @@ def test_the_figures_separate_what_was_paid_now_from_what_was_replayed(tmp_path:
     }
 
 
+def test_the_funnel_begins_with_the_seeds_that_lack_a_text(tmp_path: Path) -> None:
+    lacking = Outcome("dead_letter", {"id": "empty", "step": "seed", "error": "its query is empty"}, Spend(), Spend())
+    with Outputs(tmp_path, TABLE) as files:
+        files.add(0, lacking)
+        files.add(1, outcome(1, "kept"))
+    funnel = files.facts()["funnel"]
+    assert next(iter(funnel.items())) == ("seed", {"reached": 2, "rejected": 0, "dead_letter": 1})
+    assert {step["reached"] for name, step in funnel.items() if name != "seed"} == {1}
+
+
 def test_a_price_unknown_for_one_row_is_unknown_for_the_run(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE) as files:
         files.add(0, outcome(0, "kept"))
