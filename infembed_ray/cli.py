@@ -13,6 +13,7 @@ from infembed_ray import __version__
 from infembed_ray.config import (
     AnalyzeSettings,
     EvaluateSettings,
+    ExportSettings,
     IndexSettings,
     ServeSettings,
     Settings,
@@ -37,6 +38,7 @@ VERBS = {
     "synthesize": Verb(SynthesizeSettings, "infembed_ray.synthesis.distributed", "seeds -> InF-IR records"),
     "analyze": Verb(AnalyzeSettings, "infembed_ray.analysis.report", "records -> quality report"),
     "train": Verb(TrainSettings, "infembed_ray.training.distributed", "records + a backbone -> checkpoint"),
+    "export": Verb(ExportSettings, "infembed_ray.modeling.onnx", "checkpoint -> ONNX graph"),
     "evaluate": Verb(EvaluateSettings, "infembed_ray.evaluation.distributed", "checkpoints + records -> tables"),
     "index": Verb(IndexSettings, "infembed_ray.retrieval.distributed", "checkpoint + corpus -> FAISS shards"),
     "serve": Verb(ServeSettings, "infembed_ray.serving.deployments", "checkpoint + index -> HTTP API"),

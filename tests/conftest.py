@@ -27,7 +27,8 @@ def ray_cluster() -> Iterator[None]:
     """One Ray cluster of this machine for all tests of the session."""
     import ray
 
-    ray.init(address="local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False)
+    # No worker logs here: the thread that prints them may never return from its last poll, and shutdown joins it.
+    ray.init(address="local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
     yield

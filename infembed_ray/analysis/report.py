@@ -95,9 +95,10 @@ def run(settings: AnalyzeSettings) -> Published:
 def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Path], dict[str, str]]:
     if settings.encoder is None:
         return {}, {}
-    from infembed_ray.modeling.encoder import model_identity
+    from infembed_ray.modeling.checkpoint import locate
 
-    return model_identity(settings.encoder, "encoder")
+    found = locate(settings.encoder, "encoder")
+    return found.inputs, found.names
 
 
 def _encoder(settings: AnalyzeSettings) -> InstructionEncoder | None:

@@ -21,7 +21,8 @@ from infembed_ray.evaluation.metrics import CONVENTIONS
 from infembed_ray.evaluation.retrievers import DEPTH, exact_search
 from infembed_ray.evaluation.scoring import Figures, QueryScore, score_queries, summarise
 from infembed_ray.evaluation.tasks import Task, instruction_following
-from infembed_ray.modeling.encoder import OWN_CONFIG, InstructionEncoder, model_identity
+from infembed_ray.modeling import checkpoint
+from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say, track
 
 RESULTS_FILE = "results.json"
@@ -52,11 +53,11 @@ def run(settings: EvaluateSettings) -> storage.Published:
         data["distractors"] = storage.existing(settings.distractors, "distractors")
     inputs, names, models = dict(data), dict[str, str](), dict[str, str]()
     for position, (label, model) in enumerate(settings.models.items()):
-        directory, hub_name = model_identity(model, f"models.{label}")
+        found = checkpoint.locate(model, f"models.{label}")
         # The position is part of the identity: the first model is the baseline.
-        inputs |= {f"{name} ({position})": path for name, path in directory.items()}
-        names |= {f"{name} ({position})": model for name in hub_name}
-        models[label] = next((str(path.resolve()) for path in directory.values()), model)
+        inputs |= {f"{name} ({position})": path for name, path in found.inputs.items()}
+        names |= {f"{name} ({position})": name_there for name, name_there in found.names.items()}
+        models[label] = found.path
     step = storage.Step("evaluate", settings, settings.output, inputs, names)
     if done := step.finished():
         return done
@@ -90,9 +91,8 @@ class Encode:
     """A Ray Data actor: loads one model once, then turns chunks of texts into embeddings."""
 
     def __init__(self, model: str, template: Template, batch_tokens: int, device: str) -> None:
-        carries_template = (Path(model) / OWN_CONFIG).is_file()
         self.encoder = InstructionEncoder.from_pretrained(
-            model, template=None if carries_template else template, device=device
+            model, template=None if checkpoint.is_own(model) else template, device=device
         )
         self.batch_tokens = batch_tokens
 

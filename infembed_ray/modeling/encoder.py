@@ -1,52 +1,36 @@
-"""The instruction-aware encoder: one Hugging Face backbone, a template, pooling, unit vectors.
-
-A checkpoint is a sentence-transformers directory: `SentenceTransformer(path)` loads it and embeds the same texts to
-the same vectors. `infembed.json` beside it holds what that format has no place for: template and lengths.
-"""
+"""The instruction-aware encoder: a Hugging Face backbone, a text format, pooling, unit vectors."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
-from transformers.utils import cached_file
 
-from infembed_ray.config import Pooling, Template
+from infembed_ray import progress
+from infembed_ray.config import Interaction, Pooling, Template
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.pooling import PoolingMode, pool
-from infembed_ray.modeling.template import render
-from infembed_ray.storage import MANIFEST, fingerprint_files, resolve, write_json
-
-OWN_CONFIG = "infembed.json"
-_POOLING_KEYS: dict[str, PoolingMode] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_cls_token": "cls",
-}
-_POOLING_NAMES: dict[str, PoolingMode] = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
-_MODEL_FILES = (".json", ".txt", ".model", ".safetensors")
-"""Weights, configuration and tokenizer of a model directory, in whatever form they come."""
-
-
-@dataclass(frozen=True)
-class TextFormat:
-    """How raw texts become token sequences. Part of the checkpoint, so that no two stages can disagree."""
-
-    template: Template = "instruction_first"
-    query_prefix: str = ""
-    passage_prefix: str = ""
-    query_length: int = 256
-    """Most tokens of instruction + query, special tokens included."""
-    passage_length: int = 512
-    """Most tokens of a passage, special tokens included."""
+from infembed_ray.modeling import adapters, checkpoint, prefix_tree
+from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
+from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.packing import (
+    boundaries,
+    enable_packing,
+    first_position,
+    packed,
+    packed_batches,
+    packing_pays,
+)
+from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
+from infembed_ray.modeling.template import TextFormat, render
+from infembed_ray.modeling.tokenizer import add_eos, marks_the_end, tokens_before
+from infembed_ray.storage import resolve
 
 
 class InstructionEncoder(nn.Module):
@@ -55,20 +39,42 @@ class InstructionEncoder(nn.Module):
     Build it with `from_pretrained`.
 
     Args:
-        backbone: a Hugging Face encoder or decoder without head; called with `input_ids`, `attention_mask`.
-        tokenizer: the backbone's.
+        backbone: a Hugging Face encoder or decoder without head; called with `input_ids`, `attention_mask` and `position_ids`.
+        tokenizer: the backbone's, a fast one.
         pooling: from token states to one vector.
         text: template, prefixes and lengths.
+        passage_backbone: that of passages; None: they share the queries'.
+        interaction: the cross-attention of instruction and query; None: they are one text.
+        dimensions: so many leading components are the embedding (Matryoshka); None: all.
     """
 
-    def __init__(self, backbone: nn.Module, tokenizer: Any, pooling: PoolingMode, text: TextFormat) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        tokenizer: Any,
+        pooling: PoolingMode,
+        text: TextFormat,
+        passage_backbone: nn.Module | None = None,
+        interaction: CrossAttention | None = None,
+        dimensions: int | None = None,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
+        self.passage_backbone = passage_backbone
+        self.interaction = interaction
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.text = text
+        self.dimensions = dimensions
         self.source: str | None = None
-        self._pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+        self._pad_id = int(tokenizer.pad_token_id)
+        self._packs = all(enable_packing(b) for b in self.backbones)
+        self._first_position = first_position(backbone)
+        self._told_obstacle = False
+        config: Any = backbone.config
+        self._attention_dropout = getattr(
+            config, "attention_probs_dropout_prob", getattr(config, "attention_dropout", 0.0)
+        )
 
     @classmethod
     def from_pretrained(
@@ -76,93 +82,212 @@ class InstructionEncoder(nn.Module):
         path: str,
         *,
         template: Template | None = None,
+        interaction: Interaction | None = None,
         pooling: Pooling = "auto",
+        query_prefix: str | None = None,
+        passage_prefix: str | None = None,
         query_length: int | None = None,
         passage_length: int | None = None,
+        append_eos: bool | None = None,
+        bidirectional: bool | None = None,
+        share_encoder: bool | None = None,
+        dimensions: int | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        quantized: bool = False,
     ) -> InstructionEncoder:
         """Load a checkpoint of ours, a sentence-transformers directory, or a plain Hugging Face model.
 
         Args:
             path: directory (an output's `latest` is followed) or hub name.
-            template, pooling, query_length, passage_length: what the directory does not say; None or `auto` keeps what
-                it says, else the defaults of `TextFormat`, and mean pooling for encoders, last for decoders.
-            device, dtype: where the parameters go.
+            template, pooling, query_prefix, passage_prefix: None or `auto` keeps what the directory says, else the
+                defaults of `TextFormat`; else mean pooling for encoders and bidirectional decoders, last for decoders.
+            interaction: how instruction and query meet; None keeps what the directory says, else `joint`.
+            query_length, passage_length: None keeps what the directory says, else the defaults of `TextFormat` or the
+                directory's `max_seq_length` if that is less. Never more than the backbone has positions.
+            append_eos: end every text with EOS. None: only where the last token is pooled, the tokenizer has an EOS
+                and marks the end of a text by no token yet, and the directory is not made for embedding.
+            bidirectional: let the tokens of a decoder attend in both directions; None keeps what its config says.
+            share_encoder: one backbone for queries and passages, or two that start equal; None keeps what there is.
+            dimensions: of the embeddings, the leading ones of a model trained for it; None keeps what is saved.
+            device, dtype: where the parameters go; on `meta` no weights are read.
+            quantized: the backbone's linear layers in 4 bits (QLoRA's NF4), on a GPU.
 
         Raises:
-            InputError: no such model, or a directory without weights.
+            InputError: no such model, a directory without weights, or one that does not allow what is asked for.
         """
         path = str(resolve(Path(path)))
-        try:
-            config = AutoConfig.from_pretrained(path)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            backbone = AutoModel.from_pretrained(path, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"model={path}: cannot be loaded ({' '.join(str(error).split())[:200]}); "
-                "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
-            ) from error
-        saved = _read_json(path, OWN_CONFIG)
-        prompts = _read_json(path, "config_sentence_transformers.json").get("prompts", {})
-        positions = getattr(config, "max_position_embeddings", None) or 1 << 30
+        saved = checkpoint.describe(path, with_pooling=pooling == "auto")
+        if share_encoder and len(saved.towers) > 1:
+            raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
+        options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
+        with_weights = torch.device(device).type != "meta"
+        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dtype=dtype, **options)
+        if bidirectional is not None:
+            for backbone in backbones:
+                backbone.config.is_causal = not bidirectional
+        mode = saved.pooling if pooling == "auto" else pooling
+        mode = mode or ("last" if _is_causal(backbones[0]) else "mean")
+        if append_eos is None:
+            append_eos = mode == "last" and tokenizer.eos_token is not None and not saved.finished
+        if append_eos and not marks_the_end(tokenizer):
+            add_eos(tokenizer)
+        hidden = int(backbones[0].config.hidden_size)
+        dimensions = dimensions or saved.dimensions
+        if dimensions is not None and not 0 < dimensions <= hidden:
+            raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
+        default = TextFormat()
+        positions = min(getattr(backbones[0].config, "max_position_embeddings", 1 << 30), tokenizer.model_max_length)
+        most = saved.max_length or positions
         text = TextFormat(
-            template=template or saved.get("template", "instruction_first"),
-            query_prefix=prompts.get("query") or "",
-            passage_prefix=prompts.get("document") or prompts.get("passage") or "",
-            query_length=min(query_length or saved.get("query_length", 256), positions),
-            passage_length=min(passage_length or saved.get("passage_length", 512), positions),
+            template=template or saved.template or default.template,
+            query_prefix=_first(query_prefix, saved.query_prefix, default.query_prefix),
+            passage_prefix=_first(passage_prefix, saved.passage_prefix, default.passage_prefix),
+            query_length=min(query_length or saved.query_length or min(default.query_length, most), positions),
+            passage_length=min(passage_length or saved.passage_length or min(default.passage_length, most), positions),
         )
-        mode = _saved_pooling(path) if pooling == "auto" else pooling
-        encoder = cls(backbone, tokenizer, mode or ("last" if _is_causal(backbone) else "mean"), text)
+        if share_encoder is False and len(backbones) == 1:
+            backbones.append(copy.deepcopy(backbones[0]))
+        cross_attention = None
+        if (interaction or saved.interaction) == "cross_attention":
+            cross_attention = CrossAttention(hidden).to(dtype)
+            if saved.interaction == "cross_attention":
+                cross_attention.read(path)
+        second = backbones[1] if len(backbones) > 1 else None
+        encoder = cls(backbones[0], tokenizer, mode, text, second, cross_attention, dimensions)
         encoder.source = path
         return encoder.to(device)
 
     @property
     def dimension(self) -> int:
         """Components of an embedding."""
-        return int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        return self.dimensions or int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def causal(self) -> bool:
+        """Does a token attend to those before it only? Then texts with the same beginning can share it."""
+        return _is_causal(self.backbone)
+
+    @property
+    def backbones(self) -> list[Any]:
+        """The Hugging Face models: one, or that of queries and that of passages."""
+        return [self.backbone, *([self.passage_backbone] if self.passage_backbone is not None else [])]
+
+    def backbone_of(self, side: Side) -> nn.Module:
+        """The backbone that embeds queries, or passages."""
+        return self.passage_backbone if side == "passage" and self.passage_backbone is not None else self.backbone
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed a padded batch: (batch, tokens) ids and mask -> (batch, d) unit vectors in fp32."""
-        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return nn.functional.normalize(pool(states, attention_mask, self.pooling).float(), dim=-1)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision in which the backbone computes."""
+        return self.backbone.dtype  # type: ignore[return-value]
 
-    def tokenize_queries(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of (instruction, query) texts, special tokens in, cut at `query_length`, not padded."""
+    def forward(self, layout: Layout) -> Tensor:
+        """Embed the texts of a layout: (texts, d) unit vectors, in fp32 whatever the backbone's precision."""
+        where: dict[str, Any] = {} if layout.position_ids is None else {"position_ids": layout.position_ids}
+        where["attention_mask"] = layout.attention_mask
+        backbone = self.backbone_of(layout.side)
+        if layout.ends is not None:
+            where |= prefix_tree.attention_inputs(backbone, layout.ends)
+        elif layout.attention_mask is None:
+            where |= boundaries(layout.lengths)
+        if self.causal:
+            where["use_cache"] = False  # keys and values of tokens that nothing will follow
+        states = backbone(input_ids=layout.input_ids, **where).last_hidden_state
+        if self.interaction is not None and layout.pairs is not None:
+            pooled = self.interaction(states, layout, self.pooling)
+        else:
+            pooled = pool(states, layout, self.pooling)
+        return truncate(pooled, self.dimension)
+
+    def tokenize_queries(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
+        """(instruction, query) texts, cut at `query_length`. The instruction's part is marked where it comes first."""
+        if self.interaction is not None:
+            return self._tokenize_apart(queries, instructions)
+        firsts = [
+            len(self.text.query_prefix + i) if i and self.text.template == "instruction_first" else 0
+            for i in instructions
+        ]
         texts = [
             self.text.query_prefix + render(self.text.template, i, q)
             for q, i in zip(queries, instructions, strict=True)
         ]
-        return self._tokenize(texts, self.text.query_length)
+        return self._tokenize(texts, "query", self.text.query_length, firsts)
 
-    def tokenize_passages(self, passages: Sequence[str]) -> list[list[int]]:
-        """Token ids of passages, special tokens in, cut at `passage_length`, not padded."""
-        return self._tokenize([self.text.passage_prefix + p for p in passages], self.text.passage_length)
+    def _tokenize_apart(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
+        """Each query after its instruction, as two sequences that are both cut at `query_length`."""
+        texts = list(dict.fromkeys([*queries, *filter(None, instructions)]))
+        tokens = self._tokenize([self.text.query_prefix + t for t in texts], "query", self.text.query_length)
+        ids: dict[str | None, list[int]] = {None: []}
+        ids |= {text: t.ids for text, t in zip(texts, tokens, strict=True)}
+        return [
+            Tokens(ids[i or None] + ids[q], "query", len(ids[i or None]))
+            for q, i in zip(queries, instructions, strict=True)
+        ]
 
-    def _tokenize(self, texts: list[str], max_length: int) -> list[list[int]]:
+    def tokenize_passages(self, passages: Sequence[str]) -> list[Tokens]:
+        """Passages, cut at `passage_length`."""
+        return self._tokenize([self.text.passage_prefix + p for p in passages], "passage", self.text.passage_length)
+
+    def _tokenize(self, texts: list[str], side: Side, max_length: int, firsts: Sequence[int] = ()) -> list[Tokens]:
+        """Token ids of texts, of which the first so many characters are the instruction."""
         if not texts:
             return []
-        return cast("list[list[int]]", self.tokenizer(texts, truncation=True, max_length=max_length)["input_ids"])
+        encoded = self.tokenizer(texts, truncation=True, max_length=max_length)
+        return [
+            # A text without any token has the pad token: nothing else would be pooled but another text.
+            Tokens(
+                ids or [self._pad_id], side, tokens_before(encoded, row, firsts[row]) if firsts and firsts[row] else 0
+            )
+            for row, ids in enumerate(encoded["input_ids"])
+        ]
 
-    def pad(self, sequences: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Right-pad token lists to one batch: ids and mask, both (batch, longest), on the encoder's device."""
-        longest = max(len(s) for s in sequences)
-        ids = torch.full((len(sequences), longest), self._pad_id, dtype=torch.long)
-        mask = torch.zeros((len(sequences), longest), dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-            mask[row, : len(sequence)] = 1
-        return ids.to(self.device), mask.to(self.device)
+    def layouts(self, sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
+        """Divide texts into forward passes.
+
+        Args:
+            sequences: the texts, of either side, in any order.
+            batch_tokens: most tokens of one pass, padding included. A text longer than that is a pass of its own.
+
+        Yields:
+            rows of `sequences`, and the layout of those texts in that order, on the encoder's device. Every row once.
+        """
+        pack = self._packs and packing_pays(self.device, self.dtype, self.training and self._attention_dropout > 0)
+        lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
+        for side in get_args(Side):
+            of_side = [row for row, s in enumerate(sequences) if s.side == side]
+            if side == "query" and self.interaction is not None:
+                for group in pair_batches([sequences[row] for row in of_side], batch_tokens, pack):
+                    rows = [of_side[i] for i in group]
+                    yield rows, paired([sequences[row] for row in rows], lay).to(self.device)
+                continue
+            if self._shares_prefixes(side, [sequences[row] for row in of_side]):
+                for group, layout in prefix_tree.forests([sequences[row] for row in of_side], batch_tokens):
+                    yield [of_side[i] for i in group], layout.to(self.device)
+                continue
+            batches = packed_batches if pack else length_sorted_batches
+            for group in batches([len(sequences[row]) for row in of_side], batch_tokens):
+                rows = [of_side[i] for i in group]
+                yield rows, lay([sequences[row] for row in rows]).to(self.device)
+
+    def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:
+        """Do these texts begin alike, and does the backbone allow to encode that once? Says so, once, if it does not."""
+        if not sequences or not self.causal or not prefix_tree.saves(sequences):
+            return False
+        obstacle = prefix_tree.obstacle(self.backbone_of(side), max(map(len, sequences)))
+        if obstacle and not self._told_obstacle:
+            progress.say(f"{side}: texts that begin alike are encoded one by one: {obstacle}")
+            self._told_obstacle = True
+        return obstacle is None
 
     @torch.inference_mode()
-    def embed(self, sequences: Sequence[list[int]], batch_tokens: int = 4096) -> np.ndarray:
-        """Embed token lists, longest first in batches of at most `batch_tokens` padded tokens.
+    def embed(self, sequences: Sequence[Tokens], batch_tokens: int = 4096) -> np.ndarray:
+        """Embed texts in passes of at most `batch_tokens` tokens, padding included.
 
         Returns:
             (len(sequences), d) float32 unit vectors, in the order given.
@@ -170,8 +295,8 @@ class InstructionEncoder(nn.Module):
         embeddings = np.zeros((len(sequences), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()
-        for rows in length_sorted_batches([len(s) for s in sequences], batch_tokens):
-            embeddings[rows] = self(*self.pad([sequences[r] for r in rows])).cpu().numpy()
+        for rows, layout in self.layouts(sequences, batch_tokens):
+            embeddings[rows] = self(layout).cpu().numpy()
         self.train(was_training)
         return embeddings
 
@@ -186,144 +311,49 @@ class InstructionEncoder(nn.Module):
         return self.embed(self.tokenize_passages(passages), batch_tokens)
 
     def save_pretrained(self, path: Path) -> None:
-        """Write the sentence-transformers directory of this encoder."""
+        """Write the sentence-transformers directory of this encoder.
+
+        Adapters are merged into the weights, for good, and written by themselves beside them.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        backbone: Any = self.backbone
-        backbone.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
-        modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-        write_json(
-            path / "modules.json",
-            [
-                {"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.models.{kind}"}
-                for i, (folder, kind) in enumerate(modules)
-            ],
+        if adapters.has(self):
+            adapters.save(self, path / checkpoint.ADAPTERS)
+            adapters.merge(self)
+        checkpoint.write(
+            path,
+            checkpoint.Description(
+                pooling=self.pooling,
+                template=self.text.template,
+                query_prefix=self.text.query_prefix,
+                passage_prefix=self.text.passage_prefix,
+                query_length=self.text.query_length,
+                passage_length=self.text.passage_length,
+                dimensions=self.dimensions,
+                interaction="joint" if self.interaction is None else "cross_attention",
+            ),
+            self.backbones,
+            self.tokenizer,
         )
-        for folder, _ in modules[1:]:
-            (path / folder).mkdir(exist_ok=True)
-        write_json(
-            path / "1_Pooling" / "config.json",
-            {
-                "word_embedding_dimension": self.dimension,
-                **{key: mode == self.pooling for key, mode in _POOLING_KEYS.items()},
-                "include_prompt": True,
-            },
-        )
-        longest = max(self.text.query_length, self.text.passage_length)
-        write_json(path / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
-        prompts = {"query": self.text.query_prefix, "document": self.text.passage_prefix}
-        write_json(
-            path / "config_sentence_transformers.json",
-            {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
-        )
-        write_json(
-            path / OWN_CONFIG,
-            {
-                "template": self.text.template,
-                "query_length": self.text.query_length,
-                "passage_length": self.text.passage_length,
-            },
-        )
+        if self.interaction is not None:
+            self.interaction.write(path)
 
     def fingerprint(self) -> str:
-        """16 hex digits that change with anything that changes an embedding; needs a local directory.
-
-        Two copies of one checkpoint have the same fingerprint, wherever they lie.
-        """
-        if self.source is None or not Path(self.source).is_dir():
-            return f"hub:{self.source}"
-        root = Path(self.source)
-        files = sorted(f for f in root.iterdir() if f.suffix in _MODEL_FILES and f.name != MANIFEST)
-        files += sorted(root.glob("*_Pooling/config.json"))
-        asked = f"{self.text}{self.pooling}"  # may differ from what the files say
-        return hashlib.sha256(f"{fingerprint_files(files, relative_to=root)}{asked}".encode()).hexdigest()[:16]
+        """16 hex digits that change with anything that changes an embedding; see `checkpoint.fingerprint`."""
+        ending = self.tokenizer("")["input_ids"]
+        asked = (*astuple(self.text), self.pooling, self.causal, self.dimension, len(self.backbones), ending)
+        asked += (self.interaction is not None,)
+        return checkpoint.fingerprint(str(self.source), str(asked))
 
 
-def length_sorted_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows grouped longest first, so that a group's padded size (rows x longest) stays within `batch_tokens`.
-
-    A row longer than `batch_tokens` makes a group of its own.
-    """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    group: list[int] = []
-    for row in order:
-        if group and (len(group) + 1) * lengths[group[0]] > batch_tokens:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-
-
-def _read_json(path: str, name: str) -> Any:
-    """A JSON file of a model, from its directory or from the hub; an empty object where the model has none."""
-    file = cached_file(
-        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
-    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-
-
-def _saved_pooling(path: str) -> PoolingMode | None:
-    """The pooling a sentence-transformers model says it has; None for a plain Hugging Face model.
-
-    Raises:
-        InputError: it has a part or a pooling that this encoder does not: its embeddings would silently be others.
-    """
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in _read_json(path, "modules.json") or []]
-    foreign = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
-    if foreign:
-        raise InputError(f"model={path}: has a {foreign[0]} module, which is not supported; give a model without it")
-    saved = _read_json(path, "1_Pooling/config.json")
-    modes = [saved["pooling_mode"]] if "pooling_mode" in saved else [k for k, on in saved.items() if on is True]
-    modes = [mode for mode in modes if mode.startswith("pooling_mode_") or "pooling_mode" in saved]
-    if not modes:
-        return None
-    known = {**_POOLING_KEYS, **_POOLING_NAMES}
-    if len(modes) > 1 or modes[0] not in known:
-        raise InputError(f"model={path}: pools by {' and '.join(modes)}; set pooling=mean, last or cls to override it")
-    return known[modes[0]]
+def _first(*values: str | None) -> str:
+    """The first that is not None; an empty prefix is a prefix."""
+    return next(value for value in values if value is not None)
 
 
 def _is_causal(backbone: nn.Module) -> bool:
-    """Is this a decoder? Its attention layers say so; the saved `architectures` name only the class last saved."""
-    return any(getattr(module, "is_causal", False) for module in backbone.modules())
+    """Does it attend backwards only? Its attention layers say so, unless its config says otherwise.
 
-
-def model_identity(model: str, name: str) -> tuple[dict[str, Path], dict[str, str]]:
-    """What a model contributes to a step's identity: its directory's contents, or a hub name as it is.
-
-    Args:
-        model: directory (`latest` is followed) or hub name.
-        name: the setting it came from.
-
-    Returns:
-        `inputs` and `names` for `storage.Step`, one of them empty.
-
-    Raises:
-        InputError: it looks like a directory but there is none, or the directory holds no model, or the hub does not
-            know the name.
+    The saved `architectures` name only the class last saved.
     """
-    path = resolve(Path(model).expanduser().absolute())
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"{name}={model}: no config.json in this directory; give a model directory")
-        if not any(path.glob("*.safetensors")):
-            raise InputError(f"{name}={model}: no *.safetensors in this directory; convert the weights to safetensors")
-        _require_loadable(str(path), f"{name}={model}")
-        return {name: path}, {}
-    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise InputError(f"{name}={model}: no such model directory; give an existing one, or a hub name like org/model")
-    _require_loadable(model, f"{name}={model}")
-    return {}, {name: model}
-
-
-def _require_loadable(model: str, setting: str) -> None:
-    """Read configuration and tokenizer here and now; the weights are first read by the workers."""
-    try:
-        AutoConfig.from_pretrained(model)
-        AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{setting}: neither a model directory here nor a model the hub gives "
-            f"({' '.join(str(error).split())[:160]}); check the spelling, the tokenizer's files and the network"
-        ) from error
+    layers = any(getattr(module, "is_causal", False) for module in backbone.modules())
+    return layers and getattr(backbone.config, "is_causal", True)

@@ -5,25 +5,41 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from infembed_ray.modeling.layout import Layout
 
 PoolingMode = Literal["last", "mean", "cls"]
 
 
-def pool(states: Tensor, mask: Tensor, mode: PoolingMode) -> Tensor:
-    """Pool token states over the real tokens of each text.
+def pool(states: Tensor, layout: Layout, mode: PoolingMode) -> Tensor:
+    """Pool token states over the tokens of each text.
 
     Args:
-        states: (batch, tokens, d) last hidden states.
-        mask: (batch, tokens) 1 for real tokens, 0 for padding, on either side.
-        mode: `last` real token, `mean` of the real tokens, or `cls`, the first real token.
+        states: (rows, width, d) last hidden states of the layout, in any precision.
+        layout: where each text's tokens are.
+        mode: `last` token, `mean` of the tokens, or `cls`, the first token.
 
     Returns:
-        (batch, d) in the dtype of `states`; not normalised.
+        (texts, d) in fp32 at least: a sum over hundreds of tokens has no place in bf16. Not normalised.
     """
-    if mode == "mean":
-        weights = mask.to(states.dtype).unsqueeze(-1)
-        return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1e-9)
-    first = mask.argmax(dim=1)
-    position = first if mode == "cls" else first + mask.sum(dim=1) - 1
-    return states[torch.arange(states.shape[0], device=states.device), position]
+    flat = states.flatten(0, 1)
+    ends = layout.lengths.cumsum(0)
+    wide = torch.promote_types(states.dtype, torch.float32)
+    if mode == "last":
+        return flat[layout.tokens[ends - 1]].to(wide)
+    if mode == "cls":
+        return flat[layout.tokens[ends - layout.lengths]].to(wide)
+    text = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), layout.lengths)
+    sums = flat.new_zeros(len(ends), flat.shape[1], dtype=wide).index_add(0, text, flat[layout.tokens].to(wide))
+    return sums / layout.lengths.unsqueeze(1)
+
+
+def truncate(embeddings: Tensor, dimensions: int) -> Tensor:
+    """The first `dimensions` components of embeddings, as unit vectors (Matryoshka Representation Learning, Eq. 1).
+
+    Args:
+        embeddings: (..., d), of any length. Of a unit vector as of the vector before it was normalised.
+        dimensions: at most d.
+    """
+    return nn.functional.normalize(embeddings[..., :dimensions], dim=-1)

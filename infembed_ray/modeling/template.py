@@ -1,8 +1,27 @@
-"""How an instruction and a query become one text (paper, Eq. 3). The template travels inside the checkpoint."""
+"""How texts are written before they are tokenised: template (paper, Eq. 3), prefixes, lengths.
+
+All of it travels inside the checkpoint.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from infembed_ray.config import Template
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How raw texts become token sequences. Part of the checkpoint, so that no two stages can disagree."""
+
+    template: Template = "instruction_first"
+    query_prefix: str = ""
+    """Written before instruction and query, for example e5's `query: `."""
+    passage_prefix: str = ""
+    query_length: int = 256
+    """Most tokens of instruction + query, special tokens included."""
+    passage_length: int = 512
+    """Most tokens of a passage, special tokens included."""
 
 
 def render(template: Template, instruction: str | None, query: str) -> str:

@@ -23,7 +23,8 @@ from infembed_ray import records
 from infembed_ray.config import IndexSettings
 from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.encoder import InstructionEncoder, model_identity
+from infembed_ray.modeling.checkpoint import locate
+from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say, track
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.index import IndexFacts
@@ -42,12 +43,12 @@ def run(settings: IndexSettings) -> Published:
         InputError: corpus, model or output cannot be used; or the model's embedding of a passage is not finite.
     """
     corpus = existing(settings.corpus, "corpus")
-    directory, hub_name = model_identity(settings.model, "model")
-    step = Step("index", settings, settings.output, {"corpus": corpus, **directory}, hub_name)
+    found = locate(settings.model, "model")
+    step = Step("index", settings, settings.output, {"corpus": corpus, **found.inputs}, found.names)
     if done := step.finished():
         return done
     passages = records.read(corpus, Passage, "corpus", settings.columns)
-    model = next((str(path.resolve()) for path in directory.values()), settings.model)
+    model = found.path
     encoder = InstructionEncoder.from_pretrained(model)  # before any work: does it load, and what is it?
     connect()
     with step.publish() as staging:

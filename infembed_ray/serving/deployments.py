@@ -39,6 +39,7 @@ from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
 from infembed_ray.distributed import connect, on_a_cluster
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.layout import Tokens
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge
@@ -77,7 +78,7 @@ class Encoder:
             embed,
             batch_tokens=settings.batch_tokens,
             max_queue=settings.max_queue,
-            overhead_tokens=measured_overhead(embed, settings.batch_tokens),
+            overhead_tokens=measured_overhead(embed, lambda n: Tokens([0] * n), settings.batch_tokens),
         )
         # One thread: truncation is state of a fast tokenizer, so two calls at a time would fail. Beside the event
         # loop, which a long text would hold up.
@@ -94,7 +95,7 @@ class Encoder:
 
     def _tokenize(
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
-    ) -> list[list[int]]:
+    ) -> list[Tokens]:
         decode = partial(self._encoder.tokenizer.decode, skip_special_tokens=True)
         texts = [x if isinstance(x, str) else decode(x) for x in inputs]
         if input_type == "passage":
@@ -255,7 +256,8 @@ class Plan:
             InputError: no such index or model, the index is damaged or another encoder built it, or the API would be
                 open to other machines.
         """
-        from infembed_ray.modeling.encoder import InstructionEncoder, model_identity
+        from infembed_ray.modeling.checkpoint import locate
+        from infembed_ray.modeling.encoder import InstructionEncoder
 
         keys = ApiKeys.from_environment(settings.api_keys_env)
         if not keys and not is_loopback(settings.host):
@@ -264,13 +266,11 @@ class Plan:
                 f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
             )
         index = Index.open(settings.index)
-        given = settings.model or index.facts.model
-        directory, _ = model_identity(given, "model")
-        model = next((str(path.resolve()) for path in directory.values()), given)
-        encoder = InstructionEncoder.from_pretrained(model)
+        found = locate(settings.model or index.facts.model, "model")
+        encoder = InstructionEncoder.from_pretrained(found.path)
         index.require_encoder(encoder.fingerprint())
         card = schema.Model(
-            id=settings.model_name or (Path(model).name if directory else model),
+            id=settings.model_name or (Path(found.path).name if found.inputs else found.path),
             created=int(time.time()),
             dimension=index.facts.dimension,
             encoder=encoder.fingerprint(),
@@ -278,7 +278,7 @@ class Plan:
             passages=index.facts.passages,
             vocabulary=len(encoder.tokenizer),
         )
-        return cls(settings, index, model, card, bool(keys))
+        return cls(settings, index, found.path, card, bool(keys))
 
     @property
     def url(self) -> str:

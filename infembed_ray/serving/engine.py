@@ -13,14 +13,16 @@ import bisect
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-Embed = Callable[[list[list[int]]], np.ndarray]
-"""Token lists -> (n, d) vectors, in the order given."""
+Tokenized = TypeVar("Tokenized", bound=Sized)
+"""A tokenised text, of which only the length matters here."""
+Embed = Callable[[list[Any]], np.ndarray]
+"""Tokenised texts -> (n, d) vectors, in the order given."""
 
 WINDOW = 256
 """Sequences, nearest in length to the one whose turn it is, that are looked at to form its batch."""
@@ -46,7 +48,7 @@ class _Waiting(NamedTuple):
     length: int
     arrival: int
     turn: int
-    tokens: list[int]
+    tokens: Sized
     request: _Request
     row: int
 
@@ -99,7 +101,7 @@ class BatchingEngine:
         """Sequences in the queue; those in the model are not counted."""
         return len(self._waiting)
 
-    async def embed(self, sequences: Sequence[list[int]]) -> np.ndarray:
+    async def embed(self, sequences: Sequence[Sized]) -> np.ndarray:
         """(len(sequences), d) vectors, in the order given. A cancelled call leaves the queue.
 
         Raises:
@@ -195,14 +197,19 @@ def cheapest_batches(lengths: Sequence[int], batch_tokens: int, overhead_tokens:
     return batches[::-1]
 
 
-def measured_overhead(embed: Embed, batch_tokens: int) -> float:
+def measured_overhead(embed: Embed, of_length: Callable[[int], Tokenized], batch_tokens: int) -> float:
     """The fixed cost of a batch in tokens, from the times of a tiny and a larger batch; also warms the model up.
 
     With time = a + b x tokens it is a / b, clipped to [16, batch_tokens]: tens of tokens on a CPU; on a GPU, where
-    512 tokens cost hardly more than 8, the whole budget. Token id 0 stands in for text; every vocabulary has it.
+    512 tokens cost hardly more than 8, the whole budget.
+
+    Args:
+        embed: the model.
+        of_length: makes a text of so many tokens.
+        batch_tokens: most tokens of a batch.
     """
 
-    def seconds(sequences: list[list[int]]) -> float:
+    def seconds(sequences: list[Tokenized]) -> float:
         times = []
         for _ in range(4):
             start = time.perf_counter()
@@ -210,6 +217,6 @@ def measured_overhead(embed: Embed, batch_tokens: int) -> float:
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])  # the first one warms up
 
-    tiny = seconds([[0] * 8])
-    per_token = max((seconds([[0] * 64] * 8) - tiny) / (8 * 64 - 8), 1e-9)
+    tiny = seconds([of_length(8)])
+    per_token = max((seconds([of_length(64)] * 8) - tiny) / (8 * 64 - 8), 1e-9)
     return float(np.clip(tiny / per_token - 8, 16, batch_tokens))

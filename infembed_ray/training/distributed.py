@@ -16,14 +16,17 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from infembed_ray import records as tables
-from infembed_ray.config import TrainSettings
+from infembed_ray.config import TEMPERATURES, TrainSettings
 from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.encoder import model_identity
+from infembed_ray.modeling import model_card
+from infembed_ray.modeling.checkpoint import describe, locate
+from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say, track
-from infembed_ray.storage import Published, Step, existing
+from infembed_ray.storage import Published, Step, existing, fingerprint
+from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.metrics import read_metrics
-from infembed_ray.training.objectives import Objective
+from infembed_ray.training.objectives import MOST_JOINT_TEXTS, Objective
 from infembed_ray.training.sampler import Sampler
 
 POLL_S = 0.5
@@ -38,10 +41,19 @@ def run(settings: TrainSettings) -> Published:
     Raises:
         InputError: before any work, for anything wrong with the settings, the records or the model.
     """
-    objective = Objective.parse(settings.objective)
-    if "I" in objective.variables and settings.instruction_negatives == 0:
+    Objective.of(settings)  # fits the other settings
+    low, high = TEMPERATURES
+    if settings.temperature_learned and not low < settings.temperature < high:
         raise InputError(
-            f"instruction_negatives=0: {objective} contrasts instructions; set at least 1, or drop I from it"
+            f"temperature={settings.temperature}: learned temperatures lie between {low} and {high}; start within, "
+            "or set temperature_learned=false"
+        )
+    if settings.precision == "bf16" and settings.zero_stage == 0:
+        raise InputError("precision=bf16: zero_stage=0 would add up and export in bf16; set zero_stage=1 or higher")
+    quantized = settings.lora is not None and settings.lora.quantized
+    if quantized and (not settings.gpus_per_worker or settings.zero_stage == 3):
+        raise InputError(
+            "lora.quantized=true: needs gpus_per_worker=1 and zero_stage 0 to 2; or set lora.quantized=false"
         )
     path = existing(settings.records, "records")
     rows = tables.read(path, tables.Record, "records", split=settings.split)
@@ -49,22 +61,63 @@ def run(settings: TrainSettings) -> Published:
         raise InputError(
             f"workers={settings.workers}: more than the {len(rows)} records of {path}; set workers={len(rows)}"
         )
-    inputs = {"records": path}
-    model, names = model_identity(settings.model, "model")
-    step = Step("train", settings, settings.output, inputs | model, names)
+    model = locate(settings.model, "model")
+    found = {"model": model.path}
+    inputs, names = {"records": path} | model.inputs, dict(model.names)
+    if settings.teacher is not None:
+        teacher = locate(settings.teacher, "teacher")
+        found["teacher"] = teacher.path
+        inputs |= teacher.inputs
+        names |= teacher.names
+    step = Step("train", settings, settings.output, inputs, names)
     if done := step.finished():
         return done
+    _check_model(settings.model_copy(update=found))
     connect()
     with step.publish() as staging:
         sampler = Sampler.of(settings, len(rows))
         say(f"train: {settings.objective}, {len(rows)} records, {sampler.steps} steps on {settings.workers} workers")
         with _progress(staging.path, sampler.steps):
-            # The path that was found here, not as it was written: workers have other working directories.
-            found = settings.model_copy(update={"model": str(model.get("model", settings.model))})
-            _fit(found, rows, staging.path)
+            # The paths that were found here, not as they were written: workers have other working directories.
+            _fit(settings.model_copy(update=found), rows, staging.path)
         staging.counts |= {"records": len(rows), "steps": sampler.steps}
-        staging.facts["final_metrics"] = read_metrics(staging.path)[-1]
+        staging.facts["final_metrics"] = last = read_metrics(staging.path)[-1]
+        model_card.write(
+            staging.path,
+            describe(str(staging.path)),
+            model.path,
+            model_card.TrainingData(path, fingerprint(path), [row.source for row in rows]),
+            settings.identity(),
+            last,
+        )
     return step.published()
+
+
+def _check_model(settings: TrainSettings) -> None:
+    """Do the settings fit the model? Looked at here, without weights: on a worker it would cost a start each."""
+    objective = Objective.of(settings)
+    encoder = load_encoder(settings, "meta")
+    if settings.teacher is not None:
+        InstructionEncoder.from_pretrained(settings.teacher, device="meta")
+    for dimensions in settings.matryoshka:
+        if dimensions >= encoder.dimension:
+            raise InputError(
+                f"matryoshka={dimensions}: embeddings of {settings.model} have {encoder.dimension}; give fewer"
+            )
+    if encoder.interaction is not None and settings.template is not None:
+        raise InputError(f"template={settings.template}: cross_attention has no joint text; leave it out")
+    joint = 6 * settings.records_per_worker**2
+    shared = encoder.causal or encoder.interaction is not None
+    if (
+        settings.instruction_negatives is None
+        and "I" in objective.variables
+        and not shared
+        and joint > MOST_JOINT_TEXTS
+    ):
+        raise InputError(
+            f"instruction_negatives=null: up to {joint} joint texts a worker and step, of which this backbone shares "
+            f"nothing, at most {MOST_JOINT_TEXTS} are affordable; set a number"
+        )
 
 
 def _fit(settings: TrainSettings, rows: list[tables.Record], directory: Path) -> None:

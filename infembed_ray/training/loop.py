@@ -5,36 +5,29 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from infembed_ray.config import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.pooling import truncate
 from infembed_ray.records import Record
 from infembed_ray.storage import STATES, write_json
-from infembed_ray.training.collectives import mean_over_workers, world
+from infembed_ray.training.backbone import load_encoder
+from infembed_ray.training.collectives import from_first, mean_over_workers, world
 from infembed_ray.training.engine import Engine, export, learning_rate
-from infembed_ray.training.metrics import MetricsLog
+from infembed_ray.training.metrics import MetricsLog, measure
 from infembed_ray.training.objectives import Objective, marginal_loss
 from infembed_ray.training.sampler import Sampler
-from infembed_ray.training.scores import score_batch
-from infembed_ray.training.tuples import collate
+from infembed_ray.training.scores import Scores, score_batch
+from infembed_ray.training.teacher import Teacher
+from infembed_ray.training.tuples import Batch, collate
 
 _COMPLETE = "complete.json"
-
-
-def load_encoder(settings: TrainSettings, device: torch.device | str = "cpu") -> InstructionEncoder:
-    """The backbone of a run, in fp32: DeepSpeed casts it and keeps fp32 master weights."""
-    return InstructionEncoder.from_pretrained(
-        settings.model,
-        template=settings.template,
-        pooling=settings.pooling,
-        query_length=settings.query_length,
-        passage_length=settings.passage_length,
-        device=device,
-    )
 
 
 def train_worker(settings: TrainSettings, records: Sequence[Record], directory: Path, device: torch.device) -> None:
@@ -48,48 +41,70 @@ def train_worker(settings: TrainSettings, records: Sequence[Record], directory: 
         directory: shared by all workers.
         device: of this worker.
     """
-    objective = Objective.parse(settings.objective)
+    objective = Objective.of(settings)
     torch.manual_seed(settings.seed)
-    encoder = load_encoder(settings, device)
+    encoder = load_encoder(settings, device, quantized=settings.lora is not None and settings.lora.quantized)
     engine = Engine(encoder, settings)
+    teacher = None
+    if settings.teacher is not None:
+        teacher = Teacher(InstructionEncoder.from_pretrained(settings.teacher, device=device), settings)
     rank, _ = world()
     sampler = Sampler.of(settings, len(records))
     states = directory / STATES
     start = 0
-    newest = newest_state(states)
+    newest = from_first(newest_state(states))  # a file system may show the others an older state
     if newest is not None:
         progress = engine.load(states, newest)
         start = int(progress["step"])
     metrics = MetricsLog(directory, start) if rank == 0 else None
     engine.train()
-    for step, rows in enumerate(sampler.rows(rank, start), start=start):
+    for step, rows in enumerate(sampler.rows(start), start=start):
         began = time.monotonic()
-        # Seeded anew for each step and worker, so that a resumed run draws the negatives and the dropout masks (on
-        # CPU and GPU) that the uninterrupted one would have drawn. No generator's state need be saved.
-        rng = random.Random(f"{settings.seed}/{step}/{rank}")
-        torch.manual_seed(rng.getrandbits(63))
-        negatives = settings.instruction_negatives if "I" in objective.variables else 0
-        batch = collate(encoder, [records[r] for r in rows], negatives, rng)
-        scores = score_batch(objective, batch, engine.encode)
-        loss = marginal_loss(
-            objective, scores.positive, scores.negatives, settings.temperature, settings.count_positive_once
+        # Seeded anew for each step and worker, so that a resumed run draws the dropout masks (on CPU and GPU) that the
+        # uninterrupted one would have drawn. No generator's state need be saved.
+        torch.manual_seed(random.Random(f"{settings.seed}/{step}/{rank}").getrandbits(63))
+        shares = [[records[r] for r in share] for share in rows]
+        batch = collate(
+            encoder,
+            shares,
+            rank,
+            objective,
+            instruction_negatives=settings.instruction_negatives,
+            iq_negatives=settings.iq_negatives,
+            seed=f"{settings.seed}/{step}",
         )
+        queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
+        scores = score_batch(objective, batch, queries, passages, settings.same_tower_negatives)
+        if teacher is not None:
+            scores = teacher.screen(scores, shares, rank)
+        temperature = engine.temperature
+        losses = [
+            marginal_loss(
+                objective,
+                compared.positive,
+                compared.negatives,
+                temperature,
+                settings.count_positive_once,
+                settings.term_weights,
+                settings.label_smoothing,
+            )
+            for compared in [scores, *_shorter(settings, objective, batch, queries, passages, scores)]
+        ]
+        loss = torch.stack(losses).mean()
         rate = learning_rate(settings, step, sampler.steps)
-        norm = engine.step(loss, rate)
-        hits = torch.stack(
-            [(scores.positive > _hardest(n.similarities, n.mask)).float().mean() for n in scores.negatives.values()]
-        )
-        means = mean_over_workers(torch.cat([torch.stack([loss.detach().float(), scores.positive.mean()]), hits]))
+        engine.backward(loss * batch.share)
+        norm = engine.update(rate)
+        measured = {"loss": loss.detach(), **measure(scores, temperature)}
+        means = mean_over_workers(torch.stack(list(measured.values())), batch.share)
         if metrics is not None:
             metrics.write(
                 step=step + 1,
-                loss=round(float(means[0]), 6),
                 learning_rate=rate,
-                grad_norm=round(norm, 6),
-                positive_similarity=round(float(means[1]), 4),
-                accuracy={v: round(float(h), 4) for v, h in zip(scores.negatives, means[2:], strict=True)},
+                temperature=float(temperature),
+                grad_norm=norm,
                 tokens=batch.tokens,
-                seconds=round(time.monotonic() - began, 3),
+                seconds=time.monotonic() - began,
+                **dict(zip(measured, means.tolist(), strict=True)),
             )
         done = step + 1
         if done % settings.checkpoint_every == 0 or done == sampler.steps:
@@ -100,11 +115,15 @@ def train_worker(settings: TrainSettings, records: Sequence[Record], directory: 
         export(states / last, load_encoder(settings), directory)
 
 
-def _hardest(similarities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B,) best similarity of a negative of each row; -2, below any cosine, where a row has none."""
-    if similarities.shape[1] == 0:
-        return similarities.new_full((similarities.shape[0],), -2.0)
-    return similarities.masked_fill(~mask, -2.0).max(dim=1).values
+def _shorter(
+    settings: TrainSettings, objective: Objective, batch: Batch, queries: Tensor, passages: Tensor, scores: Scores
+) -> Iterator[Scores]:
+    """The scores of the leading components of the embeddings, among the same negatives (Matryoshka)."""
+    for dimensions in settings.matryoshka:
+        cut = [truncate(embeddings, dimensions) for embeddings in (queries, passages)]
+        shorter = score_batch(objective, batch, cut[0], cut[1], settings.same_tower_negatives)
+        negatives = {v: replace(n, mask=scores.negatives[v].mask) for v, n in shorter.negatives.items()}
+        yield replace(shorter, negatives=negatives)
 
 
 def newest_state(states: Path) -> str | None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from infembed_ray.config import TrainSettings
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Deals a shuffled epoch out to workers in equal shares.
+    """Deals a shuffled epoch out to steps and workers, every record once.
 
-    Every step takes `per_worker` records for each of `workers`; the last step of an epoch may be smaller, but is equal
-    on all workers, so fewer than `workers` records are left out of an epoch (others each time).
+    Steps are as equal as can be (they differ by one record), rather than full but for a small last one, in which a row
+    would have few negatives; and so are the workers' shares of a step. What a step holds, and in which order, depends
+    on the global batch alone, not on how many workers share it. The exception is `per_worker` = 1: where the records
+    are no multiple of the workers, some workers take two in a step, so that none is ever without.
 
     Attributes:
-        records: how many there are.
+        records: how many there are, at least one a worker.
         workers: data-parallel workers.
-        per_worker: records per worker and step.
+        per_worker: most records per worker and step.
         epochs: passes over the records.
         seed: of the order.
     """
@@ -37,24 +40,27 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch, the smaller last one included."""
-        return -(-(self.records // self.workers) // self.per_worker)
+        """Steps of one epoch: as many as its batches need, but no more than every worker has records for."""
+        return min(-(-self.records // (self.per_worker * self.workers)), self.records // self.workers)
 
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.steps_per_epoch * self.epochs
 
-    def rows(self, rank: int, start: int = 0) -> Iterator[list[int]]:
-        """Row numbers of worker `rank` for the steps from `start` to the end of the run."""
+    def rows(self, start: int = 0) -> Iterator[list[list[int]]]:
+        """Row numbers of the steps from `start` to the end of the run: a list a worker, in rank order."""
         first_epoch, within = divmod(start, self.steps_per_epoch)
         for epoch in range(first_epoch, self.epochs):
             order = list(range(self.records))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            share = order[: self.records - self.records % self.workers]
-            size = self.per_worker * self.workers
-            for first in range(within * size, len(share), size):
-                taken = share[first : first + size]
-                each = len(taken) // self.workers
-                yield taken[rank * each : (rank + 1) * each]
+            for step in _shares(order, self.steps_per_epoch)[within:]:
+                yield _shares(step, self.workers)
             within = 0
+
+
+def _shares(rows: Sequence[int], parts: int) -> list[list[int]]:
+    """`parts` consecutive pieces; the first ones are one longer where they cannot be equal."""
+    size, longer = divmod(len(rows), parts)
+    ends = [size * n + min(n, longer) for n in range(parts + 1)]
+    return [list(rows[a:b]) for a, b in pairwise(ends)]

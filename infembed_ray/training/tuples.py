@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from infembed_ray.config import IQNegatives
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Tokens
 from infembed_ray.records import Record
+from infembed_ray.training.objectives import NCE, Objective
+
+ROWS = 3
+"""Training tuples that a record becomes."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +41,23 @@ def flatten(record: Record) -> tuple[TrainingTuple, TrainingTuple, TrainingTuple
     )
 
 
-def instruction_negatives(tuples: Sequence[TrainingTuple], count: int, rng: random.Random) -> list[list[str]]:
-    """For every tuple, up to `count` other instructions to read its query under.
+def other_instructions(row: TrainingTuple, pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
+    """Up to `count` other instructions to read a row's query under; None: all of the pool.
 
-    The record's own poisoned instruction comes first, the rest are drawn from the batch without repetition. An
-    instruction equal to the tuple's own is never drawn: rows of one record share I+.
+    The record's own poisoned instruction comes first, the rest are drawn without repetition. An instruction equal to
+    the row's own is never drawn: rows of one record share I+.
+
+    Args:
+        row: whose query.
+        pool: distinct instructions.
+        count: how many.
+        rng: draws them.
     """
-    pool = sorted({t.instruction for t in tuples})
-    drawn = []
-    for t in tuples:
-        first = [t.poisoned] if t.poisoned != t.instruction else []
-        others = [i for i in pool if i not in (t.instruction, t.poisoned)]
-        rest = rng.sample(others, min(len(others), max(0, count - len(first))))
-        drawn.append((first + rest)[:count])
-    return drawn
+    first = [row.poisoned] if row.poisoned != row.instruction else []
+    rest = [i for i in pool if i not in (row.instruction, row.poisoned)]
+    if count is not None:
+        rest = rng.sample(rest, min(len(rest), max(0, count - len(first))))
+    return (first + rest)[:count]
 
 
 @dataclass(frozen=True)
@@ -55,40 +65,104 @@ class Batch:
     """One worker's share of a step, tokenised.
 
     Attributes:
-        queries: B token lists of (I_i, Q_i), then those of all I-negatives (I_j, Q_i), row after row.
-        passages: B token lists.
-        negative_counts: B numbers of I-negatives a row.
-        instruction_query_ids, passage_ids: B identities of the texts; equal text, equal number, on every worker.
+        queries: the distinct (instruction, query) texts that the objective needs.
+        own: `queries[own[i]]` is the (I_i, Q_i) of row i.
+        instruction_candidates: `queries[n]` for n in `instruction_candidates[i]` are the (I_j, Q_i) of row i; of
+            `nce{PIQ}`, j runs over all rows of the step. Empty where the objective exchanges no instructions.
+        query_candidates: the same for the (I_i, Q_k) of row i. Empty where IQ's negatives are not these.
+        passages: B passages.
+        query_ids, passage_ids: identities of `queries` and `passages`; equal tokens, equal number, on every worker.
+        sizes: rows of every worker, in rank order.
+        rank: whose share it is.
     """
 
-    queries: list[list[int]]
-    passages: list[list[int]]
-    negative_counts: list[int]
-    instruction_query_ids: list[int]
+    queries: list[Tokens]
+    own: list[int]
+    instruction_candidates: list[list[int]]
+    query_candidates: list[list[int]]
+    passages: list[Tokens]
+    query_ids: list[int]
     passage_ids: list[int]
+    sizes: list[int]
+    rank: int
 
     @property
     def tokens(self) -> int:
         """Real tokens in the batch."""
         return sum(map(len, self.queries)) + sum(map(len, self.passages))
 
+    @property
+    def share(self) -> float:
+        """What this worker's mean over its rows is multiplied by, to make the mean over workers that over all rows."""
+        return self.sizes[self.rank] * len(self.sizes) / sum(self.sizes)
 
-def collate(encoder: InstructionEncoder, records: Sequence[Record], negatives: int, rng: random.Random) -> Batch:
-    """Flatten, draw `negatives` I-negatives a row, tokenise."""
-    tuples = [t for record in records for t in flatten(record)]
-    drawn = instruction_negatives(tuples, negatives, rng)
-    pairs = [(t.instruction, t.query) for t in tuples]
-    pairs += [(instruction, t.query) for t, row in zip(tuples, drawn, strict=True) for instruction in row]
+
+def collate(
+    encoder: InstructionEncoder,
+    shares: Sequence[Sequence[Record]],
+    rank: int,
+    objective: Objective,
+    *,
+    instruction_negatives: int | None = None,
+    iq_negatives: IQNegatives = "kk",
+    seed: str = "",
+) -> Batch:
+    """Flatten a worker's records, pair instructions with queries as the objective needs, tokenise.
+
+    Args:
+        encoder: tokenises.
+        shares: the records of the step, of every worker in rank order.
+        rank: of this worker.
+        objective: decides which texts are needed.
+        instruction_negatives: I-negatives a row, drawn from the instructions of all workers, and for each row the same
+            ones whichever worker has it. None: all instructions of this worker's share, so that its joint texts grow
+            with its own rows only.
+        iq_negatives: `ik` pairs every row's instruction with all queries of this worker's share.
+        seed: of the drawn instructions.
+    """
+    step = [[t for record in share for t in flatten(record)] for share in shares]
+    sizes = [len(share) for share in step]
+    rows = step[rank]
+    everyones = [t for share in step for t in share]
+    places: dict[tuple[str, str], int] = {}  # of the distinct (instruction, query) texts, in order of first use
+
+    def place(instruction: str, query: str) -> int:
+        return places.setdefault((instruction, query), len(places))
+
+    own = [place(t.instruction, t.query) for t in rows]
+    instruction_candidates: list[list[int]] = []
+    query_candidates: list[list[int]] = []
+    if objective == NCE:
+        instruction_candidates = [[place(other.instruction, t.query) for other in everyones] for t in rows]
+    elif "I" in objective.variables:
+        pool = sorted({t.instruction for t in (rows if instruction_negatives is None else everyones)})
+        first = sum(sizes[:rank])
+        instruction_candidates = [
+            [
+                place(i, t.query)
+                for i in other_instructions(t, pool, instruction_negatives, random.Random(f"{seed}/{n}"))
+            ]
+            for n, t in enumerate(rows, start=first)
+        ]
+    if "IQ" in objective.variables and iq_negatives == "ik":
+        queries = sorted({t.query for t in rows})
+        query_candidates = [[place(t.instruction, q) for q in queries if q != t.query] for t in rows]
+    joint = encoder.tokenize_queries([q for _, q in places], [i for i, _ in places])
+    passages = encoder.tokenize_passages([t.passage for t in rows])
     return Batch(
-        queries=encoder.tokenize_queries([q for _, q in pairs], [i for i, _ in pairs]),
-        passages=encoder.tokenize_passages([t.passage for t in tuples]),
-        negative_counts=[len(row) for row in drawn],
-        instruction_query_ids=[_identity(t.instruction, t.query) for t in tuples],
-        passage_ids=[_identity(t.passage) for t in tuples],
+        queries=joint,
+        own=own,
+        instruction_candidates=instruction_candidates,
+        query_candidates=query_candidates,
+        passages=passages,
+        query_ids=[_identity(tokens) for tokens in joint],
+        passage_ids=[_identity(tokens) for tokens in passages],
+        sizes=sizes,
+        rank=rank,
     )
 
 
-def _identity(*texts: str) -> int:
-    """A number that is the same for the same text in every process (Python's hash is not)."""
-    digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()
+def _identity(tokens: Tokens) -> int:
+    """A number that is the same for the same tokens in every process (Python's hash is not)."""
+    digest = hashlib.blake2b(array("q", tokens.ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

@@ -279,4 +279,4 @@ def test_the_overhead_is_that_of_the_model(
         return debug_embed(sequences)
 
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert measured_overhead(embed, 4096) == pytest.approx(expected)
+    assert measured_overhead(embed, lambda n: [0] * n, 4096) == pytest.approx(expected)

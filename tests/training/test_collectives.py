@@ -1,4 +1,4 @@
-"""Two real gloo processes against one process that holds the whole batch."""
+"""Two real gloo processes with uneven shares against one process that holds the whole batch."""
 
 import socket
 
@@ -6,36 +6,41 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from infembed_ray.training.collectives import gather_rows, mean_over_workers
+from infembed_ray.training.collectives import gather_rows, mean_over_workers, most_of_workers, world
 from infembed_ray.training.objectives import Negatives, Objective, marginal_loss
 
-ROWS, FEATURES, DIMENSION, WORKERS = 3, 5, 4, 2
+SIZES, FEATURES, DIMENSION = [4, 2], 5, 4
+ROWS = sum(SIZES)
 
 
 def features():
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, WORKERS * ROWS, FEATURES, generator=generator, dtype=torch.float64)
+    return torch.randn(2, ROWS, FEATURES, generator=generator, dtype=torch.float64)
 
 
-def loss_and_gradient(rows):
+def loss_and_gradient(rows, sizes, share):
     """Loss of a two-tower linear model on the given rows, negatives from everywhere."""
     torch.manual_seed(1)
     model = torch.nn.Linear(FEATURES, DIMENSION, dtype=torch.float64)
     query_features, passage_features = features()[:, rows]
     queries, passages = (torch.nn.functional.normalize(model(x), dim=1) for x in (query_features, passage_features))
-    everyone = gather_rows(passages)
-    candidates = gather_rows(torch.tensor(rows))
+    everyone = gather_rows(passages, sizes)
+    candidates = gather_rows(torch.tensor(rows), sizes)
+    assert candidates.tolist() == list(range(ROWS))
     mask = torch.tensor(rows).unsqueeze(1) != candidates.unsqueeze(0)
     positive = (queries * passages).sum(1)
     loss = marginal_loss(Objective.parse("uni{P}"), positive, {"P": Negatives(queries @ everyone.T, mask)}, 0.1)
-    loss.backward()
+    (loss * share).backward()
     return loss, model.weight.grad
 
 
 def worker(rank, port, results):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORKERS)
-    loss, gradient = loss_and_gradient(list(range(rank * ROWS, (rank + 1) * ROWS)))
-    results[rank] = (mean_over_workers(loss).item(), mean_over_workers(gradient))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(SIZES))
+    share = SIZES[rank] * len(SIZES) / ROWS
+    first = sum(SIZES[:rank])
+    loss, gradient = loss_and_gradient(list(range(first, first + SIZES[rank])), SIZES, share)
+    most = most_of_workers(SIZES[rank], torch.device("cpu"))
+    results[rank] = (world(), mean_over_workers(loss, share).item(), mean_over_workers(gradient), most)
     dist.destroy_process_group()
 
 
@@ -45,10 +50,19 @@ def test_two_workers_have_the_loss_and_gradient_of_the_whole_batch():
         port = probe.getsockname()[1]
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, args=(port, results), nprocs=WORKERS)
-        (loss, gradient), (same_loss, same_gradient) = results[0], results[1]
-    whole_loss, whole_gradient = loss_and_gradient(list(range(WORKERS * ROWS)))
+        mp.spawn(worker, args=(port, results), nprocs=len(SIZES))
+        (first, loss, gradient, most), (second, same_loss, same_gradient, same_most) = results[0], results[1]
+    assert (first, second) == ((0, 2), (1, 2))
+    assert most == same_most == max(SIZES)
+    whole_loss, whole_gradient = loss_and_gradient(list(range(ROWS)), [ROWS], 1.0)
     assert abs(loss - whole_loss.item()) < 1e-12
     assert loss == same_loss
     torch.testing.assert_close(gradient, whole_gradient, rtol=0, atol=1e-12)
     torch.testing.assert_close(same_gradient, whole_gradient, rtol=0, atol=1e-12)
+
+
+def test_one_worker_has_everything_already():
+    rows = torch.randn(3, 2)
+    assert world() == (0, 1)
+    assert gather_rows(rows, [3]) is rows
+    torch.testing.assert_close(mean_over_workers(rows), rows)

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config import Lora, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
@@ -42,6 +45,8 @@ def settings(records_file, minilm, tmp_path_factory):
         learning_rate=2e-4,
         checkpoint_every=2,
         cpus_per_worker=0.5,
+        grad_cache_tokens=96,
+        temperature_learned=True,
     )
 
 
@@ -57,6 +62,19 @@ def test_training_lowers_the_loss_and_logs_every_step(published, settings):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert metrics[0]["learning_rate"] == settings.learning_rate
     assert published.manifest["counts"] == {"records": 6, "steps": 6}
+    temperatures = [m["temperature"] for m in metrics]
+    assert temperatures[0] == pytest.approx(0.05, rel=1e-6)
+    assert len(set(temperatures)) == 6
+    assert published.manifest["final_metrics"]["temperature"] == temperatures[-1]
+
+
+@pytest.mark.ray
+def test_the_checkpoint_holds_the_encoder_and_no_more(published, minilm):
+    saved, original = (
+        {name for file in Path(p).glob("*.safetensors") for name in load_file(file)} for p in (published.path, minilm)
+    )
+    assert saved <= original
+    assert {name for name in original - saved if not name.startswith("pooler")} <= {"embeddings.position_ids"}
 
 
 @pytest.mark.ray
@@ -93,7 +111,7 @@ def test_the_same_run_again_has_nothing_to_do(published, settings):
 @pytest.mark.ray
 def test_a_run_whose_driver_is_killed_resumes_to_the_same_weights(published, settings, tmp_path):
     killed = settings.model_copy(update={"output": str(tmp_path)})
-    overrides = [f"{k}={v}" for k, v in killed.model_dump().items() if v is not None]
+    overrides = [f"{k}={v}" for k, v in killed.model_dump(exclude_defaults=True).items()]
     driver = subprocess.Popen(
         [sys.executable, "-m", "infembed_ray.cli", "train", *overrides],
         env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
@@ -130,6 +148,31 @@ def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, s
     assert (a * b).sum(axis=1).min() > 0.9999
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"share_encoder": False, "zero_stage": 3}]
+)
+def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, settings, minilm, tmp_path, options):
+    lora = Lora(rank=4, target_modules=("query", "value"))
+    change = {"output": str(tmp_path), "lora": lora, "learning_rate": 5e-3, "epochs": 1, **options}
+    made = run(settings.model_copy(update=change))
+    before = InstructionEncoder.from_pretrained(minilm)
+    after = InstructionEncoder.from_pretrained(str(made.path))
+    assert len(after.backbones) == (2 if options.get("share_encoder") is False else 1)
+    for backbone in after.backbones:
+        moved = {
+            name.rsplit(".", 2)[-2]
+            for (name, a), (_, b) in zip(before.backbone.named_parameters(), backbone.named_parameters(), strict=True)
+            if not torch.equal(a, b)
+        }
+        assert moved == {"query", "value"}
+    assert list((made.path / "adapters").rglob("adapter_model.safetensors"))
+    card = (made.path / "README.md").read_text()
+    assert "multi{P,I}" in card
+    assert str(tmp_path) not in card
+    assert minilm not in card
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,8 +180,15 @@ def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, s
         ({"objective": "multy{P,I}"}, r"objective='multy\{P,I\}'.*did you mean multi\{P,I\}"),
         ({"model": "/no/such/model"}, "model=/no/such/model: no such model directory"),
         ({"records": "/no/such/file.jsonl"}, "records=/no/such/file.jsonl: no such file"),
+        ({"temperature": 2.0, "temperature_learned": True}, "temperature=2.0: learned temperatures lie between 0.01"),
+        ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0 would add up and export in bf16"),
         ({"workers": 7}, "workers=7: more than the 6 records"),
         ({"split": "train"}, "no row has split=train"),
+        ({"matryoshka": (384,)}, "matryoshka=384: embeddings of .* have 384; give fewer"),
+        ({"instruction_negatives": None, "records_per_worker": 64}, "instruction_negatives=null: up to 24576 joint"),
+        ({"interaction": "cross_attention", "template": "query_first"}, "template=query_first: cross_attention has no"),
+        ({"append_eos": True, "lora": Lora(target_modules=("nowhere",))}, "lora.target_modules"),
+        ({"lora": Lora(quantized=True)}, "lora.quantized=true: needs gpus_per_worker=1"),
         ({"output": "/dev/null/x"}, "output=/dev/null/x: cannot be written"),
     ],
 )

@@ -1,42 +1,252 @@
-"""Similarities and masks of a batch against loops over its texts."""
+"""Similarities and masks of a batch, on one worker and on two, against loops over its texts."""
 
+import math
 import random
+import socket
+from dataclasses import replace
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.training.objectives import Objective
-from infembed_ray.training.scores import score_batch
-from infembed_ray.training.tuples import collate, flatten
+from infembed_ray.training.collectives import mean_over_workers
+from infembed_ray.training.objectives import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss
+from infembed_ray.training.scores import score_batch, screened
+from infembed_ray.training.tuples import collate, flatten, other_instructions
 from tests.training.test_tuples import record
 
-
-def test_similarities_and_masks_follow_the_definitions(minilm):
-    encoder = InstructionEncoder.from_pretrained(minilm).eval()
-    records = [record(1), record(2), record(2)]  # the same record twice: all of it duplicates
-    batch = collate(encoder, records, negatives=3, rng=random.Random(1))
-    with torch.no_grad():
-        scores = score_batch(Objective.parse("multi{P,I,IQ}"), batch, lambda s: encoder(*encoder.pad(s)))
-    tuples = [t for r in records for t in flatten(r)]
-    queries = encoder.encode_queries([t.query for t in tuples], [t.instruction for t in tuples])
-    passages = encoder.encode_passages([t.passage for t in tuples])
-    similarity = torch.from_numpy(queries @ passages.T)
-    torch.testing.assert_close(scores.positive, similarity.diagonal(), atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores.negatives["P"].similarities, similarity, atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores.negatives["IQ"].similarities, similarity.T, atol=1e-5, rtol=0)
-    for i, a in enumerate(tuples):
-        for m, b in enumerate(tuples):
-            same = a.passage == b.passage or (a.instruction, a.query) == (b.instruction, b.query)
-            assert bool(scores.negatives["P"].mask[i, m]) is not same
-            assert bool(scores.negatives["IQ"].mask[i, m]) is not same
-    first = encoder.encode_queries([tuples[0].query], [tuples[0].poisoned])[0] @ passages[0]
-    assert abs(float(scores.negatives["I"].similarities[0, 0]) - float(first)) < 1e-5
+FEATURES, DIMENSION, TEMPERATURE, DRAWN = 7, 5, 0.1, 2
 
 
-def test_rows_with_fewer_instruction_negatives_are_masked_at_the_end(minilm):
-    encoder = InstructionEncoder.from_pretrained(minilm).eval()
-    batch = collate(encoder, [record(1)], negatives=3, rng=random.Random(1))
-    assert batch.negative_counts == [1, 1, 1]  # one record holds two instructions only
-    with torch.no_grad():
-        scores = score_batch(Objective.parse("uni{I}"), batch, lambda s: encoder(*encoder.pad(s)))
-    assert scores.negatives["I"].mask.tolist() == [[True]] * 3
+def records():
+    """Five records with every kind of false negative: the same passage, pair or instruction in other records, on
+    either worker, and an instruction under which another record has the same query and passage."""
+    rows = [record(n) for n in range(5)]
+    rows[1] = replace(rows[1], document_positive=rows[3].document_positive)
+    rows[2] = replace(rows[2], instruction_positive=rows[0].instruction_positive)
+    same = ("query_positive", "document_positive", "instruction_negative", "hard_negative_document_1")
+    rows[4] = replace(rows[4], **{name: getattr(rows[0], name) for name in same})
+    rows[4] = replace(rows[4], hard_negative_document_1="another answer to the same pair")
+    return rows
+
+
+SHARES = [records()[:3], records()[3:]]  # uneven
+
+
+def vector(tokens):
+    """Features of a text: the same for the same tokens, whoever asks."""
+    generator = torch.Generator().manual_seed(hash(tuple(tokens.ids)) % 2**31)
+    return torch.randn(FEATURES, generator=generator, dtype=torch.float64)
+
+
+def model():
+    """A linear encoder of these features."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(FEATURES, DIMENSION, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def embed(weight, texts):
+    return torch.nn.functional.normalize(torch.stack([vector(t) for t in texts]) @ weight, dim=1)
+
+
+def loss_of(encoder, weight, shares, rank, objective, once=True, same_tower=False, **options):
+    """The share of a worker's loss, by the code under test."""
+    batch = collate(encoder, shares, rank, objective, seed="1/1", **options)
+    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages), same_tower)
+    return marginal_loss(objective, scores.positive, scores.negatives, TEMPERATURE, once), batch.share
+
+
+def reference(encoder, weight, shares, objective, once=True, same_tower=False, instruction_negatives=None, iq="kk"):
+    """The mean over all rows of all workers of Eq. 1, 6-21, by loops over texts. No masks: a set of known tuples."""
+    cache = {}
+
+    def similarity(a, b):
+        vectors = []
+        for text in (a, b):
+            if text not in cache:
+                one = [text] if isinstance(text, str) else text
+                tokens = (
+                    encoder.tokenize_passages(one) if len(one) == 1 else encoder.tokenize_queries([one[1]], [one[0]])
+                )
+                cache[text] = embed(weight.detach(), tokens)[0].tolist()
+            vectors.append(cache[text])
+        return math.fsum(x * y for x, y in zip(*vectors, strict=True))
+
+    def e(instruction, query, passage):
+        return math.exp(similarity((instruction, query), passage) / TEMPERATURE)
+
+    by_share = [[t for r in share for t in flatten(r)] for share in shares]
+    rows = [t for share in by_share for t in share]
+    known = {(t.instruction, t.query, t.passage) for t in rows}
+    total = 0.0
+    for n, i in enumerate(rows):
+        mine = next(share for share in by_share if any(t is i for t in share))
+        own = e(i.instruction, i.query, i.passage)
+        sums = {}
+        sums["P"] = sum(
+            e(i.instruction, i.query, m.passage) for m in rows if (i.instruction, i.query, m.passage) not in known
+        )
+        if same_tower:
+            sums["P"] += sum(
+                math.exp(similarity((i.instruction, i.query), (k.instruction, k.query)) / TEMPERATURE)
+                for k in rows
+                if (k.instruction, k.query, i.passage) not in known and (i.instruction, i.query, k.passage) not in known
+            )
+        if instruction_negatives is None:
+            others = {t.instruction for t in mine}
+        else:
+            pool = sorted({t.instruction for t in rows})
+            others = other_instructions(i, pool, instruction_negatives, random.Random(f"1/1/{n}"))
+        sums["I"] = sum(e(j, i.query, i.passage) for j in others if (j, i.query, i.passage) not in known)
+        if iq == "kk":
+            sums["IQ"] = sum(
+                e(k.instruction, k.query, i.passage) for k in rows if (k.instruction, k.query, i.passage) not in known
+            )
+        else:
+            sums["IQ"] = sum(
+                e(i.instruction, q, i.passage)
+                for q in {t.query for t in mine}
+                if (i.instruction, q, i.passage) not in known
+            )
+        if objective == NCE:
+            sums["PIQ"] = sum(
+                e(j.instruction, k.query, m.passage)
+                for m in rows
+                for j in rows
+                for k in rows
+                if (j.instruction, k.query, m.passage) != (i.instruction, i.query, i.passage)
+            )
+        if objective.kind == "uni":
+            total -= sum(math.log(own / (own + sums[v])) for v in objective.variables)
+        else:
+            copies = 1 if once else len(objective.variables)
+            total -= math.log(own / (copies * own + sum(sums[v] for v in objective.variables)))
+    return total / len(rows)
+
+
+CASES = [(o, once, {}) for o in ALL_OBJECTIVES for once in (True, False) if once or o.kind == "multi"]
+CASES += [(Objective.parse(o), True, {"iq_negatives": "ik"}) for o in ("uni{P,IQ}", "multi{P,I,IQ}")]
+CASES += [(Objective.parse(o), True, {"same_tower": True}) for o in ("uni{P}", "multi{P,I}")]
+CASES += [(NCE, True, {})]
+
+
+def options_of_reference(options):
+    return {("iq" if name == "iq_negatives" else name): value for name, value in options.items()}
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm):
+    return InstructionEncoder.from_pretrained(minilm)
+
+
+@pytest.mark.parametrize("drawn", [None, DRAWN])
+def test_every_objective_equals_loops_over_the_texts(encoder, drawn):
+    weight = model()
+    for objective, once, options in CASES:
+        loss, share = loss_of(encoder, weight, [records()], 0, objective, once, instruction_negatives=drawn, **options)
+        assert share == 1
+        expected = reference(
+            encoder, weight, [records()], objective, once, instruction_negatives=drawn, **options_of_reference(options)
+        )
+        assert loss.item() == pytest.approx(expected, rel=1e-9), (str(objective), once, options)
+
+
+def both_workers(rank, minilm, port, results):
+    """Loss and averaged gradient of every case, once with drawn instructions and once with all of a worker's share."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    got = []
+    for drawn in (DRAWN, None):
+        for objective, once, options in CASES:
+            weight = model()
+            loss, share = loss_of(
+                encoder, weight, SHARES, rank, objective, once, instruction_negatives=drawn, **options
+            )
+            (loss * share).backward()
+            got.append((mean_over_workers(loss, share).item(), mean_over_workers(weight.grad).tolist()))
+    results[rank] = got
+    dist.destroy_process_group()
+
+
+def test_two_workers_with_uneven_shares_have_the_loss_and_gradient_of_the_whole_batch(encoder, minilm):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(both_workers, args=(minilm, port, results), nprocs=2)
+        got, same = results[0], results[1]
+    assert got == same
+    for (objective, once, options), (loss, gradient) in zip(CASES, got[: len(CASES)], strict=True):
+        if "iq_negatives" in options:  # pairs within a worker's share: there is no whole batch to equal
+            continue
+        weight = model()
+        whole, _ = loss_of(encoder, weight, [records()], 0, objective, once, instruction_negatives=DRAWN, **options)
+        whole.backward()
+        assert loss == pytest.approx(whole.item(), rel=1e-12), (str(objective), once, options)
+        torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), weight.grad, rtol=1e-9, atol=1e-12)
+    for drawn, part in ((DRAWN, got[: len(CASES)]), (None, got[len(CASES) :])):
+        for (objective, once, options), (loss, _) in zip(CASES, part, strict=True):
+            expected = reference(
+                encoder, model(), SHARES, objective, once, instruction_negatives=drawn, **options_of_reference(options)
+            )
+            assert loss == pytest.approx(expected, rel=1e-9), (str(objective), once, options)
+
+
+@pytest.mark.parametrize("objective", ["multi{P,I,IQ}", "nce{PIQ}"])
+def test_gradients_equal_finite_differences(encoder, objective):
+    weight = model()
+    pair = [records()[:1] + records()[4:]]
+    assert torch.autograd.gradcheck(lambda w: loss_of(encoder, w, pair, 0, Objective.parse(objective))[0], [weight])
+
+
+def test_every_kind_of_false_negative_is_masked_and_hard_negatives_are_not(encoder):
+    objective = Objective.parse("multi{P,I,IQ}")
+    rows = [t for r in records() for t in flatten(r)]
+    batch = collate(encoder, [records()], 0, objective)
+    weight = model().detach()
+    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages))
+    p, iq = scores.negatives["P"].mask, scores.negatives["IQ"].mask
+    assert not p.diagonal().any()
+    assert not iq.diagonal().any()
+    assert p[0, 1]
+    assert iq[0, 1]
+    assert p[0, 2]
+    assert iq[0, 2]
+    assert not p[3, 9]
+    assert not iq[3, 9]
+    assert not p[1, 13]
+    assert not p[13, 1]
+    texts = [encoder.tokenizer.decode(q.ids, skip_special_tokens=True) for q in batch.queries]
+    offered = [texts[n] for n in batch.instruction_candidates[0]]
+    kept = [text for text, keep in zip(offered, scores.negatives["I"].mask[0], strict=False) if keep]
+    assert set(offered) - set(kept) == {f"{rows[12].instruction} {rows[0].query}"}  # it is record 4's own positive
+
+
+def test_rows_with_fewer_instruction_negatives_have_no_others(encoder):
+    lonely = [record(1), replace(record(2), instruction_negative="good 2")]
+    objective = Objective.parse("uni{I}")
+    batch = collate(encoder, [lonely], 0, objective)
+    weight = model().detach()
+    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages))
+    assert [len(row) for row in batch.instruction_candidates] == [2] * 6
+    alone = collate(encoder, [[replace(record(3), instruction_negative="good 3")]], 0, objective)
+    assert alone.instruction_candidates == [[], [], []]
+    nothing = score_batch(objective, alone, embed(weight, alone.queries), embed(weight, alone.passages))
+    loss = marginal_loss(objective, nothing.positive, nothing.negatives, TEMPERATURE)
+    assert loss.item() == 0.0
+    assert scores.negatives["I"].mask.all()
+
+
+def test_a_teacher_drops_what_it_finds_as_similar_as_the_positive_less_the_margin():
+    torch.manual_seed(0)
+    similarities, teacher, positive = torch.rand(4, 6), torch.rand(4, 6), torch.rand(4)
+    mask, kept = torch.rand(4, 6) < 0.8, torch.rand(4, 6) < 0.3
+    got = screened(Negatives(similarities, mask), teacher, positive, 0.1, kept)
+    for i in range(4):
+        for n in range(6):
+            drop = float(teacher[i, n]) >= float(positive[i] - 0.1) and not kept[i, n]
+            assert bool(got.mask[i, n]) == (bool(mask[i, n]) and not drop)
+    assert got.similarities is similarities

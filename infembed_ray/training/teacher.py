@@ -1,0 +1,60 @@
+"""A frozen encoder that finds false negatives among the texts of other records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from infembed_ray.config import TrainSettings
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import Record
+from infembed_ray.training.objectives import Objective
+from infembed_ray.training.scores import Scores, score_batch, screened
+from infembed_ray.training.tuples import ROWS, collate
+
+_ROWS_AS_CANDIDATES = Objective("multi", ("P", "IQ"))
+
+
+class Teacher:
+    """Screens the candidates of P and IQ, where those are the rows of the step.
+
+    The candidates of I, and the queries of `iq_negatives=ik`, are left as they are; so are the other two rows of the
+    row's own record: they were judged to be negatives when they were written, and a teacher that does not follow
+    instructions would find just these the most similar.
+
+    Args:
+        encoder: on this worker's device, with a tokenizer and template of its own.
+        settings: of the run.
+    """
+
+    def __init__(self, encoder: InstructionEncoder, settings: TrainSettings) -> None:
+        self._encoder = encoder.eval().requires_grad_(False)
+        self._settings = settings
+
+    @torch.no_grad()
+    def screen(self, scores: Scores, shares: Sequence[Sequence[Record]], rank: int) -> Scores:
+        """The same scores with fewer negatives; every worker must call it.
+
+        Args:
+            scores: of the model in training, for `shares` and `rank`.
+            shares, rank: see `tuples.collate`.
+        """
+        batch = collate(self._encoder, shares, rank, _ROWS_AS_CANDIDATES)
+        device = scores.positive.device
+        queries, passages = (
+            torch.from_numpy(self._encoder.embed(texts)).to(device) for texts in (batch.queries, batch.passages)
+        )
+        opinion = score_batch(_ROWS_AS_CANDIDATES, batch, queries, passages, self._settings.same_tower_negatives)
+        records = torch.arange(sum(batch.sizes), device=device) // ROWS
+        first = sum(batch.sizes[:rank])
+        judged = records[first : first + len(batch.own)].unsqueeze(1) == records.unsqueeze(0)
+        negatives = dict(scores.negatives)
+        for variable, theirs in opinion.negatives.items():
+            if variable in negatives and not (variable == "IQ" and self._settings.iq_negatives == "ik"):
+                kept = judged.repeat(1, theirs.similarities.shape[1] // judged.shape[1])
+                negatives[variable] = screened(
+                    negatives[variable], theirs.similarities, opinion.positive, self._settings.teacher_margin, kept
+                )
+        return replace(scores, negatives=negatives)

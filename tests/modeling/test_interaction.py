@@ -1,0 +1,363 @@
+"""Interaction II against Eq. 4 written out, on a real encoder and a tiny decoder, through everything built on it."""
+
+import json
+import math
+import os
+import shutil
+import socket
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer, Qwen2Config, Qwen2Model
+
+from infembed_ray.config import EvaluateSettings, TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.distributed import run as evaluate
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
+from infembed_ray.modeling.layout import Tokens, padded
+from infembed_ray.modeling.packing import packed
+from infembed_ray.records import Record, columns_of
+from infembed_ray.training.loop import train_worker
+from infembed_ray.training.metrics import read_metrics
+
+INSTRUCTIONS = [
+    "For nurses, in plain words; no brand names.",
+    "As a table.",
+    "For nurses, in plain words; no brand names.",
+]
+QUERIES = ["how is aspirin dosed", "how is aspirin dosed", "what does a rather long question about this look like"]
+
+PADDED = partial(padded, pad_id=0)
+
+
+@pytest.fixture(scope="module")
+def decoder(minilm, tmp_path_factory):
+    """A random Qwen2 with MiniLM's tokenizer."""
+    path = tmp_path_factory.mktemp("decoder")
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    Qwen2Model(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def backbone(request):
+    return request.getfixturevalue(request.param)
+
+
+both = pytest.mark.parametrize("backbone", ["minilm", "decoder"], indirect=True)
+
+
+def crossed(path, **options):
+    """An encoder whose three matrices are no longer the initial ones, so that the instruction has a say."""
+    encoder = InstructionEncoder.from_pretrained(path, interaction="cross_attention", **options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for matrix in encoder.interaction.parameters():
+            matrix.copy_(torch.eye(len(matrix)) + 0.3 * torch.randn_like(matrix) / math.sqrt(len(matrix)))
+    return encoder
+
+
+def equation_4(instruction, query, matrices, mode):
+    """One pair, token by token, in float64. `instruction` may be None."""
+    w_i, w_q1, w_q2 = (np.asarray(m.detach(), dtype=np.float64) for m in matrices)
+    rows = []
+    for i in [np.zeros(len(w_i))] if instruction is None else instruction:
+        scores = [float((i @ w_i) @ (q @ w_q1)) / math.sqrt(len(w_i)) for q in query]
+        exponentials = [math.exp(s - max(scores)) for s in scores]
+        rows.append(sum(e / sum(exponentials) * (q @ w_q2) for e, q in zip(exponentials, query, strict=True)))
+    return {"mean": np.mean(rows, axis=0), "last": rows[-1], "cls": rows[0]}[mode]
+
+
+@given(st.data(), st.sampled_from(["mean", "last", "cls"]))
+@settings(max_examples=40)
+def test_every_pair_is_equation_4_whatever_shares_its_pass(data, mode):
+    """Random states, texts of all lengths, any subset of the pairs in any order, some without an instruction.
+
+    A matrix left out, or padding masked by -1e-8 as in the paper's code, would be off by far more than the tolerance.
+    """
+    text = st.lists(st.integers(1, 50), min_size=1, max_size=7)
+    instructions = [*data.draw(st.lists(text, max_size=4)), []]
+    queries = data.draw(st.lists(text, min_size=1, max_size=4))
+    pair = st.tuples(st.sampled_from(instructions), st.sampled_from(queries))
+    asked = data.draw(st.lists(pair, min_size=1, max_size=12))
+    layout = paired([Tokens(i + q, "query", len(i)) for i, q in asked], PADDED)
+    torch.manual_seed(0)
+    table = torch.randn(51, 6, dtype=torch.float64) * 3
+    table[0] = 1e30  # what stands in the padding must not matter
+    attention = CrossAttention(6).double()
+    for matrix in attention.parameters():
+        torch.nn.init.normal_(matrix)
+    found = attention(table[layout.input_ids], layout, mode).detach().numpy()
+    expected = [
+        equation_4(table[i].numpy() if i else None, table[q].numpy(), attention.parameters(), mode) for i, q in asked
+    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_many_pairs_are_computed_in_blocks_with_the_same_result(monkeypatch):
+    torch.manual_seed(0)
+    asked = [Tokens([*range(i, i + 5), *range(q, q + 1 + q % 4)], "query", 5) for i in range(1, 8) for q in range(1, 8)]
+    layout = paired(asked, PADDED)
+    states = torch.randn(*layout.input_ids.shape, 6)
+    attention = CrossAttention(6)
+    torch.nn.init.normal_(attention.W_i)
+    at_once = attention(states, layout, "mean")
+    monkeypatch.setattr("infembed_ray.modeling.interaction._BLOCK", 100)
+    torch.testing.assert_close(attention(states, layout, "mean"), at_once)
+
+
+@both
+def test_an_encoder_embeds_by_equation_4_over_states_of_each_text_alone(backbone):
+    encoder = crossed(backbone)
+    plain = AutoModel.from_pretrained(backbone).eval()
+
+    def states(text):
+        with torch.no_grad():
+            return plain(**encoder.tokenizer(text, return_tensors="pt")).last_hidden_state[0].double().numpy()
+
+    expected = [
+        equation_4(states(i) if i else None, states(q), encoder.interaction.parameters(), encoder.pooling)
+        for i, q in zip([*INSTRUCTIONS, None], [*QUERIES, QUERIES[0]], strict=True)
+    ]
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    found = encoder.encode_queries([*QUERIES, QUERIES[0]], [*INSTRUCTIONS, None])
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+@both
+def test_neither_batching_nor_the_other_pairs_change_an_embedding(backbone):
+    encoder = crossed(backbone)
+    instructions = [*INSTRUCTIONS, None, "Only what was written after 2020, please, and nothing at all by vendors."]
+    queries = [*QUERIES, QUERIES[0], "short"]
+    together = encoder.encode_queries(queries, instructions)
+    np.testing.assert_allclose(encoder.encode_queries(queries, instructions, batch_tokens=40), together, atol=2e-6)
+    alone = [encoder.encode_queries([q], [i])[0] for q, i in zip(queries, instructions, strict=True)]
+    np.testing.assert_allclose(alone, together, atol=2e-6)
+
+
+def test_an_untrained_model_retrieves_by_the_mean_of_the_query(minilm):
+    """So a backbone that pools by the mean starts where it would be without instructions, whatever its scale."""
+    untrained = InstructionEncoder.from_pretrained(minilm, interaction="cross_attention")
+    joint = InstructionEncoder.from_pretrained(minilm)
+    np.testing.assert_allclose(
+        untrained.encode_queries(QUERIES, INSTRUCTIONS), joint.encode_queries(QUERIES), atol=2e-6
+    )
+    np.testing.assert_array_equal(untrained.encode_passages(QUERIES), joint.encode_passages(QUERIES))
+
+
+@both
+def test_each_distinct_text_goes_through_the_backbone_once(backbone):
+    encoder = crossed(backbone)
+    instructions = [f"instruction number {i}" for i in range(6)]
+    queries = [f"query {i} of several" for i in range(5)]
+    tokens = encoder.tokenize_queries(queries * 6, [i for i in instructions for _ in queries])
+    ((rows, layout),) = encoder.layouts(tokens, 1 << 40)
+    assert (len(layout.pairs), len(layout.lengths), sorted(rows)) == (30, 11, list(range(30)))
+
+
+TEXTS = st.lists(st.integers(1, 4), max_size=6)
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS.filter(bool)), max_size=30), st.integers(1, 60), st.booleans())
+def test_pair_batches_hold_every_row_once_and_their_texts_within_the_budget(asked, budget, pack):
+    sequences = [Tokens(i + q, "query", len(i)) for i, q in asked]
+    batches = list(pair_batches(sequences, budget, pack))
+    assert sorted(row for batch in batches for row in batch) == list(range(len(asked)))
+    for batch in batches:
+        layout = paired([sequences[row] for row in batch], packed if pack else PADDED)
+        assert len(batch) == 1 or layout.input_ids.numel() <= budget
+
+
+@both
+def test_gradient_reaches_the_matrices_and_the_states_of_both_texts(backbone):
+    encoder = crossed(backbone)
+    tokens = encoder.tokenize_queries(QUERIES, INSTRUCTIONS)
+    ((_, layout),) = encoder.layouts(tokens, 1 << 40)
+    kept = []
+
+    def keep(_module, _inputs, output):
+        output.last_hidden_state.retain_grad()
+        kept.append(output.last_hidden_state)
+
+    hook = encoder.backbone.register_forward_hook(keep)
+    torch.manual_seed(0)
+    (encoder(layout) * torch.randn(3, encoder.dimension)).sum().backward()
+    hook.remove()
+    for name, matrix in encoder.interaction.named_parameters():
+        assert matrix.grad.abs().max() > 0, name
+    (states,) = kept
+    by_token = states.grad.abs().amax(dim=2).flatten()[layout.tokens].split(layout.lengths.tolist())
+    instructions = set(layout.pairs[:, 0].tolist())
+    for text, gradients in enumerate(by_token):
+        asking = gradients[-1:] if text in instructions and encoder.pooling == "last" else gradients
+        assert (asking > 0).all(), text
+
+
+def test_gradients_of_equation_4_are_exact():
+    torch.manual_seed(0)
+    attention = CrossAttention(3).double()
+    for matrix in attention.parameters():
+        torch.nn.init.normal_(matrix)
+    layout = paired([Tokens([1, 2, 3, 4], "query", 2), Tokens([5, 4, 3], "query", 1), Tokens([9], "query")], PADDED)
+    states = torch.randn(*layout.input_ids.shape, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: torch.func.functional_call(
+            attention, dict(zip(("W_i", "W_q1", "W_q2"), inputs[1:], strict=True)), (inputs[0], layout, "mean")
+        ),
+        (states, *attention.parameters()),
+    )
+
+
+@both
+def test_a_checkpoint_carries_the_matrices_and_only_this_package_loads_it(backbone, tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    encoder = crossed(backbone)
+    encoder.save_pretrained(tmp_path)
+    again = InstructionEncoder.from_pretrained(str(tmp_path))
+    np.testing.assert_allclose(
+        again.encode_queries(QUERIES, INSTRUCTIONS), encoder.encode_queries(QUERIES, INSTRUCTIONS), atol=1e-6
+    )
+    assert again.pooling == encoder.pooling
+    assert set(load_file(tmp_path / FILE)) == {"W_i", "W_q1", "W_q2"}
+    for options in ({}, {"trust_remote_code": True}):
+        with pytest.raises((ValueError, AttributeError), match="CrossAttention"):
+            sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", **options)
+
+
+def test_other_matrices_and_another_interaction_have_other_fingerprints(minilm, tmp_path):
+    encoder = crossed(minilm)
+    encoder.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        encoder.interaction.W_q1.add_(1.0)
+    encoder.save_pretrained(tmp_path / "other")
+    prints = [InstructionEncoder.from_pretrained(str(tmp_path / n)).fingerprint() for n in ("saved", "other")]
+    prints.append(InstructionEncoder.from_pretrained(str(tmp_path / "saved"), interaction="joint").fingerprint())
+    assert len(set(prints)) == 3
+    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+    assert InstructionEncoder.from_pretrained(str(tmp_path / "copy")).fingerprint() == prints[0]
+
+
+def test_a_checkpoint_without_its_matrices_is_refused(minilm, decoder, tmp_path):
+    crossed(minilm).save_pretrained(tmp_path / "small")
+    crossed(decoder).save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / FILE, tmp_path / "small" / FILE)
+    with pytest.raises(InputError, match=rf"{FILE} holds .*\(32, 32\).* give the whole checkpoint"):
+        InstructionEncoder.from_pretrained(str(tmp_path / "small"))
+    (tmp_path / "small" / FILE).unlink()
+    with pytest.raises(InputError, match=f"no {FILE}"):
+        InstructionEncoder.from_pretrained(str(tmp_path / "small"))
+
+
+def test_instruction_and_query_are_tokenised_apart_and_cut_apart(minilm):
+    encoder = crossed(minilm, query_length=16)
+    long, short = encoder.tokenize_queries(["word " * 100, "why"], ["do this " * 100, None])
+    assert (long.instruction, len(long)) == (16, 32)
+    assert short.instruction == 0
+    cls, sep = encoder.tokenizer.cls_token_id, encoder.tokenizer.sep_token_id
+    assert [long.ids[place] for place in (0, 15, 16, 31)] == [cls, sep, cls, sep]
+
+
+def test_a_query_without_tokens_has_the_pad_token(decoder, tmp_path):
+    shutil.copytree(decoder, tmp_path / "bare")
+    file = tmp_path / "bare" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))  # adds no special tokens
+    encoder = crossed(str(tmp_path / "bare"), append_eos=False)
+    full, empty = encoder.tokenize_queries(["why", ""], ["As a table.", "As a table."])
+    assert empty.ids[empty.instruction :] == [encoder.tokenizer.pad_token_id]
+    np.testing.assert_allclose(encoder.embed([full, empty])[1], encoder.embed([empty])[0], atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- what is built on it
+
+
+def record(n):
+    return Record(
+        id=f"r{n}",
+        query_positive=f"query {n}",
+        instruction_positive=f"good {n}" + " and further" * n,
+        instruction_negative=f"bad {n}",
+        query_negative=f"other query {n}",
+        document_positive=f"passage {n}",
+        hard_negative_document_1=f"first negative {n}",
+        hard_negative_document_2=f"second negative {n}",
+    )
+
+
+def train(rank, settings, rows, directory, port):
+    """One worker of a run, in a process of its own."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.workers)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    train_worker(settings, rows, directory, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=[(0, 1), (3, 2)], ids=["ZeRO-0, 1 worker", "ZeRO-3, 2 workers"])
+def trained(request, minilm, tmp_path_factory):
+    """A checkpoint of the real loop."""
+    stage, workers = request.param
+    directory = tmp_path_factory.mktemp("trained")
+    settings = TrainSettings(
+        records="-",
+        model=minilm,
+        output="-",
+        objective="multi{P,I,IQ}",
+        interaction="cross_attention",
+        instruction_negatives=None,  # all: further pairs cost no encoding
+        workers=workers,
+        zero_stage=stage,
+        records_per_worker=4 // workers,
+        epochs=6,
+        learning_rate=3e-4,
+        query_length=48,
+    )
+    rows = [record(n) for n in range(8)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(train, (settings, rows, directory, port), nprocs=workers)
+    return directory
+
+
+def test_training_lowers_the_loss_and_changes_all_three_matrices(trained):
+    losses = [m["loss"] for m in read_metrics(trained)]
+    assert len(losses) == 12
+    assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
+    for name, matrix in load_file(trained / FILE).items():
+        start = torch.zeros(384, 384) if name == "W_i" else torch.eye(384)
+        assert (matrix - start).abs().max() > 1e-4, name
+
+
+def test_a_trained_instruction_changes_the_embedding(trained):
+    encoder = InstructionEncoder.from_pretrained(str(trained))
+    one, other = encoder.encode_queries([QUERIES[0]] * 2, INSTRUCTIONS[:2])
+    assert np.abs(one - other).max() > 1e-4
+
+
+@pytest.mark.ray
+def test_evaluation_encodes_a_checkpoint_as_its_training_does(trained, ray_cluster, tmp_path):
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(columns_of(record(n))) + "\n" for n in range(8)))
+    published = evaluate(
+        EvaluateSettings(
+            records=str(tmp_path / "records.jsonl"), models={"ours": str(trained)}, output=str(tmp_path / "out")
+        )
+    )
+    figures = published.manifest["figures"]["ours"]
+    assert all(math.isfinite(value) for value in figures.values() if isinstance(value, float))

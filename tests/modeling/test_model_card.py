@@ -1,0 +1,44 @@
+"""The model card: read by the hub's own reader, and its example run as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from infembed_ray.modeling import model_card
+from infembed_ray.modeling.checkpoint import describe
+from infembed_ray.modeling.encoder import InstructionEncoder
+
+
+def written(path, sources, base_model="/somewhere/secret/backbone"):
+    data = model_card.TrainingData(Path("/somewhere/secret/records.jsonl"), "0123456789abcdef", sources)
+    settings = {"objective": "multi{P,I}", "temperature": 0.05}
+    model_card.write(path, describe(str(path)), base_model, data, settings, {"step": 7, "loss": 1.25})
+    return ModelCard.load(path / model_card.FILE)
+
+
+def test_a_card_says_what_the_model_was_trained_on_and_how(minilm, tmp_path):
+    InstructionEncoder.from_pretrained(minilm).save_pretrained(tmp_path)
+    card = written(tmp_path, ["msmarco"] * 3 + ["own"])
+    assert card.data.license == "other"
+    assert card.data.to_dict()["license_name"] == "ms-marco-non-commercial"
+    assert card.data.library_name == "sentence-transformers"
+    for told in ("multi{P,I}", "records.jsonl", "0123456789abcdef", "| of them from msmarco | 3 |", "| loss | 1.25 |"):
+        assert told in card.text
+    assert "secret" not in card.content
+    other = written(tmp_path, ["own"], base_model="org/backbone")
+    assert (other.data.license, other.data.base_model) == (None, "org/backbone")
+
+
+@pytest.mark.parametrize("template", ["instruction_first", "query_first", "instruct_query"])
+def test_its_example_runs_and_writes_the_text_as_the_encoder_does(minilm, tmp_path, template, monkeypatch):
+    pytest.importorskip("sentence_transformers")
+    encoder = InstructionEncoder.from_pretrained(minilm, template=template)
+    encoder.save_pretrained(tmp_path)
+    code = re.search(r"```python\n(.*?)```", written(tmp_path, ["own"]).content, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    expected = encoder.encode_queries([names["query"]], [names["instruction"]])
+    assert (names["queries"] * expected).sum() >= 0.9999
