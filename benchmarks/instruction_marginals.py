@@ -1,0 +1,292 @@
+"""What all B x B joint encodings of the instruction's marginal cost: as prefix trees, and one by one.
+
+    python benchmarks/instruction_marginals.py [--device cuda --dtype bf16 --model qwen2.5-1.5b-shape]
+
+Texts are random ids: B instructions of about 48 tokens and B queries of about 11, with the spread of real ones, so the
+queries of a batch share nothing among themselves. Encodings run forward and backward in random-init decoders of 6 layers
+at 256 wide, on one thread, all ways in turn in the same run, and are compared. Pairwise is the joint encoding as it is
+usually done: all texts in one padded batch. Tuned is pairwise as fast as we know how: without padding (packed) and
+padded, sorted by length, whole and divided into passes that fit the caches, whichever was fastest at B = 12; nothing but
+fewer tokens sets trees apart from it. Trees may be divided too.
+
+The whole step is forward, backward and AdamW: uni{P} encodes B pairs and B passages of about 75 tokens (55 words),
+multi{P,I} all B x B pairs as trees and the same passages.
+
+The last line is one JSON object, of the slower architecture where there are two:
+    speedup_b12, speedup_b24    time pairwise / time as trees
+    vs_tuned_b12, vs_tuned_b24  time of tuned pairwise / time as trees
+    step_vs_uni_p               multi{P,I} step / uni{P} step at B = 12; step_vs_uni_p_one_by_one: tuned, without trees
+    memory_b12, memory_b24      bytes kept for the backward pass, pairwise / as trees
+    embedding_difference        largest of a component, of all runs
+    gradient_difference         largest, relative to the largest gradient of the same parameter, of all runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
+
+from infembed_ray.modeling import prefix_tree
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.packing import packed, packed_batches
+from infembed_ray.modeling.template import TextFormat
+from infembed_ray.training.objectives import Negatives, Objective, marginal_loss
+
+ONE_PASS = 1 << 40
+TINY = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN_1_5B = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+MODELS: dict[str, tuple[Any, Any, dict[str, int]]] = {
+    "qwen2-tiny": (Qwen2Config, Qwen2Model, TINY),
+    "llama-tiny": (LlamaConfig, LlamaModel, TINY),
+    "qwen2.5-1.5b-shape": (Qwen2Config, Qwen2Model, QWEN_1_5B),
+}
+Passes = Iterable[tuple[list[int], Layout]]
+Encode = Callable[[], Tensor]
+
+
+class NoTokenizer:
+    pad_token_id = 0
+
+
+def encoder_of(model: str, options: argparse.Namespace) -> InstructionEncoder:
+    config, backbone, shape = MODELS[model]
+    torch.manual_seed(0)
+    decoder = backbone(config(**shape, attn_implementation=options.attention))
+    decoder.to(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
+    return InstructionEncoder(decoder, NoTokenizer(), "last", TextFormat()).to(options.device)
+
+
+def texts(count: int, mean: float, spread: float, least: int, rng: random.Random) -> list[list[int]]:
+    """Random ids, in lengths of a normal distribution."""
+    lengths = [max(least, round(rng.gauss(mean, spread))) for _ in range(count)]
+    return [[rng.randrange(1, 4096) for _ in range(length)] for length in lengths]
+
+
+def batch(size: int) -> tuple[list[Tokens], list[Tokens]]:
+    """All pairs of `size` instructions and queries, those of one row at i * size + i; and as many passages."""
+    rng = random.Random(size)
+    instructions = texts(size, 48, 10, 20, rng)
+    queries = texts(size, 11, 4, 4, rng)
+    pairs = [Tokens(i + q, "query", len(i)) for i in instructions for q in queries]
+    return pairs, [Tokens(ids) for ids in texts(size, 75, 20, 25, rng)]
+
+
+def in_packed_passes(sequences: list[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
+    for rows in packed_batches([len(s) for s in sequences], batch_tokens):
+        yield rows, packed([sequences[row] for row in rows])
+
+
+def in_padded_passes(sequences: list[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
+    for rows in length_sorted_batches([len(s) for s in sequences], batch_tokens):
+        yield rows, padded([sequences[row] for row in rows], 0)
+
+
+ONE_BY_ONE = {
+    f"{name}, {'one pass' if budget == ONE_PASS else budget}": (layouts, budget)
+    for name, layouts in (("packed", in_packed_passes), ("padded", in_padded_passes))
+    for budget in (ONE_PASS, 4096, 1024)
+}
+PAIRWISE = "padded, one pass"
+TREES = {
+    f"trees, {'one pass' if budget == ONE_PASS else budget}": (prefix_tree.forests, budget)
+    for budget in (ONE_PASS, 1024)
+}
+
+
+def encode(encoder: InstructionEncoder, passes: Passes) -> Tensor:
+    rows, parts = [], []
+    for group, layout in passes:
+        rows += group
+        parts.append(encoder(layout.to(encoder.device)))
+    return torch.cat(parts)[torch.tensor(rows).argsort().to(encoder.device)]
+
+
+def way(encoder: InstructionEncoder, sequences: list[Tokens], how: tuple[Any, int]) -> Encode:
+    layouts, budget = how
+    return lambda: encode(encoder, layouts(sequences, budget))
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def forward_and_backward(encoder: InstructionEncoder, encoded: Encode) -> Tensor:
+    """Embeddings; the gradients of their products with fixed random vectors are left in the parameters."""
+    encoder.zero_grad()
+    embeddings = encoded()
+    generator = torch.Generator().manual_seed(0)
+    (embeddings * torch.randn(embeddings.shape, generator=generator).to(embeddings.device)).sum().backward()
+    return embeddings.detach()
+
+
+def fastest(encoder: InstructionEncoder, sequences: list[Tokens], ways: dict[str, tuple[Any, int]]) -> str:
+    forward_and_backward(encoder, way(encoder, sequences, TREES["trees, one pass"]))  # warm-up
+    times = {
+        name: seconds(lambda how=how: forward_and_backward(encoder, way(encoder, sequences, how)), encoder.device)
+        for name, how in ways.items()
+    }
+    print("  " + "; ".join(f"{name} {s:.2f} s" for name, s in times.items()), flush=True)
+    return min(times, key=times.__getitem__)
+
+
+def kept_bytes(encoder: InstructionEncoder, encoded: Encode) -> int:
+    """What the graph of a forward pass holds for the backward pass, parameters not counted."""
+    parameters = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        embeddings = encoded()
+    del embeddings
+    return sum(kept.values())
+
+
+def marginals(encoder: InstructionEncoder, size: int, one: str, tree: str, rounds: int) -> dict[str, float]:
+    """Speed, memory and difference of the ways to encode a batch."""
+    pairs, _ = batch(size)
+    ways = {
+        "pairwise": way(encoder, pairs, ONE_BY_ONE[PAIRWISE]),
+        "tuned": way(encoder, pairs, ONE_BY_ONE[one]),
+        "tree": way(encoder, pairs, TREES[tree]),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, tuple[Tensor, list[Tensor]]] = {}
+    for _ in range(rounds):
+        for name, encoded in ways.items():
+            result: list[Tensor] = []
+            times[name].append(
+                seconds(lambda e=encoded, r=result: r.append(forward_and_backward(encoder, e)), encoder.device)
+            )
+            gradients = [p.grad for p in encoder.parameters() if p.grad is not None]
+            found[name] = (result[0], gradients)
+    (one_embeddings, one_gradients), (tree_embeddings, tree_gradients) = found["pairwise"], found["tree"]
+    tokens = (
+        sum(map(len, pairs)),
+        sum(layout.input_ids.numel() for _, layout in prefix_tree.forests(pairs, TREES[tree][1])),
+    )
+    pairwise_s, tuned_s, tree_s = (statistics.median(of_way) for of_way in times.values())
+    figures = {
+        "speedup": pairwise_s / tree_s,
+        "vs_tuned": tuned_s / tree_s,
+        "memory": kept_bytes(encoder, ways["pairwise"]) / kept_bytes(encoder, ways["tree"]),
+        "embeddings": float((one_embeddings - tree_embeddings).abs().max()),
+        "gradients": max(
+            float((a - b).abs().max() / a.abs().max()) for a, b in zip(one_gradients, tree_gradients, strict=True)
+        ),
+    }
+    print(
+        f"  B = {size}: {tokens[0]} tokens pairwise in {pairwise_s:.2f} s, tuned ({one}) in {tuned_s:.2f} s; {tokens[1]} as "
+        f"trees ({tree}) in {tree_s:.2f} s: {tokens[0] / tokens[1]:.2f} times fewer, {figures['speedup']:.2f} and "
+        f"{figures['vs_tuned']:.2f} times faster, {figures['memory']:.2f} times less memory; differences {figures['embeddings']:.1e}, {figures['gradients']:.1e}",
+        flush=True,
+    )
+    return figures
+
+
+def steps(encoder: InstructionEncoder, one: str, tree: str, rounds: int, size: int = 12) -> dict[str, float]:
+    """Seconds of a whole training step, by objective."""
+    pairs, passages = batch(size)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-5)
+    diagonal = [i * size + i for i in range(size)]
+    others = ~torch.eye(size, dtype=torch.bool, device=encoder.device)
+
+    def step(objective: str, queries: Encode) -> None:
+        joint = queries()
+        # Passages share nothing: laid out as a single pass without padding.
+        p = way(encoder, passages, ONE_BY_ONE["packed, one pass"])()
+        own = joint if len(joint) == size else joint[diagonal]
+        negatives: dict[Any, Negatives] = {"P": Negatives(own @ p.T, others)}
+        if len(joint) > size:
+            by_instruction = joint.unflatten(0, (size, size))  # [j, i]: I_j with Q_i
+            negatives["I"] = Negatives(torch.einsum("jid,id->ij", by_instruction, p), others)
+        loss = marginal_loss(Objective.parse(objective), (own * p).sum(dim=1), negatives, 0.05, True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    own = [pairs[i] for i in diagonal]
+    ways: dict[str, tuple[str, Encode]] = {
+        "uni{P}": ("uni{P}", way(encoder, own, ONE_BY_ONE["packed, one pass"])),
+        "multi{P,I}": ("multi{P,I}", way(encoder, pairs, TREES[tree])),
+        "multi{P,I} one by one": ("multi{P,I}", way(encoder, pairs, ONE_BY_ONE[one])),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, (objective, queries) in ways.items():
+            times[name].append(seconds(lambda o=objective, q=queries: step(o, q), encoder.device))
+    medians = {name: statistics.median(of_way[1:]) for name, of_way in times.items()}
+    print("  step: " + "; ".join(f"{name} {s:.2f} s" for name, s in medians.items()), flush=True)
+    return medians
+
+
+def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
+    print(f"{model}, {options.device}, {options.dtype}", flush=True)
+    encoder = encoder_of(model, options)
+    pairs, _ = batch(12)
+    one, tree = (fastest(encoder, pairs, ways) for ways in (ONE_BY_ONE, TREES))
+    figures: dict[str, float] = {}
+    differences = []
+    for size in (12, 24):
+        of_size = marginals(encoder, size, one, tree, max(1, options.rounds - (size == 24)))
+        figures |= {f"{name}_b{size}": of_size[name] for name in ("speedup", "vs_tuned", "memory")}
+        differences.append((of_size["embeddings"], of_size["gradients"]))
+    figures["embedding_difference"], figures["gradient_difference"] = map(max, zip(*differences, strict=True))
+    of_step = steps(encoder, one, tree, options.rounds)
+    figures["step_vs_uni_p"] = of_step["multi{P,I}"] / of_step["uni{P}"]
+    figures["step_vs_uni_p_one_by_one"] = of_step["multi{P,I} one by one"] / of_step["uni{P}"]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="default: both tiny ones")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--attention", choices=["sdpa", "flex_attention"], default="sdpa")
+    parser.add_argument("--rounds", type=int, default=3, help="of B = 12; one fewer of B = 24")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread")
+    models = [options.model] if options.model else ["qwen2-tiny", "llama-tiny"]
+    of_models = [measure(model, options) for model in models]
+    worse = {name: max for name in of_models[0] if "difference" in name or "step" in name}
+    figures = {name: worse.get(name, min)(of[name] for of in of_models) for name in of_models[0]}
+    print(json.dumps({name: float(f"{value:.3g}") for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
