@@ -60,7 +60,7 @@ def test_a_budget_for_1000_calls_holds_in_a_storm_of_429s(ray_cluster: None, tmp
         first = server.log()
         print(f"\nbudget {budget:.4f} USD (1,000 calls); the server counts {spent_usd(first):.4f}; {ended(first)}")
         print(stopped.value)
-        assert 0.85 * budget < spent_usd(first) <= budget
+        assert 0.75 * budget < spent_usd(first) <= budget  # answers that were cut off count at their worst
         with pytest.raises(InputError, match="used up"):
             synthesize(seeds, out, server, limits={"budget_usd": budget})
         first = server.log()
