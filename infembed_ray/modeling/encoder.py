@@ -24,7 +24,6 @@ from infembed_ray.modeling.packing import (
     enable_packing,
     first_position,
     packed,
-    packed_batches,
     packing_pays,
 )
 from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
@@ -270,8 +269,7 @@ class InstructionEncoder(nn.Module):
                 for group, layout in prefix_tree.forests([sequences[row] for row in of_side], batch_tokens):
                     yield [of_side[i] for i in group], layout.to(self.device)
                 continue
-            batches = packed_batches if pack else length_sorted_batches
-            for group in batches([len(sequences[row]) for row in of_side], batch_tokens):
+            for group in length_sorted_batches([len(sequences[row]) for row in of_side], batch_tokens, padded=not pack):
                 rows = [of_side[i] for i in group]
                 yield rows, lay([sequences[row] for row in rows]).to(self.device)
 

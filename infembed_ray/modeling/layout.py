@@ -42,9 +42,8 @@ class Layout:
 
     Attributes:
         input_ids: (rows, width) token ids.
-        attention_mask: (rows, width), 1 for real tokens and 0 for padding on either side; or (rows, 1, width, width)
-            bool, True where a token (third axis) may attend another (fourth); or None, for one row of texts one after
-            the other, each attending to itself only (`packing`).
+        attention_mask: (rows, width), 1 for real tokens and 0 for padding on either side; or None, for one row of texts
+            one after the other, each attending to itself only (`packing`), or of prefix trees (`ends`).
         tokens: (sum of lengths) places of the texts' tokens in `input_ids.flatten()`, text after text; one place may
             belong to several texts.
         lengths: (texts) how many tokens each text has.
@@ -89,17 +88,25 @@ def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
     return Layout(ids, real.long(), real.flatten().nonzero().squeeze(1), lengths, sequences[0].side)
 
 
-def length_sorted_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows grouped longest first, so that a group's padded size (rows x longest) stays within `batch_tokens`.
+def length_sorted_batches(lengths: Sequence[int], batch_tokens: int, padded: bool = True) -> Iterator[list[int]]:
+    """Rows grouped longest first, so that a group's tokens stay within `batch_tokens`.
 
     A row longer than `batch_tokens` makes a group of its own.
+
+    Args:
+        lengths: tokens of each row.
+        batch_tokens: most tokens of a group.
+        padded: its rows are padded to the longest, and padding counts.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     group: list[int] = []
+    tokens = 0
     for row in order:
-        if group and (len(group) + 1) * lengths[group[0]] > batch_tokens:
+        size = lengths[group[0]] if padded and group else lengths[row]
+        if group and tokens + size > batch_tokens:
             yield group
-            group = []
+            group, tokens, size = [], 0, lengths[row]
         group.append(row)
+        tokens += size
     if group:
         yield group

@@ -16,7 +16,7 @@ of them: nothing is copied, no pad token is read. Rows that are not packed go to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,24 +53,6 @@ def packed(sequences: Sequence[Tokens], first_position: int = 0) -> Layout:
         sequences[0].side,
         position_ids=positions.unsqueeze(0),
     )
-
-
-def packed_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows grouped longest first, so that a group's tokens stay within `batch_tokens`.
-
-    A row longer than `batch_tokens` makes a group of its own.
-    """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    group: list[int] = []
-    tokens = 0
-    for row in order:
-        if group and tokens + lengths[row] > batch_tokens:
-            yield group
-            group, tokens = [], 0
-        group.append(row)
-        tokens += lengths[row]
-    if group:
-        yield group
 
 
 def boundaries(lengths: Tensor) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class Ledger:
             in_flight=sum(holder.in_flight for holder in self._holders.values()),
             slots=int(self._bounds[SLOTS]),
             spent_usd=self._used.get(USD, 0.0),
-            committed_usd=self._used.get(USD, 0.0) + sum(h.held.get(USD, 0.0) for h in self._holders.values()),
+            committed_usd=self.committed_usd,
             traffic=self._traffic,
             failure=self._failure,
             warnings=tuple(self._warnings),

@@ -138,7 +138,7 @@ class Engine:
         if missing:
             shortest = [min(sequences, key=len)]
             passes += [([len(sequences)], layout) for _, layout in self.encoder.layouts(shortest, _ONE_PASS)] * missing
-        passes.reverse()  # the longest last: GradCache keeps the graph of that one
+        passes.reverse()  # often the longest last: GradCache keeps the graph of that one
         embeddings = self._passes.encode([layout for _, layout in passes])
         order = torch.tensor([row for rows, _ in passes for row in rows]).argsort()
         return embeddings[order[: len(sequences)].to(embeddings.device)]

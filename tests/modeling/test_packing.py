@@ -24,14 +24,13 @@ from transformers import (
     XLMRobertaModel,
 )
 
-from infembed_ray.modeling.layout import Tokens, padded
+from infembed_ray.modeling.layout import Tokens, length_sorted_batches, padded
 from infembed_ray.modeling.packing import (
     ATTENTION,
     boundaries,
     enable_packing,
     first_position,
     packed,
-    packed_batches,
     packing_pays,
 )
 
@@ -204,7 +203,7 @@ def test_a_saved_model_does_not_ask_for_packing(tmp_path):
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))
 def test_packed_batches_hold_every_row_once_within_the_budget(lengths, budget):
-    batches = list(packed_batches(lengths, budget))
+    batches = list(length_sorted_batches(lengths, budget, padded=False))
     assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
