@@ -4,6 +4,10 @@ A step's output lives at `OUTPUT/<identity>`, where the identity is a hash of th
 of its inputs. Same inputs and settings: same path, nothing to do. The directory is written beside its final name and
 renamed when its `manifest.json` is on disk, so nothing half-written is ever read as whole. `OUTPUT/latest` names the
 newest published output; `resolve` follows it, so `OUTPUT` itself can be given wherever an input is expected.
+
+In an object store nothing can be renamed. An output there is written in a scratch directory of this machine
+(`object_store.scratch`) and then uploaded to `OUTPUT/<identity>`, `manifest.json` last, and `latest` after it: what has no
+manifest is not whole. Inputs are downloaded to the scratch directory once, and again when they change.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +29,7 @@ from typing import Any
 from infembed_ray import __version__
 from infembed_ray.config import Settings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, digest, is_uri, scratch, told
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -35,19 +42,47 @@ def local_path(value: str, name: str) -> Path:
     """`value` as an absolute path of this machine: workers have other working directories. `name` is its setting.
 
     Raises:
-        InputError: it is an object-store URI. A cluster shares outputs over a mounted file system for now.
+        InputError: it is the URI of an object store, which this setting does not take.
     """
     if "://" in value and not value.startswith("file://"):
-        raise InputError(f"{name}={value}: object stores are not supported yet; mount it, or give a shared directory")
+        known = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
+        raise InputError(f"{name}={value}: must be a path of this machine; mount it, or give a shared directory{known}")
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
 def existing(value: str, name: str) -> Path:
-    """The file or directory a setting names, with `latest` followed; InputError if it is not there."""
+    """The file or directory a setting names, with `latest` followed; of an object store, a copy on this machine.
+
+    Raises:
+        InputError: it is not there, or the object store does not give it.
+    """
+    if is_uri(value):
+        return _downloaded(value, name)
     path = local_path(value, name)
     if not path.exists():
         raise InputError(f"{name}={value}: no such file or directory")
     return resolve(path)
+
+
+def _downloaded(uri: str, name: str) -> Path:
+    """A copy of what is at `uri` now, below a directory that is named by its content."""
+    place = Folder.of(uri, name)
+    with told(place.base, name):
+        if place.read(MANIFEST) is None and (newest := place.read(LATEST)):
+            place = place / newest.strip()
+        entries = {file: entry for file, entry in place.entries().items() if file.split("/")[0] != STATES}
+        if not entries:
+            raise InputError(f"{name}={place}: no such object, and none below it")
+        root = scratch() / "inputs" / hashlib.sha256(f"{place.uri}\0{digest(entries)}".encode()).hexdigest()[:16]
+        root.mkdir(parents=True, exist_ok=True)
+        copy = root / place.name
+        with (root / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+            for file, entry in entries.items():
+                target = copy / file if file else copy
+                if not target.is_file() or target.stat().st_size != entry.size:
+                    place.download(file, target)
+    return copy
 
 
 def resolve(path: Path) -> Path:
@@ -104,20 +139,29 @@ def read_manifest(path: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Published:
-    """A finished output: where it is and what its manifest says."""
+    """A finished output: where it is and what its manifest says.
+
+    Attributes:
+        path: on this machine. Of an output in an object store that an earlier run made, it may not be there; `existing`
+            brings it.
+        manifest: its own.
+        fresh: True if this run made it, False if it was there already.
+        uri: in the object store, if it is in one.
+    """
 
     path: Path
     manifest: Mapping[str, Any]
     fresh: bool
-    """True if this run made it, False if it was there already."""
+    uri: str | None = None
 
     @property
     def account(self) -> str:
         """Where the output is and, if this run did nothing, why: one or two lines for the person who started it."""
+        place = self.uri or str(self.path)
         if self.fresh:
-            return str(self.path)
+            return place
         made = self.manifest["created"]
-        return f"nothing to do: same inputs and settings, output finished on {made}\n{self.path}"
+        return f"nothing to do: same inputs and settings, output finished on {made}\n{place}"
 
 
 @dataclass
@@ -125,6 +169,8 @@ class Staging:
     """An output being written. The caller fills `path`, `counts` and `facts`; `Step.publish` does the rest."""
 
     path: Path
+    remote: Folder | None = None
+    """Where it is going, if that is an object store."""
     counts: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """What else the manifest should say (cost, figures, the encoder's fingerprint)."""
@@ -139,6 +185,7 @@ class Step:
         output: the directory under which outputs of this stage are published.
         inputs: input name -> path. Their contents decide the path, not their names.
         names: input name -> identity, for inputs that are no path of this machine (hub names).
+        uris: may `output` be in an object store? Where all that is written is written by the caller of `publish`.
     """
 
     def __init__(
@@ -148,9 +195,11 @@ class Step:
         output: str,
         inputs: Mapping[str, Path],
         names: Mapping[str, str] | None = None,
+        uris: bool = False,
     ) -> None:
         self.stage = stage
-        self.root = local_path(output, "output")
+        remote = Folder.of(output, "output") if uris and is_uri(output) else None
+        self.root = local_path(output, "output") if remote is None else _scratch_of(remote)
         self._settings = settings
         self._inputs = {name: {"path": str(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()}
         self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
@@ -159,29 +208,46 @@ class Step:
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
         require_writable(self.root, "output")
+        self._remote_root = remote
+        self.remote = None if remote is None else remote / self.identity
+        self._uri = None if self.remote is None else self.remote.base
+        if remote is not None:
+            with told(remote.base, "output"):
+                probe = f".probe-{secrets.token_hex(4)}"  # another machine may be at it
+                remote.write(probe, "")
+                remote.delete(probe)
 
     def finished(self) -> Published | None:
         """The output, if an earlier run published it; `latest` then names it again."""
-        if not (self.path / MANIFEST).is_file():
+        if self.remote is None:
+            manifest = read_manifest(self.path, "output") if (self.path / MANIFEST).is_file() else None
+        else:
+            with told(self.remote.base, "output"):
+                text = self.remote.read(MANIFEST)
+            manifest = None if text is None else json.loads(text)
+        if manifest is None:
             return None
         self._point()
-        return Published(self.path, read_manifest(self.path, "output"), fresh=False)
+        return Published(self.path, manifest, fresh=False, uri=self._uri)
 
     @contextlib.contextmanager
     def publish(self) -> Iterator[Staging]:
         """Write the output in the block's directory; it is published when the block ends without an exception.
 
         The directory of an interrupted run with the same identity is handed over as it is, so that a stage can
-        resume from what it left there. Two runs of the same identity exclude each other by a lock.
+        resume from what it left there. Two runs of the same identity exclude each other by a lock; in an object store
+        only if they are started on the same machine, because it has no locks.
         """
         partial = self.root / f".{self.identity}.partial"
         with self._lock():
-            if (self.path / MANIFEST).is_file():
+            if self.remote is not None:
+                shutil.rmtree(self.path, ignore_errors=True)  # a copy; the store says whether it is finished
+            elif (self.path / MANIFEST).is_file():
                 raise InputError(
                     f"output={self.root}: another run has just finished this very output; run again to use it"
                 )
             partial.mkdir(exist_ok=True)
-            staging = Staging(partial)
+            staging = Staging(partial, self.remote)
             start = time.monotonic()
             yield staging
             manifest = {
@@ -196,14 +262,21 @@ class Step:
                 **staging.facts,
             }
             write_json(partial / MANIFEST, manifest)
+            if self.remote is not None:
+                with told(self.remote.base, "output"):
+                    _upload(partial, self.remote)
             partial.rename(self.path)
             self._point()
 
     def published(self) -> Published:
         """What `publish` just made."""
-        return Published(self.path, read_manifest(self.path, "output"), fresh=True)
+        return Published(self.path, read_manifest(self.path, "output"), fresh=True, uri=self._uri)
 
     def _point(self) -> None:
+        if self._remote_root is not None:
+            with told(self._remote_root.base, "output"):
+                self._remote_root.write(LATEST, self.identity + "\n")
+            return
         partial = self.root / f"{LATEST}.partial"
         partial.write_text(self.identity + "\n", encoding="utf-8")
         partial.replace(self.root / LATEST)
@@ -217,6 +290,29 @@ class Step:
                 raise InputError(f"output={self.root}: another run is writing this very output; wait for it") from error
             yield
         # The file stays: a lock that is removed can be held twice, once on the old file and once on a new one.
+
+
+def _scratch_of(remote: Folder) -> Path:
+    """Where outputs that go to an object store are written on this machine."""
+    return scratch() / "outputs" / hashlib.sha256(remote.uri.encode()).hexdigest()[:16]
+
+
+def _upload(directory: Path, remote: Folder) -> None:
+    """Upload an output, its manifest last. States have their own way there."""
+    files = {file.relative_to(directory).as_posix(): file for file in output_files(directory)}
+    for name, file in files.items():
+        if name != MANIFEST:
+            remote.upload(file, name)
+    for name in remote.entries():  # of an attempt before
+        if name not in files and name.split("/")[0] != STATES:
+            remote.delete(name)
+    remote.upload(directory / MANIFEST, MANIFEST)
+
+
+def output_files(directory: Path) -> list[Path]:
+    """The files of an output but its states and what is half-written."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".partial")
+    return sorted(path for path in files if path.relative_to(directory).parts[0] != STATES)
 
 
 def require_writable(root: Path, name: str) -> None:

@@ -1,14 +1,19 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from infembed_ray.config import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, scratch
 from infembed_ray.storage import Step, existing, fingerprint, resolve
 
 
@@ -99,8 +104,140 @@ def test_fingerprints_follow_contents_not_places(tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [("/dev/null/x", "cannot be written"), ("s3://bucket/x", "object stores are not supported yet")],
+    [
+        ("/dev/null/x", "cannot be written"),
+        ("s3://bucket/x", "must be a path of this machine"),
+        ("ftp://x/y", "s3, gs"),
+    ],
 )
 def test_an_unusable_output_is_refused_before_any_work(tmp_path, output, message):
     with pytest.raises(InputError, match=message):
         Step("train", settings(), output, {})
+
+
+# ------------------------------------------------------------------------------------------------------ object stores
+
+
+@pytest.fixture
+def place(bucket, tmp_path, monkeypatch):
+    """URI of an empty folder; what is copied to this machine goes below tmp_path."""
+    monkeypatch.setenv("INFEMBED_SCRATCH", str(tmp_path / "scratch"))
+    return f"{bucket}/{tmp_path.name}"
+
+
+def remote_step(place, tmp_path, **changes):
+    source = tmp_path / "input.txt"
+    source.write_text("x")
+    return Step("train", settings(**changes), place, {"records": source}, uris=True)
+
+
+def names(place):
+    return set(Folder.of(place, "x").entries())
+
+
+def test_an_output_in_an_object_store_is_found_from_any_machine(place, tmp_path):
+    one = remote_step(place, tmp_path)
+    assert one.finished() is None
+    published = publish(one)
+    assert published.uri == f"{place}/{one.identity}"
+    assert published.account == published.uri
+    assert names(place) == {"latest", f"{one.identity}/file.txt", f"{one.identity}/manifest.json"}
+    shutil.rmtree(scratch())
+    again = remote_step(place, tmp_path).finished()
+    assert again is not None
+    assert not again.fresh
+    assert again.manifest["counts"] == {"rows": 1}
+    assert again.account.endswith(str(published.uri))
+    for uri in (place, published.uri):
+        assert (existing(uri, "model") / "file.txt").read_text() == "result"
+
+
+def test_a_failed_block_uploads_nothing_and_what_is_half_uploaded_is_not_whole(place, tmp_path):
+    with pytest.raises(ZeroDivisionError), remote_step(place, tmp_path).publish() as staging:
+        (staging.path / "half").write_text("half")
+        _ = 1 / 0
+    assert names(place) == set()
+    half = remote_step(place, tmp_path)
+    (Folder.of(place, "x") / half.identity).write("of an attempt before", "x")
+    assert half.finished() is None
+    with half.publish() as staging:
+        assert (staging.path / "half").read_text() == "half"
+    assert names(place) == {"latest", f"{half.identity}/half", f"{half.identity}/manifest.json"}
+
+
+def test_latest_follows_the_last_run_in_an_object_store(place, tmp_path):
+    first, second = publish(remote_step(place, tmp_path)), publish(remote_step(place, tmp_path, seed=7))
+    assert existing(place, "x") == existing(second.uri, "x")
+    remote_step(place, tmp_path).finished()
+    assert existing(place, "x") == existing(first.uri, "x")
+
+
+def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):
+    folder = Folder.of(place, "x")
+    folder.write("data/rows.jsonl", "1")
+    file = existing(f"{place}/data/rows.jsonl", "records")
+    assert (file.name, file.read_text()) == ("rows.jsonl", "1")
+    file.write_text("2")  # of the same size: it would be downloaded again if it were looked at
+    assert existing(f"{place}/data/rows.jsonl", "records").read_text() == "2"
+    file.unlink()
+    assert existing(f"{place}/data/rows.jsonl", "records").read_text() == "1"
+    folder.write("data/rows.jsonl", "longer")
+    assert existing(f"{place}/data/rows.jsonl", "records").read_text() == "longer"
+    whole = existing(f"{place}/data", "records")
+    assert fingerprint(whole / "rows.jsonl") == fingerprint(existing(f"{place}/data/rows.jsonl", "records"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("s3://no-such-bucket/x", "records=s3://no-such-bucket/x: no bucket no-such-bucket"),
+        ("s3://bucket/nothing/here", "records=s3://bucket/nothing/here: no such object, and none below it"),
+        ("s3://key:secret@bucket/x", "records=bucket/x: credentials in a URI end in logs"),
+        ("abfs://c:key@account.dfs.core.windows.net/x", "records=account.dfs.core.windows.net/x: credentials in a URI"),
+        (
+            "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=abc",
+            "records=[^?]*/x: its query may hold .*environment",
+        ),
+        ("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http", "records=s3://bucket/x: the object store does not"),
+    ],
+)
+def test_an_object_that_cannot_be_had_is_one_line(place, uri, message):
+    with pytest.raises(InputError, match=message) as caught:
+        existing(uri, "records")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["abfs://c@account.dfs.core.windows.net/x", "abfs://account.dfs.core.windows.net/c/x"])
+def test_an_azure_uri_names_container_and_path_in_either_form(monkeypatch, uri):
+    """As far as that goes without an account: what the client is asked for."""
+    opened, asked = Folder._open, []
+
+    def refuse(name):
+        asked.append(name)
+        raise OSError("no account here")
+
+    def spied(folder):
+        system, path = opened(folder)
+        assert system.type_name == "abfs"
+        asked.append(path)
+        return SimpleNamespace(get_file_info=refuse), path
+
+    monkeypatch.setattr(Folder, "_open", spied)
+    with pytest.raises(InputError, match="no account here"):
+        Folder.of(uri, "records")
+    assert asked == ["c/x", "c"]
+
+
+def test_a_query_names_the_store_where_the_environment_does_not(place, monkeypatch):
+    endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+    Folder.of(place, "x").write("file", "x")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert existing(f"{place}/file?endpoint_override={endpoint}&scheme=http", "x").read_text() == "x"
+
+
+def test_scratch_of_another_user_is_refused(monkeypatch):
+    monkeypatch.delenv("INFEMBED_SCRATCH", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(InputError, match="set INFEMBED_SCRATCH to a directory of your own"):
+        scratch()
+    (Path(tempfile.gettempdir()) / "infembed-4711").rmdir()

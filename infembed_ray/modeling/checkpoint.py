@@ -21,7 +21,8 @@ from transformers.utils import cached_file
 from infembed_ray.config import Interaction, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode
-from infembed_ray.storage import MANIFEST, fingerprint_files, resolve, write_json
+from infembed_ray.object_store import is_uri
+from infembed_ray.storage import MANIFEST, existing, fingerprint_files, resolve, write_json
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"
@@ -63,14 +64,14 @@ def locate(model: str, setting: str) -> Located:
     """Find a model that a setting names.
 
     Args:
-        model: directory (`latest` is followed) or hub name.
+        model: directory (`latest` is followed), URI of one in an object store, or hub name.
         setting: the setting's name.
 
     Raises:
         InputError: it looks like a directory but there is none, or the directory holds no model, or the hub does not
             know the name.
     """
-    path = resolve(Path(model).expanduser().absolute()).resolve()
+    path = existing(model, setting) if is_uri(model) else resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
         for tower in _towers(str(path)):
             folder = path / tower
@@ -208,6 +209,12 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
             f"model={model}: cannot be loaded ({' '.join(str(error).split())[:200]}); "
             "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
         ) from error
+    places = backbones[0].get_input_embeddings().num_embeddings
+    if len(tokenizer) > places:
+        raise InputError(
+            f"model={model}: its tokenizer has {len(tokenizer)} tokens, the model embeds {places}: it is another model's; "
+            "give the tokenizer that the model was trained with"
+        )
     if not tokenizer.is_fast:
         raise InputError(f"model={model}: its tokenizer is not a fast one; convert it to a tokenizer.json")
     if tokenizer.pad_token is None:

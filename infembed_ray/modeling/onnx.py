@@ -34,7 +34,7 @@ def run(settings: ExportSettings) -> Published:
         InputError: no such model, or one that is not an encoder; or onnx is not installed.
     """
     found = checkpoint.locate(settings.model, "model")
-    step = Step("export", settings, settings.output, found.inputs, found.names)
+    step = Step("export", settings, settings.output, found.inputs, found.names, uris=True)
     if done := step.finished():
         return done
     encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,11 @@ def test_a_directory_without_a_model_is_named(tmp_path):
         locate(str(tmp_path), "model")
     with pytest.raises(InputError, match="cannot be loaded"):
         InstructionEncoder.from_pretrained(str(tmp_path))
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path, minilm, backbone_path):
+    shutil.copytree(backbone_path("qwen2"), tmp_path, dirs_exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(minilm) / name, tmp_path / name)
+    with pytest.raises(InputError, match=r"its tokenizer has \d+ tokens, the model embeds \d+: it is another model's"):
+        InstructionEncoder.from_pretrained(str(tmp_path), device="meta")
