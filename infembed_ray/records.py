@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 
 from infembed_ray.config import nearest
 from infembed_ray.errors import InputError
+from infembed_ray.storage import MANIFEST
 
 SCENARIOS = ("positive", "negative_instruction", "negative_query")
 """The judge's three scenarios; also the names of the three candidates, each the right answer of its own scenario."""
@@ -115,7 +117,15 @@ COMPLEMENT = pa.schema(
 """The dual view of a kept record: an instruction under which the hard negative becomes the positive."""
 PASSAGE = pa.schema([(f.name, _TEXT) for f in fields(Passage)])
 
+MADE_ID = "row-"
+"""How the ids begin that records without any are given."""
+
+_SHARD = re.compile(r"(?P<split>\w+)-\d{5}-of-\d{5}")
+"""File names on the Hugging Face hub: `train-00000-of-00007`."""
+
 _ROWS_AT_ONCE = 1024
+_ARROW_FILE = b"ARROW1"
+"""How Arrow's file format begins; its streaming format, which `datasets` saves, begins otherwise."""
 _BLOCK = 1 << 20
 _LONGEST_ROW = 1 << 26
 
@@ -128,47 +138,103 @@ COMPLEMENTS_FILE = "complements.parquet"
 def read(
     path: Path, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> list[Row]:
-    """Read and check rows of a Parquet or JSONL file, or of a published synthesis output.
+    """All rows that `stream` reads from a file, a directory of files or a published synthesis output."""
+    return list(stream(path, row, name, columns, split))
+
+
+def stream(
+    path: Path, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
+) -> Iterator[Row]:
+    """Read and check rows one by one; no more than their ids stays in memory.
 
     Args:
-        path: file, or directory holding `records.parquet`.
+        path: file, or directory holding `records.parquet`, or directory of data files, as `datasets` and the Hugging
+            Face hub lay them out.
         row: `Seed`, `Record` or `Passage`.
         name: the setting the path came from, for error messages.
         columns: our column name -> the name in the file.
-        split: keep only rows whose `split` is this.
+        split: keep only rows whose `split` is this; where they have none, their file's name says it.
 
     Raises:
         InputError: no such file, unknown format, a missing column, no rows, an empty field (row and column named), a
             duplicate id.
     """
-    if path.is_dir():
-        if not (path / KEPT_FILE).is_file():
-            raise InputError(f"{name}={path}: no {KEPT_FILE} in this directory; give a file or a synthesis output")
-        path = path / KEPT_FILE
-    raw = list(raw_rows(path, name))
-    if not raw:
-        raise InputError(f"{name}={path}: empty, it has no rows; give a file with at least one")
-    names = mapping(raw[0], row, path, name, columns or {})
-    rows: list[Row] = []
+    kept = path / KEPT_FILE
+    if (path / MANIFEST).is_file() and not kept.is_file():
+        raise InputError(f"{name}={path}: no {KEPT_FILE} in this published output; give that of a synthesis")
+    files = [kept] if kept.is_file() else data_files(path, name, split)
     seen: set[str] = set()
+    taken = False
+    for file in files:
+        for read_row in _checked(file, row, name, columns or {}, seen):
+            if split is None or getattr(read_row, "split", None) == split:
+                taken = True
+                yield read_row
+    if not seen:
+        raise InputError(f"{name}={path}: empty, it has no rows; give a file with at least one")
+    if not taken:
+        raise InputError(f"{name}={path}: no row has split={split}; leave split unset to take all rows")
+
+
+def _checked(file: Path, row: type[Row], name: str, columns: Mapping[str, str], seen: set[str]) -> Iterator[Row]:
+    """The rows of one file; their ids are added to those seen."""
+    names: dict[str, str] = {}
     required = _required(row)
-    for number, values in enumerate(raw, start=1):
+    of_file = split_of(file) if "split" in {f.name for f in fields(row)} else None
+    for number, values in enumerate(raw_rows(file, name), start=1):
+        names = names or mapping(values, row, file, name, columns)
         taken = {ours: _text(values.get(theirs)) for ours, theirs in names.items()}
+        if of_file is not None and taken.get("split") is None:
+            taken["split"] = of_file
         if "id" not in names:
-            taken["id"] = f"row-{number}"
+            taken["id"] = f"{MADE_ID}{len(seen) + 1}"
         for column in required:
             if not (taken[column] or "").strip():
                 theirs = names.get(column, column)
-                raise InputError(f"{name}={path}: row {number}: column {theirs} is empty; fill it or drop the row")
+                raise InputError(f"{name}={file}: row {number}: column {theirs} is empty; fill it or drop the row")
         if taken["id"] in seen:
-            raise InputError(f"{name}={path}: row {number}: id {taken['id']} stands twice; ids must be unique")
+            raise InputError(f"{name}={file}: row {number}: id {taken['id']} stands twice; ids must be unique")
         seen.add(str(taken["id"]))
-        rows.append(row(**{k: v for k, v in taken.items() if v is not None}))
-    if split is not None:
-        rows = [r for r in rows if getattr(r, "split", None) == split]
-        if not rows:
-            raise InputError(f"{name}={path}: no row has split={split}; leave split unset to take all rows")
-    return rows
+        yield row(**{k: v for k, v in taken.items() if v is not None})
+
+
+def data_files(path: Path, name: str, split: str | None = None) -> list[Path]:
+    """The file, or the files of a directory in the first of our formats that it has, less those of another split.
+
+    Args:
+        path: file or directory.
+        name: the setting the path came from, for error messages.
+        split: of which files named `train-00000-of-00007` say that they are.
+
+    Raises:
+        InputError: no file that can be read, or all are of other splits.
+    """
+    if not path.is_dir():
+        return [path]
+    visible = [file for file in sorted(path.rglob("*")) if not hidden(file.relative_to(path))]
+    for suffix in FORMATS:
+        files = [file for file in visible if file.suffix == suffix]
+        if files:
+            taken = [file for file in files if split is None or split_of(file) in (None, split)]
+            if not taken:
+                raise InputError(f"split={split}: {name}={path} has none; found {', '.join(sorted(_splits(files)))}")
+            return taken
+    raise InputError(f"{name}={path}: no files in this directory that can be read; give {', '.join(FORMATS)}")
+
+
+def split_of(file: Path) -> str | None:
+    """The split that a file's name says, as on the Hugging Face hub."""
+    found = _SHARD.fullmatch(file.stem)
+    return found["split"] if found else None
+
+
+def _splits(files: Iterable[Path]) -> set[str]:
+    return {split for split in map(split_of, files) if split is not None}
+
+
+def hidden(path: Path) -> bool:
+    """Is a file, or a directory that it lies in, one of those that begin with a dot?"""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def columns_of(row: Seed | Record | Passage) -> dict[str, Any]:
@@ -198,7 +264,7 @@ def _text(value: Any) -> str | None:
 
 
 def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet, JSONL, JSON (an array, or lines) or CSV/TSV file as they are, in bounded memory.
+    """The rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file as they are, in bounded memory.
 
     Args:
         path: the file.
@@ -215,7 +281,8 @@ def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
     try:
         yield from reader(path, name)
     except pa.ArrowException as error:
-        raise InputError(f"{name}={path}: not readable as Parquet ({error}); is the file whole?") from error
+        kind = "Arrow" if path.suffix == ".arrow" else "Parquet"
+        raise InputError(f"{name}={path}: not readable as {kind} ({error}); is the file whole?") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name}={path}: not UTF-8 ({error.reason}); convert it") from error
 
@@ -223,6 +290,19 @@ def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
 def _parquet_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
     for batch in pq.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
         yield from batch.to_pylist()
+
+
+def _arrow_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    with pa.memory_map(str(path)) as source:
+        seekable = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+        source.seek(0)
+        if seekable:
+            reader = pa.ipc.open_file(source)
+            batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = pa.ipc.open_stream(source)
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 def _json_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -288,6 +368,7 @@ def _csv_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
 _READERS: Mapping[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
     ".parquet": _parquet_rows,
     ".jsonl": _json_lines,
+    ".arrow": _arrow_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".tsv": _csv_rows,

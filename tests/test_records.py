@@ -86,6 +86,53 @@ def test_splits_are_taken_and_an_empty_one_is_refused(tmp_path):
         records.read(path, Seed, "seeds", split="dev")
 
 
+def shards(directory, suffix):
+    """A data set as it lies on disk, in shards of two splits; returns the rows of `train`."""
+    parts = {"train-00000-of-00002": (0, 2), "train-00001-of-00002": (2, 3), "dev-00000-of-00001": (3, 4)}
+    for name, (first, end) in parts.items():
+        table = pa.Table.from_pylist([published_record(query_positive=f"q{n}") for n in range(first, end)])
+        if suffix == "parquet":
+            pq.write_table(table, directory / f"{name}.parquet")
+        else:  # as `datasets` saves it
+            with (
+                pa.OSFile(str(directory / f"{name}.arrow"), "wb") as sink,
+                pa.ipc.new_stream(sink, table.schema) as out,
+            ):
+                out.write_table(table)
+    (directory / "dataset_info.json").write_text('{"splits": {}}')
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_directory_of_shards_is_one_data_set_and_file_names_say_the_split(tmp_path, suffix):
+    shards(tmp_path, suffix)
+    everything = records.read(tmp_path, Record, "records")
+    assert [(r.id, r.query_positive, r.split) for r in everything] == [
+        ("row-1", "q3", "dev"),
+        ("row-2", "q0", "train"),
+        ("row-3", "q1", "train"),
+        ("row-4", "q2", "train"),
+    ]
+    assert [r.query_positive for r in records.read(tmp_path, Record, "records", split="train")] == ["q0", "q1", "q2"]
+    with pytest.raises(InputError, match=r"split=test: records=.* has none; found dev, train"):
+        records.read(tmp_path, Record, "records", split="test")
+
+
+def test_an_arrow_file_is_read_and_a_damaged_one_named(tmp_path):
+    table = pa.Table.from_pylist([SEED])
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+    assert records.read(tmp_path / "a.arrow", Seed, "seeds") == [Seed("1", "q", "p")]
+    (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"seeds=.*a.arrow: not readable as Arrow"):
+        records.read(tmp_path / "a.arrow", Seed, "seeds")
+
+
+def test_an_output_of_another_step_is_no_data(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no records.parquet in this published output"):
+        records.read(tmp_path, Record, "records")
+
+
 @given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
 def test_written_records_read_back_equal(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("r") / "records.parquet"

@@ -12,7 +12,7 @@ import heapq
 import html
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,15 +21,13 @@ from typing import Any, TextIO
 from infembed_ray import records
 from infembed_ray.config import SynthesizeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records import FORMATS, Seed
+from infembed_ray.records import Seed
 from infembed_ray.storage import existing
 
 POOL_SIZE = 10_000
 """Most passages that distractors are drawn from."""
 
 _DIGEST_BYTES = 16
-_SHARD = re.compile(r"(?P<split>\w+)-\d{5}-of-\d{5}")
-"""File names on the Hugging Face hub: `train-00000-of-00007`."""
 
 LeftOut = str
 """Why a row of a published data set holds no pair: not a fault, but counted."""
@@ -109,7 +107,7 @@ class Source:
             yield replace(item, id=_sound(item.id), query=_sound(item.query), passage=_sound(passage))
 
     def _tables(self) -> Callable[[], Iterator[Seed | LeftOut]]:
-        files = _files(self.path, self._settings.split)
+        files = records.data_files(self.path, "seeds", self._settings.split)
         readers = []
         for file in files:
             first = next(records.raw_rows(file, "seeds"), None)
@@ -118,7 +116,7 @@ class Source:
 
         def read() -> Iterator[Seed | LeftOut]:
             for file, seeds_of in readers:
-                split = _split_of(file)
+                split = records.split_of(file)
                 for number, row in enumerate(records.raw_rows(file, "seeds"), start=1):
                     for item in seeds_of(row, number):
                         if isinstance(item, Seed):
@@ -182,34 +180,6 @@ class _Pool:
     def passages(self) -> tuple[str, ...]:
         """In the order in which they were added first."""
         return tuple(passage for _, _, passage in sorted(self._largest, key=lambda entry: -entry[1]))
-
-
-def _files(path: Path, split: str | None) -> list[Path]:
-    """The file, or the files of a directory in the first of our formats that it has, less those of another split."""
-    if path.is_file():
-        return [path]
-    visible = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path))]
-    for suffix in FORMATS:
-        files = [file for file in visible if file.suffix == suffix]
-        if files:
-            taken = [file for file in files if split is None or _split_of(file) in (None, split)]
-            if not taken:
-                raise InputError(f"split={split}: seeds={path} has none; found {', '.join(sorted(_splits(files)))}")
-            return taken
-    raise InputError(f"seeds={path}: no files in this directory that can be read; give {', '.join(FORMATS)}")
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _split_of(file: Path) -> str | None:
-    found = _SHARD.fullmatch(file.stem)
-    return found["split"] if found else None
-
-
-def _splits(files: Iterable[Path]) -> set[str]:
-    return {split for split in map(_split_of, files) if split is not None}
 
 
 def _cut(text: str, words: int) -> str:
@@ -298,7 +268,7 @@ def _robust04(directory: Path) -> Callable[[], Iterator[Seed | LeftOut]]:
     files = [
         file
         for file in sorted(directory.rglob("*"))
-        if file.is_file() and not _hidden(file.relative_to(directory)) and file not in (topics_file, qrels_file)
+        if file.is_file() and not records.hidden(file.relative_to(directory)) and file not in (topics_file, qrels_file)
     ]
     for file in files:
         if re.fullmatch(r"\.\d?z", file.suffix.lower()):

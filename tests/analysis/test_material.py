@@ -64,5 +64,5 @@ def test_bad_records_are_refused(tmp_path, content, message):
 
 
 def test_a_directory_without_records_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"no records.parquet in this directory"):
+    with pytest.raises(InputError, match="no files in this directory that can be read"):
         read(tmp_path, "records")
