@@ -1,0 +1,234 @@
+"""Is the planner right? Its peak memory of a step against what a step really allocates, for every ZeRO stage.
+
+    python benchmarks/planner.py                              # all stages in fp32 and bf16, two workers on this machine
+    python benchmarks/planner.py --runs zero_stage=2 zero_stage=3,precision=bf16
+    python benchmarks/planner.py --table                      # the table of docs/planning.md; nothing is measured
+
+A random Qwen2 of 38 M parameters takes two steps under DeepSpeed on two gloo workers, on this machine's CPUs. What is
+measured is the sum of all live tensor storages, followed from operator to operator (a TorchDispatchMode and weak
+references), at its highest: what `torch.cuda.max_memory_allocated` is on a GPU. Resident memory would hold the
+libraries and the allocator's leftovers as well, and miss what is allocated and not touched. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+WORKERS = 2
+TOKENS = 48
+STEPS = 2
+RUNS = [f"zero_stage={s}" for s in range(4)] + [f"zero_stage={s},precision=bf16" for s in (1, 2, 3)]
+RUNS += ["zero_stage=2,activation_checkpointing=true", "zero_stage=2,grad_cache_tokens=192", "zero_stage=2,lora={}"]
+BUCKET = "deepspeed={zero_optimization: {reduce_bucket_size: 4000000}}"
+"""DeepSpeed's own of 500 M elements would be most of what there is to measure."""
+
+
+def settings_of(model: str, run: str) -> Any:
+    from infembed_ray.config import PlanTrainSettings
+
+    return PlanTrainSettings.load(None, [f"model={model}", BUCKET, "workers=2", *run.split(",")])
+
+
+def write_model(path: Path) -> None:
+    """A random Qwen2 whose layers are most of it, with a tokenizer to load it by."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8}
+    Qwen2Model(
+        Qwen2Config(vocab_size=512, num_key_value_heads=4, max_position_embeddings=512, **sizes)
+    ).save_pretrained(path)
+    words = {word: n for n, word in enumerate(("<pad>", "<eos>", "<unk>"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+
+
+def texts(number: int, seed: int, side: str) -> list[Any]:
+    """Random texts that share no beginning."""
+    import random
+
+    from infembed_ray.modeling.layout import Tokens
+
+    rng = random.Random(f"{seed}/{side}")
+    return [Tokens([rng.randrange(3, 512) for _ in range(TOKENS)], side) for _ in range(number)]
+
+
+def measure(model: str, run: str, number: int) -> int:
+    """Bytes at the peak of the steps, as this worker of two sees them."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from infembed_ray.training.backbone import load_encoder
+    from infembed_ray.training.engine import Engine
+
+    class Live(TorchDispatchMode):
+        """Bytes of all storages that operators have returned and that are still there."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bytes = self.peak = 0
+            self.known: dict[int, Any] = {}
+
+        def add(self, value: Any) -> None:
+            if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+                return
+            storage = value.untyped_storage()
+            if storage._cdata not in self.known:
+                size, key = storage.nbytes(), storage._cdata
+                self.known[key] = weakref.finalize(storage, self.drop, key, size)
+                self.bytes += size
+                self.peak = max(self.peak, self.bytes)
+
+        def drop(self, key: int, size: int) -> None:
+            self.bytes -= size
+            del self.known[key]
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            for value in tree_leaves(result):
+                self.add(value)
+            return result
+
+    torch.set_num_threads(1)
+    settings = settings_of(model, run)
+    live = Live()
+    with live:
+        encoder = load_encoder(settings)
+        for parameter in encoder.parameters():
+            parameter.data = parameter.data.clone()  # not mapped from the file
+        engine = Engine(encoder, settings)
+        engine.train()
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                live.peak = live.bytes
+            queries, passages = (engine.encode(texts(number, step, side)) for side in ("query", "passage"))
+            loss = (queries @ passages.T).logsumexp(1).mean()
+            engine.backward(loss)
+            del queries, passages, loss
+            engine.update(1e-5)
+    engine.close()
+    return live.peak
+
+
+def planned(model: str, run: str, number: int) -> int:
+    """Bytes at the peak of a step by the planner."""
+    import torch
+
+    from infembed_ray.planning.activations import saved
+    from infembed_ray.planning.backbones import load
+    from infembed_ray.planning.capacity import step_memory
+    from infembed_ray.planning.train import activations, backward_passes, weights_of
+    from infembed_ray.planning.workload import Workload
+    from infembed_ray.training.deepspeed_config import deepspeed_config
+
+    settings = settings_of(model, run)
+    encoder = load(settings)
+    weights = weights_of(encoder, settings)
+    places = 2 * number * TOKENS  # of a step
+    chunk = settings.grad_cache_tokens
+    passes = places / chunk if chunk else 2
+    work = Workload(
+        queries=number,
+        own=number,
+        passages=number,
+        slots=places,
+        tokens=places,
+        graph_slots=chunk or places,
+        passes=passes,
+        batches=1,
+        flops=0.0,
+        steps=1,
+        records=number,
+        whole_epoch=False,
+    )
+    kept = saved(encoder, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
+    held = activations(work, kept, settings.activation_checkpointing)
+    config = deepspeed_config(settings)
+    return round(step_memory(weights, held, WORKERS, config, backward_passes(work, settings)).total)
+
+
+def run_workers(model: str, run: str, number: int) -> int:
+    """The larger of both workers' peaks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "--texts", str(number), "--one", model, run]
+    children = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.PIPE, text=True
+        )
+        for n in range(WORKERS)
+    ]
+    outputs = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise SystemExit(f"{run}: a worker failed")
+    return max(int(output.splitlines()[-1]) for output in outputs)
+
+
+def table() -> str:
+    """The table of docs/planning.md: the paper's Qwen2.5 on one to four nodes of 8 A100-80G."""
+    from infembed_ray.config import PlanTrainSettings
+    from infembed_ray.planning.capacity import GIB
+    from infembed_ray.planning.train import plan
+
+    lines = [
+        "| model | nodes | "
+        + " | ".join(f"ZeRO-{s} GiB, ckpt" for s in (1, 2, 3))
+        + " | fastest that fits | s/step | h | USD |"
+    ]
+    lines.append("|---|---:" + "|---:" * 3 + "|---" + "|---:" * 3 + "|")
+    for size in ("1.5B", "3B", "7B"):
+        for nodes in range(1, 5):
+            settings = ["precision=bf16", "records_per_step=32", f"hardware.nodes={nodes}"]
+            report = plan(PlanTrainSettings.load(None, [f"model=Qwen/Qwen2.5-{size}", *settings]))
+            cells = []
+            for stage in (1, 2, 3):
+                pair = [p for p in report.plans if p.zero_stage == stage and not p.offload]
+                cells.append(", ".join(f"{p.memory.total / GIB:.0f}" + "*" * bool(p.obstacles) for p in pair))
+            assert report.chosen is not None
+            best = report.plans[report.chosen]
+            ending = f"{best.step_seconds:.2f} | {report.hours(best):.2f} | {report.usd(best):.0f}"
+            lines.append(f"| {size} | {nodes} | {' | '.join(cells)} | `{best.overrides}` | {ending} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=RUNS, help="settings of each run, between commas")
+    parser.add_argument("--texts", type=int, default=12, help="of either side, a worker")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table())
+        return
+    if arguments.one:
+        print(measure(*arguments.one, arguments.texts))
+        return
+    results = {}
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        print("| run | measured MiB | planned MiB | planned / measured |\n|---|---:|---:|---:|")
+        for run in arguments.runs:
+            peak, plan = (of(directory, run, arguments.texts) for of in (run_workers, planned))
+            results[run] = plan / peak
+            print(f"| {run} | {peak / 2**20:.0f} | {plan / 2**20:.0f} | {plan / peak:.3f} |", flush=True)
+    print(json.dumps({"planned_over_measured": {run: round(ratio, 4) for run, ratio in results.items()}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Memory of a training step, by component, as DeepSpeed 0.19 lays it out: pure arithmetic.
+
+With P parameters, T of them trained, in b bytes (4 in fp32, 2 in bf16), on N workers, mixed precision takes (ZeRO,
+Rajbhandari et al., arXiv 1910.02054, section 3.1) b P for the parameters, b T for gradients, 4 T for fp32 master weights
+and 8 T for the two moments of Adam: the paper's 2 + 2 + 12 bytes a parameter. ZeRO-1 divides master weights and moments
+by N, ZeRO-2 the gradients as well, ZeRO-3 the parameters too. What the code adds to the paper:
+
+- gradients add up in fp32 (`grad_accum_dtype`), so the share that is kept has 4 bytes whatever b is;
+- a flat fp32 copy of a model in fp32 is made by ZeRO-1 and 2, not by ZeRO-3, whose parameters are the master weights;
+- gradients travel in a buffer of `reduce_bucket_size` elements, which exists during a backward pass (ZeRO-3: always),
+  and are copied once more, flat, when it is reduced;
+- Adam computes in temporaries of the size of its share, two at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+GIB = 2**30
+FLOAT = 4
+"""Bytes in fp32."""
+_MOMENTS = 8
+_ADAM_TEMPORARIES = 2
+"""fp32 tensors of the share's size: the root of the second moment, and the denominator made of it."""
+_ALLREDUCE = 500_000_000
+"""Elements that ZeRO-0 reduces in one piece (DeepSpeed's `numel_per_bucket`)."""
+_BUCKET = 500_000_000
+"""DeepSpeed's default `reduce_bucket_size`."""
+_MAX_LIVE = 1_000_000_000
+"""DeepSpeed's default `stage3_max_live_parameters`."""
+
+Device = Literal["cpu", "nvme"] | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of a model.
+
+    Attributes:
+        parameters: all of them, P.
+        trained: those with a gradient, T.
+        largest: of the largest single tensor, in parameters.
+        frozen_bytes: of the others, as they lie in memory.
+        nbytes: b, of a trained parameter in the forward pass.
+    """
+
+    parameters: int
+    trained: int
+    largest: int
+    frozen_bytes: float
+    nbytes: int
+
+    @property
+    def whole(self) -> float:
+        """Bytes of all parameters, undivided."""
+        return self.trained * self.nbytes + self.frozen_bytes
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that the forward passes of one batch leave for the backward passes, on one worker.
+
+    Attributes:
+        kept: what autograd saves of all graphs that exist at once.
+        working: temporaries of the backward pass, and under checkpointing what is computed anew.
+    """
+
+    kept: float
+    working: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at one moment, by component, so that they add up.
+
+    Attributes:
+        parameters: as the forward pass reads them; of ZeRO-3, this worker's share and those gathered at a time.
+        gradients: this worker's share of them, in the precision in which they add up.
+        master: fp32 copies of the trained parameters.
+        optimizer: Adam's moments, and its temporaries where the peak is the update.
+        activations: saved by autograd, and the temporaries of the backward pass.
+        communication: buckets.
+        framework: what is no tensor of the step, and what the allocator loses.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    master: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    communication: float = 0.0
+    framework: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes of a node's CPU memory and disks, all its workers together."""
+
+    memory: float
+    nvme: float
+
+
+def step_memory(
+    weights: Weights,
+    activations: Activations,
+    workers: int,
+    config: Mapping[str, Any],
+    backward_passes: int = 1,
+    framework: float = 0.0,
+) -> Memory:
+    """Memory of one GPU at the peak of a step after the first: where the backward pass begins, where it ends, or in the
+    update. In between gradients come as activations go, so that there is never more than at one of the ends.
+
+    Args:
+        weights: of the model.
+        activations: of a batch.
+        workers: N.
+        config: the DeepSpeed JSON.
+        backward_passes: of a step; the later ones find gradients of the earlier ones.
+        framework: bytes beside the tensors.
+    """
+    zero = config["zero_optimization"]
+    stage = zero["stage"]
+    optimizer_on, parameters_on = offloaded(config)
+    share = workers if stage else 1
+    trained = weights.trained / share
+    bucket = int(zero.get("reduce_bucket_size", _BUCKET))
+    separate_master = optimizer_on is None and stage > 0 and not (stage == 3 and weights.nbytes == FLOAT)
+    master = trained * FLOAT if separate_master else 0.0
+    moments = trained * _MOMENTS if optimizer_on is None else 0.0
+    gradients = trained * FLOAT if optimizer_on is None else 0.0
+    summed = stage == 3 or backward_passes > 1  # are there gradients before the last backward pass?
+    if stage == 3:
+        live = min(weights.parameters, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
+        gathered = weights.whole * live / weights.parameters + weights.largest * weights.nbytes
+        own = 0.0 if parameters_on else weights.whole / workers
+        idle = buckets = float(bucket * weights.nbytes)
+        flat = float(min(bucket, weights.trained) * weights.nbytes)
+    else:
+        own, gathered, idle = weights.whole, 0.0, 0.0
+        if stage == 0:
+            gradients = float(weights.trained * FLOAT)
+            buckets, flat = 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT)
+        else:
+            # ZeRO-1 in bf16 keeps an fp32 sum of all gradients, from step to step, and sends that.
+            sums = stage == 1 and weights.nbytes != FLOAT
+            nbytes = FLOAT if sums else weights.nbytes
+            buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * nbytes)
+            flat = float(min(bucket, weights.trained) * nbytes)
+            if sums:
+                gradients, summed = float(weights.trained * FLOAT), True
+            elif optimizer_on is not None:
+                gradients = float(weights.largest * weights.nbytes)  # one at a time, on its way to the host
+    states = Memory(own + gathered, gradients, master, moments, 0.0, 0.0, framework)
+    at_first = replace(
+        states,
+        gradients=gradients if summed else 0.0,
+        activations=activations.kept + activations.working,
+        communication=buckets,
+    )
+    at_last = replace(states, communication=buckets + flat)
+    temporaries = _ADAM_TEMPORARIES * trained * FLOAT if optimizer_on is None else 0.0
+    in_update = replace(states, parameters=own, optimizer=moments + temporaries, communication=idle)
+    return max(at_first, at_last, in_update, key=lambda memory: memory.total)
+
+
+def start_memory(weights: Weights, framework: float = 0.0) -> float:
+    """Bytes on one GPU while DeepSpeed takes the model over: it comes whole and in fp32, is cast tensor by tensor, and
+    then copied flat."""
+    arrival = weights.parameters * FLOAT + weights.largest * weights.nbytes
+    return max(arrival, 2 * weights.whole) + framework
+
+
+def host_memory(weights: Weights, workers: int, per_node: int, config: Mapping[str, Any], process: float) -> Host:
+    """What a node's workers need beside their GPUs.
+
+    Every worker reads the backbone in fp32 before it goes to its GPU (4 P). Offloaded optimizer states stay there:
+    master weights, moments and gradients, 16 T / N a worker, and under ZeRO-1 and 2 the updated parameters in b bytes
+    before they go back; offloaded parameters b P / N.
+
+    Args:
+        weights: of the model.
+        workers: N.
+        per_node: of them on a node.
+        config: the DeepSpeed JSON.
+        process: bytes of a worker's process.
+    """
+    stage = config["zero_optimization"]["stage"]
+    optimizer_on, parameters_on = offloaded(config)
+    trained = weights.trained / workers
+    states = trained * (FLOAT + _MOMENTS)
+    memory = nvme = 0.0
+    if optimizer_on is not None:
+        memory += trained * (FLOAT + (weights.nbytes if stage < 3 else 0))  # gradients, and what goes back
+        memory, nvme = (memory + states, nvme) if optimizer_on == "cpu" else (memory, nvme + states)
+    if parameters_on is not None:
+        own = weights.whole / workers
+        memory, nvme = (memory + own, nvme) if parameters_on == "cpu" else (memory, nvme + own)
+    return Host(per_node * (process + max(memory, weights.parameters * FLOAT)), per_node * nvme)
+
+
+def offloaded(config: Mapping[str, Any]) -> tuple[Device, Device]:
+    """Where optimizer states and parameters are; None: on the GPU."""
+    zero = config["zero_optimization"]
+    places = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
+    return tuple(None if place == "none" else place for place in places)  # type: ignore[return-value]

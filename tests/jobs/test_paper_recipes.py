@@ -1,0 +1,56 @@
+"""The recipes of jobs/configs/paper: they load, fit their backbones, and say what the planner says."""
+
+import re
+
+import pytest
+import torch
+
+from infembed_ray.config import PlanTrainSettings, SweepSettings, TrainSettings
+from infembed_ray.planning.backbones import known, load
+from infembed_ray.planning.capacity import GIB
+from infembed_ray.planning.train import plan
+from infembed_ray.sweeps.trials import rows
+from infembed_ray.training.objectives import Objective
+from tests.jobs.test_configs import CONFIGS, SHARED_DIRECTORY
+
+RECIPES = sorted(path for path in (CONFIGS / "paper").glob("*.yaml") if not path.stem.startswith("table"))
+SWEEPS = sorted((CONFIGS / "paper").glob("table*.yaml"))
+
+
+def test_every_backbone_of_tables_2_and_5_has_a_recipe():
+    assert {TrainSettings.load(str(path)).model for path in RECIPES} == set(known())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_backbone_and_its_header_is_the_planners(path):
+    settings = TrainSettings.load(str(path))
+    assert settings.output == f"{SHARED_DIRECTORY}checkpoints/{path.stem}"
+    Objective.of(settings)
+    encoder = load(settings)
+    assert encoder.device == torch.device("meta")
+    assert encoder.pooling == settings.pooling
+    published = known()[settings.model]
+    parameters = sum(p.numel() for p in encoder.parameters())
+    if published.get("with_head"):
+        parameters += encoder.backbone.config.vocab_size * encoder.dimension
+    # Published in billions, to so many digits, rounded or cut.
+    assert parameters / 1e9 == pytest.approx(published["parameters"], abs=1e-3 if published["parameters"] < 1 else 1e-2)
+    (said,) = re.findall(r"^# Memory of a GPU .*: ([\d.]+) GiB", path.read_text(), re.MULTILINE)
+    report = plan(PlanTrainSettings.load(str(path)))
+    assert report.asked is not None
+    as_set = report.plans[report.asked]
+    assert not as_set.obstacles
+    assert float(said) == pytest.approx(as_set.memory.total / GIB, rel=0.02)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_a_sweep_has_the_rows_and_backbones_of_its_table(path):
+    settings = SweepSettings.load(str(path))
+    if path.stem == "table4":
+        assert list(settings.models.values()) == ["Qwen/Qwen2.5-1.5B"]
+        assert len(rows(settings)) == 4
+    else:
+        assert len(rows(settings)) == 11
+        assert len(settings.models) == 7
+    assert set(settings.models.values()) <= set(known())
+    assert settings.train.workers * settings.train.gpus_per_worker == 8

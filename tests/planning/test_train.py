@@ -1,0 +1,89 @@
+"""`infembed plan train`: which layout it chooses, what it prints, what it refuses."""
+
+import json
+
+import pytest
+
+from infembed_ray.cli import main
+from infembed_ray.config import PlanTrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.planning.capacity import GIB
+from infembed_ray.planning.train import plan
+
+SEVEN_B = {"model": "Qwen/Qwen2.5-7B", "precision": "bf16", "records_per_step": 32}
+
+
+@pytest.fixture(scope="module")
+def report():
+    return plan(PlanTrainSettings.of(SEVEN_B))
+
+
+def test_the_fastest_that_fits_is_chosen(report):
+    best = report.plans[report.chosen]
+    assert not best.obstacles
+    assert best.step_seconds == min(p.step_seconds for p in report.plans if not p.obstacles)
+    assert {p.zero_stage for p in report.plans} == {1, 2, 3}  # bf16 knows no ZeRO-0
+    assert report.plans[report.asked].zero_stage == 2
+    for p in report.plans:
+        fits = p.memory.total <= report.cluster.memory and p.host.memory <= report.cluster.host_memory
+        assert fits == (not p.obstacles)
+
+
+def test_less_memory_leads_to_more_sharing_then_to_the_host_then_to_nothing(report):
+    def chosen(gib):
+        made = plan(PlanTrainSettings.of(SEVEN_B | {"hardware": {"memory_gib": gib}}))
+        return None if made.chosen is None else made.plans[made.chosen]
+
+    small = chosen(46)
+    assert report.plans[report.chosen].memory.total > 46 * GIB
+    assert small.zero_stage == 3 or small.activation_checkpointing
+    assert small.step_seconds > report.plans[report.chosen].step_seconds
+    assert chosen(5) is None
+    lora = plan(PlanTrainSettings.of(SEVEN_B | {"lora": {}}))
+    assert lora.plans[lora.asked].memory.total < report.plans[report.asked].memory.total
+
+
+def test_measured_mfu_sets_the_time_of_what_was_measured_and_scales_the_others(report, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "mfu": 0.1}) + "\n" for n in range(1, 10)))
+    found = plan(PlanTrainSettings.of(SEVEN_B | {"measured": str(tmp_path)}))
+    assert (report.speed, found.speed) == ("assumed", "measured")
+    assert found.mfu(found.plans[found.asked]) == pytest.approx(0.1)
+    slower = [a.step_seconds / b.step_seconds for a, b in zip(found.plans, report.plans, strict=True)]
+    assert slower == pytest.approx([slower[0]] * len(slower))
+
+
+def test_text_and_json_say_the_same(capsys):
+    arguments = ["plan", "train", *(f"{k}={v}" for k, v in SEVEN_B.items()), "hardware.nodes=2"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    best = next(p for p in values["plans"] if p["chosen"])
+    assert f"Fastest that fits: {best['overrides']}: {best['memory']['total'] / GIB:.1f} GiB a GPU" in text
+    assert "2 x 8 a100-80g" in text
+    assert "assumed" in text
+    assert len(values["plans"]) == sum(
+        line.split()[:1] != [] and " GiB" not in line for line in text.splitlines()[5:-4]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"hardware": {"device": "a100"}},
+            "hardware.device=a100: not in planning/hardware.yaml: did you mean a100-80g",
+        ),
+        ({"hardware": {"node": 2}}, "unknown key hardware.node: did you mean nodes"),
+        ({"objective": "multi{P,X}"}, "no such objective"),
+        ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0"),
+        ({"mfu": 0.3, "measured": "runs"}, "mfu=0.3: measured=runs gives it too"),
+        ({"measured": "/no/run"}, "measured=/no/run: no such file or directory"),
+        ({"model": "/no/model"}, "/no/model"),
+        ({"teacher": "intfloat/e5-large-v2"}, "teacher=intfloat/e5-large-v2: is not planned for; leave it out"),
+        ({"hardware": {"nodes": 8}, "records_per_step": 32}, "32 records a batch leave some of the 64 GPUs"),
+    ],
+)
+def test_bad_input_is_one_line(change, message):
+    with pytest.raises(InputError, match=message):
+        plan(PlanTrainSettings.of({"model": "intfloat/e5-base-v2"} | change))
