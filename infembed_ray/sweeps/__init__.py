@@ -1,0 +1,1 @@
+"""Many trainings and their evaluations as one run, ending in one table."""

@@ -1,0 +1,194 @@
+"""From the settings of a sweep to its trials: one training and its evaluation each."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infembed_ray.config import EvaluateSettings, SweepSettings, TrainSettings, nearest
+from infembed_ray.errors import InputError
+from infembed_ray.modeling.checkpoint import locate
+from infembed_ray.storage import existing
+from infembed_ray.training import deepspeed_config
+from infembed_ray.training.objectives import Objective
+from infembed_ray.training.validation import held_out_files
+
+BASE = "base"
+"""Row of the backbones as they are."""
+_GIVEN = ("model", "output", "seed")
+"""Fields of a training that the sweep itself gives."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A cell of the table, for one seed.
+
+    Attributes:
+        row: label of its objective or design.
+        model: label of its backbone.
+        seed: None: nothing is trained.
+        train: its training; None: the backbone is evaluated as it is.
+        evaluate: its evaluation, once `models` says of what.
+        backbone: directory or hub name.
+    """
+
+    row: str
+    model: str
+    seed: int | None
+    train: TrainSettings | None
+    evaluate: EvaluateSettings
+    backbone: str
+
+    @property
+    def name(self) -> str:
+        """What it is called, to people."""
+        return f"{self.row}, {self.model}" + ("" if self.seed is None else f", seed {self.seed}")
+
+
+def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
+    """Label -> fields of the training that differ, in the table's order.
+
+    Raises:
+        InputError: a field that a training does not have or that the sweep gives, or two rows of one label.
+    """
+    objectives = [Objective.parse(name) for name in settings.objectives]
+    if not objectives and not settings.variants:
+        objectives = [Objective.parse(settings.train.objective)]
+    made: dict[str, dict[str, Any]] = {}
+    for objective in objectives:
+        for values in itertools.product(*settings.grid.values()):
+            change = dict(zip(settings.grid, values, strict=True))
+            label = ", ".join([str(objective), *(f"{name}={value}" for name, value in change.items())])
+            if label in made:
+                raise InputError(f"objectives: {label} stands twice; name each once")
+            made[label] = {"objective": str(objective), **change}
+    for label, change in settings.variants.items():
+        if label in made or label == BASE:
+            raise InputError(f"variants.{label}: another row is called so; give it another label")
+        made[label] = change
+    for change in made.values():
+        for name in change:
+            if name in ("records", *_GIVEN):
+                raise InputError(f"{name}: is the sweep's own; it cannot differ by row")
+            if name not in TrainSettings.model_fields:
+                raise InputError(f"{name}: no field of a training: {nearest(name, TrainSettings.model_fields)}")
+    return made
+
+
+def trials(settings: SweepSettings) -> list[Trial]:
+    """All trials of a sweep, checked as far as that is cheap: nothing ends an hour later for a typing error.
+
+    Raises:
+        InputError: for what any of them would raise; the row is named.
+    """
+    if not settings.models:
+        raise InputError("models is empty: set models.label=<directory or hub name>")
+    for where, given in (("train", _GIVEN), ("evaluate", ("models", "output"))):
+        for name in sorted(getattr(settings, where).model_fields_set & set(given)):
+            raise InputError(f"{where}.{name}: the sweep's own models, output and seeds say it; leave it out")
+    settings = _anchored(settings)
+    designs = {row: _design(settings, row, change) for row, change in rows(settings).items()}
+    found: list[Trial] = []
+    for label, model in settings.models.items():
+        backbone = locate(model, f"models.{label}").path
+        if settings.base:
+            found.append(_trial(settings, BASE, label, backbone, None, None))
+        for row, design in designs.items():
+            for seed in settings.seeds:
+                train = design.model_copy(update={"model": backbone, "seed": seed})
+                found.append(_trial(settings, row, label, backbone, seed, train))
+    return found
+
+
+def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Everything that the trials of a sweep read, by its setting: files and directories, and hub names.
+
+    What may differ by row is numbered, in the order of the rows.
+    """
+    files = {"train.records": existing(settings.train.records, "train.records")}
+    for name in ("records", "distractors"):
+        if (value := getattr(settings.evaluate, name)) is not None:
+            files[f"evaluate.{name}"] = existing(value, f"evaluate.{name}")
+    models = {f"models.{label}": model for label, model in settings.models.items()}
+    trainings = [trial.train for trial in planned if trial.train is not None]
+    teachers = dict.fromkeys(train.teacher for train in trainings if train.teacher is not None)
+    models |= {f"train.teacher ({n})": teacher for n, teacher in enumerate(teachers, start=1)}
+    held_out = dict.fromkeys(train.validation for train in trainings if train.validation is not None)
+    for n, validation in enumerate(held_out, start=1):
+        files |= {f"train.validation.{name} ({n})": file for name, file in held_out_files(validation).items()}
+    names: dict[str, str] = {}
+    for name, model in models.items():
+        found = locate(model, name)
+        files |= found.inputs
+        names |= found.names
+    return files, names
+
+
+def _absolute(path: str) -> str:
+    """The processes of trials have other working directories."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _anchored(settings: SweepSettings) -> SweepSettings:
+    """The same with absolute paths, of what no row changes. All must be there."""
+    existing(settings.train.records, "train.records")
+    train = {"records": _absolute(settings.train.records)}
+    evaluate = {}
+    for name in ("records", "distractors"):
+        if (path := getattr(settings.evaluate, name)) is not None:
+            existing(path, f"evaluate.{name}")
+            evaluate[name] = _absolute(path)
+    return settings.model_copy(
+        update={
+            "train": settings.train.model_copy(update=train),
+            "evaluate": settings.evaluate.model_copy(update=evaluate),
+            "output": _absolute(settings.output),
+        }
+    )
+
+
+def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainSettings:
+    """The training of a row, but for its backbone and seed; with absolute paths of what is there."""
+    train = TrainSettings.of(settings.train.model_dump() | change, where=f"row {row}")
+    update: dict[str, Any] = {}
+    try:
+        Objective.of(train)
+        deepspeed_config.check(train)
+        if train.teacher is not None:
+            update["teacher"] = locate(train.teacher, "teacher").path
+        if train.validation is not None:
+            found = {name: getattr(train.validation, name) for name in held_out_files(train.validation)}
+            absolute = {name: _absolute(path) for name, path in found.items()}
+            update["validation"] = train.validation.model_copy(update=absolute)
+    except InputError as error:
+        raise InputError(f"row {row}: {error}") from error
+    if train.offload.nvme_path is not None:
+        update["offload"] = train.offload.model_copy(update={"nvme_path": _absolute(train.offload.nvme_path)})
+    return train.model_copy(update=update)
+
+
+def _trial(
+    settings: SweepSettings,
+    row: str,
+    model: str,
+    backbone: str,
+    seed: int | None,
+    train: TrainSettings | None,
+) -> Trial:
+    # A folder each: `latest` of a folder that two trials share would be written by both at once.
+    decides = [model, seed, None if train is None else train.identity(), settings.evaluate.identity()]
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
+    folder = f"{settings.output.rstrip('/')}/trials/{readable}-{digest}"
+    evaluate = EvaluateSettings.of(
+        settings.evaluate.model_dump() | {"models": {}, "output": f"{folder}/results"}, where="evaluate"
+    )
+    if train is not None:
+        train = train.model_copy(update={"output": f"{folder}/checkpoint"})
+    return Trial(row, model, seed, train, evaluate, backbone)

@@ -1,0 +1,126 @@
+"""What a sweep is made of, and what is wrong with it before any work."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.config import SweepSettings
+from infembed_ray.errors import InputError
+from infembed_ray.records import columns_of
+from infembed_ray.storage import Step
+from infembed_ray.sweeps.trials import BASE, inputs, trials
+from tests.modeling import backbones
+from tests.training.test_tuples import record
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sweep")
+    (root / "model").mkdir()
+    (root / "records.jsonl").write_text(json.dumps(columns_of(record(0))) + "\n")
+    return {
+        "train": {"records": str(root / "records.jsonl"), "learning_rate": 1e-4},
+        "evaluate": {"records": str(root / "records.jsonl")},
+        "models": {"one": backbones.write("llama", root / "model"), "two": str(root / "model")},
+        "objectives": ["uni{P}", "multi{P,I}"],
+        "seeds": [1, 2, 3],
+        "output": str(root / "output"),
+    }
+
+
+def test_every_cell_has_its_seeds_and_the_base_none(values):
+    made = trials(
+        SweepSettings.of(values | {"grid": {"pooling": ["last", "mean"]}, "variants": {"short": {"epochs": 1}}})
+    )
+    assert len(made) == 2 * (1 + (2 * 2 + 1) * 3)
+    assert [t.row for t in made[:15:3]] == [
+        BASE,
+        *["uni{P}, pooling=last", "uni{P}, pooling=mean"],
+        *[made[9].row, made[12].row],
+    ]
+    assert made[0].train is None
+    short = next(t for t in made if t.row == "short" and t.seed == 2 and t.model == "two")
+    assert (short.train.epochs, short.train.seed, short.train.learning_rate) == (1, 2, 1e-4)
+    assert short.train.model.endswith("model")
+
+
+def test_no_two_trials_share_a_folder_and_the_rest_of_the_sweep_does_not_move_it(values):
+    made = trials(SweepSettings.of(values))
+    folders = {t.evaluate.output for t in made}
+    assert len(folders) == len(made)
+    wider = trials(SweepSettings.of(values | {"seeds": [1, 2, 3, 4], "variants": {"short": {"epochs": 1}}}))
+    assert folders < {t.evaluate.output for t in wider}
+    other = trials(SweepSettings.of(values | {"train": values["train"] | {"learning_rate": 2e-4}}))
+    trained = {t.evaluate.output for t in other if t.train is not None}
+    assert not folders & trained
+
+
+def test_relative_paths_are_the_drivers(values, monkeypatch):
+    here = Path(values["train"]["records"]).parent
+    monkeypatch.chdir(here)
+    relative = {"train": {"records": "records.jsonl"}, "evaluate": {"records": "records.jsonl"}, "output": "output"}
+    made = trials(SweepSettings.of(values | relative | {"models": {"one": "model"}}))
+    for trial in made:
+        assert Path(trial.evaluate.records) == here / "records.jsonl"
+        assert Path(trial.evaluate.output).is_relative_to(here)
+        assert Path(trial.backbone) == here / "model"
+    assert Path(made[1].train.records) == here / "records.jsonl"
+
+
+def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):
+    here = Path(values["train"]["records"]).parent
+    monkeypatch.chdir(here)
+    held_out = here / "held-out.jsonl"
+    held_out.write_text(json.dumps(columns_of(record(1))) + "\n")
+    rows = {
+        "stopped": {"validation": {"records": "held-out.jsonl", "distractors": "records.jsonl"}},
+        "taught": {"teacher": "model", "offload": {"nvme_path": "disk"}},
+    }
+    settings = SweepSettings.of(values | {"variants": rows, "seeds": [1]})
+    made = {t.row: t.train for t in trials(settings) if t.model == "one"}
+    assert made["stopped"].validation.records == str(held_out)
+    assert made["stopped"].validation.distractors == str(here / "records.jsonl")
+    assert (made["taught"].teacher, made["taught"].offload.nvme_path) == (str(here / "model"), str(here / "disk"))
+    assert made["uni{P}"].validation is None
+
+    def identity():
+        return Step("sweep", settings, settings.output, *inputs(settings, trials(settings))).identity
+
+    before = identity()
+    assert identity() == before
+    held_out.write_text(json.dumps(columns_of(record(2))) + "\n")
+    assert identity() != before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": {}}, "models is empty"),
+        ({"models": {"x": "/no/model"}}, "models.x=/no/model: no such model directory"),
+        ({"objectives": ["uni{Z}"]}, r"objective='uni\{Z\}': no such objective"),
+        ({"objectives": ["uni{P}", "uni{P}"]}, r"objectives: uni\{P\} stands twice"),
+        ({"grid": {"pooling": ["median"]}}, r"row uni\{P\}, pooling=median: pooling='median'"),
+        ({"grid": {"poolin": ["mean"]}}, "poolin: no field of a training: did you mean pooling"),
+        ({"variants": {"v": {"seed": 1}}}, "seed: is the sweep's own; it cannot differ by row"),
+        ({"variants": {"base": {"epochs": 1}}}, "variants.base: another row is called so"),
+        ({"variants": {"v": {"zero_stage": 0, "precision": "bf16"}}}, "row v: precision=bf16: zero_stage=0"),
+        (
+            {"objectives": ["uni{P}", "uni{I}"], "variants": {"v": {"instruction_negatives": 0}}},
+            "row v: instruction_neg",
+        ),
+        ({"evaluate": {"records": "/no/file"}}, "evaluate.records=/no/file: no such file"),
+        ({"train": {"records": "/no/file"}}, "train.records=/no/file: no such file"),
+        ({"train": {"records": "x", "seed": 3}}, "train.seed: the sweep's own models, output and seeds say it"),
+        ({"evaluate": {"records": "x", "models": {"a": "b"}}}, "evaluate.models: the sweep's own models"),
+        (
+            {"variants": {"v": {"validation": {"records": "/no/file"}}}},
+            "row v: validation.records=/no/file: no such file",
+        ),
+        ({"grid": {"teacher": ["/no/model"]}}, "teacher=/no/model: no such model directory"),
+        ({"train": {"record": "x"}}, "unknown key train.record: did you mean records"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(values, change, message):
+    with pytest.raises(InputError, match=message):
+        trials(SweepSettings.of(values | change))
