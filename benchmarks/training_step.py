@@ -112,7 +112,7 @@ def deepspeed(
             "output": directory,
             "objective": "uni{P}",
             "workers": 1,
-            "records_per_worker": options.records,
+            "records_per_step": options.records,
             "zero_stage": options.zero_stage,
             "grad_cache_tokens": pass_tokens,
         }

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infembed_ray import __version__
 from infembed_ray.config import (
@@ -15,8 +16,10 @@ from infembed_ray.config import (
     EvaluateSettings,
     ExportSettings,
     IndexSettings,
+    PlanTrainSettings,
     ServeSettings,
     Settings,
+    SweepSettings,
     SynthesizeSettings,
     TrainSettings,
 )
@@ -37,18 +40,29 @@ class Verb:
 VERBS = {
     "synthesize": Verb(SynthesizeSettings, "infembed_ray.synthesis.distributed", "seeds -> InF-IR records"),
     "analyze": Verb(AnalyzeSettings, "infembed_ray.analysis.report", "records -> quality report"),
-    "train": Verb(TrainSettings, "infembed_ray.training.distributed", "records + a backbone -> checkpoint"),
+    "train": Verb(TrainSettings, "infembed_ray.training.launch", "records + a backbone -> checkpoint"),
     "export": Verb(ExportSettings, "infembed_ray.modeling.onnx", "checkpoint -> ONNX graph"),
     "evaluate": Verb(EvaluateSettings, "infembed_ray.evaluation.distributed", "checkpoints + records -> tables"),
+    "sweep": Verb(SweepSettings, "infembed_ray.sweeps.distributed", "objectives x backbones x seeds -> one table"),
     "index": Verb(IndexSettings, "infembed_ray.retrieval.distributed", "checkpoint + corpus -> FAISS shards"),
     "serve": Verb(ServeSettings, "infembed_ray.serving.deployments", "checkpoint + index -> HTTP API"),
 }
+
+PLANS = {
+    "train": Verb(PlanTrainSettings, "infembed_ray.planning.train", "memory, time and cost of a training"),
+}
+"""What `infembed plan` plans. Nothing is run or written: `run(settings, as_json)` prints."""
 
 
 def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
     """Load the verb's settings and run it; says so when there is nothing to do."""
     entry = VERBS[verb]
-    settings = entry.settings.load(config, overrides)
+    try:
+        settings = entry.settings.load(config, overrides)
+    except InputError:
+        if os.environ.get("RANK", "0") != "0":  # torchrun's first process says it for all
+            raise SystemExit(2) from None
+        raise
     result = importlib.import_module(entry.module).run(settings)
     if isinstance(result, Published):
         for line in result.account.splitlines():
@@ -65,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from infembed_ray.quickstart.chain import run
 
             run(directory=options.directory, port=options.port, keep_serving=options.keep_serving)
+        elif options.verb == "plan":
+            entry = PLANS[options.what]
+            settings = entry.settings.load(options.config, options.overrides)
+            importlib.import_module(entry.module).run(settings, as_json=options.json)
         elif options.verb == "journal":
             from infembed_ray.synthesis import journal_upkeep
 
@@ -87,11 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"infembed_ray {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
-        sub = verbs.add_parser(
-            name, help=verb.help, epilog=_fields(verb.settings), formatter_class=argparse.RawTextHelpFormatter
-        )
-        sub.add_argument("--config", metavar="FILE", help="YAML file of settings")
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
+        _settings_parser(verbs, name, verb)
+    plan = verbs.add_parser("plan", help="what a run needs and costs, before anyone pays for it")
+    plans = plan.add_subparsers(dest="what", required=True, metavar="VERB")
+    for name, verb in PLANS.items():
+        _settings_parser(plans, name, verb).add_argument("--json", action="store_true", help="print JSON, in bytes")
     quickstart = verbs.add_parser("quickstart", help="the whole product, once, on a bundled sample")
     quickstart.add_argument("--directory", default="runs/quickstart", help="where outputs go (default: %(default)s)")
     quickstart.add_argument("--port", type=int, default=8000, help="port of the HTTP API (default: %(default)s)")
@@ -100,6 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import"))
     journal.add_argument("journal", metavar="DIR", help="the journal's directory")
     journal.add_argument("file", metavar="FILE", nargs="?", help="export to, or import from, this .jsonl file")
+    return parser
+
+
+def _settings_parser(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=verb.help, epilog=_fields(verb.settings), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     return parser
 
 

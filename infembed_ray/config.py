@@ -290,6 +290,43 @@ class Lora(Settings):
     quantized: bool = Field(False, description="the backbone in 4 bits (QLoRA); on GPUs only, with bitsandbytes")
 
 
+class Offload(Settings):
+    """Where DeepSpeed keeps what a GPU has no room for; null: on the GPU."""
+
+    optimizer: Literal["cpu"] | None = place(None, description="the optimizer's states and fp32 weights")
+    parameters: Literal["cpu", "nvme"] | None = place(None, description="the parameters, under ZeRO-3, between uses")
+    nvme_path: str | None = place(None, description="directory on every node's own disk, for nvme")
+
+
+class Anomalies(Settings):
+    """What becomes of a step that goes wrong. `skip`: no update is made; `stop`: the run ends, its last state kept."""
+
+    nonfinite: Literal["skip", "stop"] = place("stop", description="the loss or the gradient norm is infinite or NaN")
+    no_negatives: Literal["warn", "skip", "stop"] = Field("warn", description="no row of the step has any negative")
+    spike_factor: float | None = Field(
+        None, gt=1, description="a loss above so many medians of the 50 before is a spike; null: none is"
+    )
+    spike: Literal["warn", "skip", "stop"] = Field("warn", description="what becomes of a spike")
+
+    def identity(self) -> dict[str, Any]:
+        """A run that stops publishes nothing: one that was told to and got through is what a warned one is."""
+        return {name: "warn" if value == "stop" else value for name, value in super().identity().items()}
+
+
+class Validation(Settings):
+    """Evaluation on held-out records during training, as by `infembed evaluate`."""
+
+    records: str = place(description="InF-IR records that are not trained on, as for training")
+    split: str | None = Field(None, description="only rows whose column `split` has this value")
+    distractors: str | None = place(None, description="passages that answer nothing, as for `infembed evaluate`")
+    max_distractors: int = Field(1000, ge=0, description="the first N of the distractors are added to the corpus")
+    every: int = Field(50, ge=1, description="steps between evaluations; there is always one after the last step")
+    metric: Literal["p_mrr", "ndcg_at_10"] = Field("p_mrr", description="the score: its best state is exported")
+    patience: int | None = Field(
+        None, ge=1, description="evaluations without a better score after which the training ends; null: it never does"
+    )
+
+
 TEMPERATURES = (0.01, 1.0)
 """Bounds of a learned temperature; the lower one is CLIP's: no logit above 100."""
 
@@ -297,9 +334,11 @@ TEMPERATURES = (0.01, 1.0)
 class TrainSettings(Settings):
     """`infembed train`: records + a backbone -> a checkpoint (paper, section 5)."""
 
-    records: str = place(description="InF-IR records: JSONL or Parquet file, or a published synthesis output")
-    model: str = place(description="backbone: a local directory or a hub name")
-    output: str = place(description="directory for the published checkpoint")
+    records: str = place(
+        description="InF-IR records: JSONL or Parquet file, a directory of such files, or a published synthesis output"
+    )
+    model: str = place(description="backbone: a local directory, an object-store URI or a hub name")
+    output: str = place(description="directory, or object-store URI, for the published checkpoint")
     split: str | None = Field(None, description="only rows whose column `split` has this value")
     objective: str = Field(
         "multi{P,I}",
@@ -370,29 +409,125 @@ class TrainSettings(Settings):
         (), description="dimensions that are to serve as embeddings too: the loss is the mean over them"
     )
     epochs: int = Field(2, ge=1, description="passes over the records")
-    records_per_worker: int = Field(4, ge=1, description="records (of 3 tuples each) per worker and step")
+    records_per_step: int = Field(8, ge=1, description="records (of 3 tuples each) per step, over all workers")
+    mixture: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="source -> weight: the shares of the records' sources in an epoch of the same size; {}: as they are",
+    )
+    unique_texts: bool = Field(
+        False, description="keep records with the same instruction, query or passage out of one another's batch"
+    )
+    tokens_per_step: int | None = Field(
+        None, ge=64, description="most tokens (of the records' own tuples) per step instead of records_per_step"
+    )
     grad_cache_tokens: int | None = Field(
         None, ge=16, description="most tokens of one forward pass, by GradCache; null: one pass a side, graphs kept"
     )
-    workers: int = Field(2, ge=1, description="data-parallel workers; part of the identity: it sets the global batch")
-    learning_rate: float = Field(5e-5, gt=0, description="peak; linear decay to 0")
+    workers: int = place(2, ge=1, description="data-parallel workers; they share the records of a step")
+    accumulation: int = Field(
+        1, ge=1, description="batches that a step's records are divided into; each contrasts within itself"
+    )
+    learning_rate: float = Field(5e-5, gt=0, description="peak")
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="of the learning rate after the warm-up: linear and cosine decay to 0"
+    )
     warmup_fraction: float = Field(0.0, ge=0, lt=1, description="share of the steps with linear warm-up")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    anomalies: Anomalies = Field(Anomalies(), description="what becomes of steps that go wrong")
     seed: int = Field(42, description="order of the records, sampled negatives, dropout")
+    validation: Validation | None = Field(None, description="evaluation on held-out records; null: none")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights")
+    offload: Offload = place(Offload(), description="optimizer states and parameters, off the GPU")
+    activation_checkpointing: bool = place(
+        False, description="compute activations anew in the backward pass: less memory, about a third more time"
+    )
+    compile: bool = place(False, description="the backbone's layers by torch.compile: equal but for rounding")
+    deepspeed: dict[str, Any] = Field(
+        {}, description="merged over the DeepSpeed JSON, which the output holds as deepspeed.json"
+    )
+    launcher: Literal["ray", "torchrun", "process"] = place(
+        "ray", description="torchrun: this very command is run by it; process: here and now, one worker, for debugging"
+    )
     gpus_per_worker: float = place(0.0, ge=0, description="GPUs per worker; 0 trains on CPU with gloo")
     cpus_per_worker: float = place(1.0, gt=0, description="CPUs per worker")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = place(
+        "PACK", description="of Ray's workers on nodes: together, or apart; STRICT: or not at all"
+    )
+    placement_timeout_s: float = place(600.0, gt=0, description="seconds that the cluster may take to make room")
+    collective_timeout_s: int = place(1800, ge=1, description="seconds that workers wait for one that is silent")
+    max_failures: int = place(
+        3,
+        ge=0,
+        description="times Ray restarts a run from its last state after losing workers; preemptions not counted",
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = place(
+        ("tensorboard",),
+        description="who shows the log of the run besides; wandb and mlflow find keys and servers as ever",
+    )
     checkpoint_every: int = place(50, ge=1, description="steps between resumable checkpoints")
+    keep_last: int = place(2, ge=1, description="newest resumable checkpoints that are kept; 2: one may be broken")
+    keep_best: int = place(0, ge=0, description="checkpoints with the highest validation scores that are kept besides")
+
+    def identity(self) -> dict[str, Any]:
+        """With the workers, where a setting draws negatives from a worker's own share of a step."""
+        from_own_share = self.instruction_negatives is None or self.iq_negatives == "ik"
+        return super().identity() | ({"workers": self.workers} if from_own_share else {})
 
 
 class ExportSettings(Settings):
     """`infembed export`: a checkpoint of an encoder backbone -> an ONNX graph, from token ids to unit vectors."""
 
     model: str = place(description="checkpoint directory or hub name")
-    output: str = place(description="directory for the published graph")
+    output: str = place(description="directory, or object-store URI, for the published graph")
     dimensions: int | None = Field(None, ge=1, description="of the embeddings (Matryoshka); null: the model's")
+
+
+# -------------------------------------------------------------------------------------------------- planning
+
+
+class Hardware(Settings):
+    """What a run is planned for. What is null is the device's own, in planning/hardware.yaml."""
+
+    device: str = Field("a100-80g", description="a GPU of planning/hardware.yaml")
+    nodes: int = Field(1, ge=1, description="nodes of the cluster")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node, one worker each")
+    memory_gib: float | None = Field(None, gt=0, description="GiB that a process may use of a GPU's memory")
+    host_gib: float | None = Field(None, gt=0, description="GiB of a node's CPU memory")
+    nvme_gib: float | None = Field(None, ge=0, description="GiB of a node's own disks")
+    peak_tflops: float | None = Field(None, gt=0, description="dense TFLOP/s of a GPU in the run's precision")
+    usd_per_gpu_hour: float | None = Field(None, ge=0, description="price of a GPU and its share of the node")
+
+
+class Mix(Settings):
+    """What the records hold, where there are none to look at; lengths in the model's tokens, means over texts.
+
+    The defaults are the published set's: its size (paper, section 4.1), its mean words (Table 1) x 1.35.
+    """
+
+    records: int = Field(38_759, ge=1, description="records of an epoch")
+    instruction: int = Field(48, ge=1, description="tokens of an instruction")
+    query: int = Field(11, ge=1, description="tokens of a query")
+    passage: int = Field(75, ge=1, description="tokens of a passage")
+
+
+class PlanTrainSettings(TrainSettings):
+    """`infembed plan train`: a training's own settings, and what it is to run on."""
+
+    records: str = place("", description="the training's; those that are there already are looked at, instead of `mix`")
+    output: str = place("", description="the training's")
+    hardware: Hardware = Field(Hardware(), description="that it is to run on; it decides the workers")
+    mix: Mix = Field(Mix(), description="of texts, where the records are not there yet")
+    mfu: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of the peak that these settings were measured to reach; null: an assumption",
+    )
+    measured: str | None = Field(
+        None, description="output of a finished training with these settings, on such GPUs: its MFU is taken"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -415,6 +550,46 @@ class EvaluateSettings(Settings):
     batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
     actors: int = place(1, ge=1, description="encoding actors")
     gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor")
+
+
+# ---------------------------------------------------------------------------------------------------- sweeps
+
+
+class SweepTraining(TrainSettings):
+    """What all trainings of a sweep have in common."""
+
+    model: str = place("", description="given by the sweep's `models`")
+    output: str = place("", description="given by the sweep's `output`")
+
+
+class SweepEvaluation(EvaluateSettings):
+    """How all models of a sweep are evaluated."""
+
+    models: dict[str, str] = place({}, description="given by the sweep")
+    output: str = place("", description="given by the sweep's `output`")
+
+
+class SweepSettings(Settings):
+    """`infembed sweep`: objectives x backbones x seeds, trained and evaluated -> one table (paper, Tables 3, 4 and 6)."""
+
+    train: SweepTraining = Field(description="settings of every training, but for what the rows change")
+    evaluate: SweepEvaluation = Field(description="settings of every evaluation")
+    output: str = place(description="directory for the published tables; trials lie in its folder `trials`")
+    models: dict[str, str] = place(description="label -> backbone: a directory or a hub name")
+    objectives: tuple[str, ...] = Field(
+        (), description="rows of the table; []: the one of `train`, if there are no variants"
+    )
+    grid: dict[str, tuple[Any, ...]] = Field(
+        {}, description="field of `train` -> values: every objective is trained with all combinations, a row each"
+    )
+    variants: dict[str, dict[str, Any]] = Field(
+        {}, description="label -> fields of `train` that differ: further rows, one training design each"
+    )
+    seeds: tuple[int, ...] = Field(
+        (42,), min_length=1, description="of every row: the table gives mean and spread over them"
+    )
+    base: bool = Field(True, description="the first row is that of the backbones as they are")
+    concurrent: int | None = place(None, ge=1, description="most trials at once; null: as the cluster has room for")
 
 
 # ----------------------------------------------------------------------------------------- retrieval, serving

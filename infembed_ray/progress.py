@@ -22,18 +22,19 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def track(title: str, total: int | None) -> Iterator[Advance]:
-    """Show the progress of one step of `total` units (None where it is not known beforehand)."""
-    if sys.stdout.isatty():
-        with _terminal(title, total) as advance:
-            yield advance
-    else:
-        with _log(title, total) as advance:
-            yield advance
+def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
+    """Show the progress of one step of `total` units (None where it is not known beforehand).
+
+    Args:
+        title, total: of the step.
+        done: units that were done before; they say nothing of how long the others take.
+    """
+    with (_terminal if sys.stdout.isatty() else _log)(title, total, done) as advance:
+        yield advance
 
 
 @contextmanager
-def _terminal(title: str, total: int | None) -> Iterator[Advance]:
+def _terminal(title: str, total: int | None, done: int) -> Iterator[Advance]:
     columns = (
         TextColumn("{task.description:<12}"),
         BarColumn(),
@@ -43,7 +44,7 @@ def _terminal(title: str, total: int | None) -> Iterator[Advance]:
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(file=sys.stdout)) as bars:
-        task = bars.add_task(title, total=total, note="")
+        task = bars.add_task(title, total=total, completed=done, note="")
 
         def advance(n: int = 1, note: str = "") -> None:
             bars.update(task, advance=n, note=note)
@@ -52,15 +53,15 @@ def _terminal(title: str, total: int | None) -> Iterator[Advance]:
 
 
 @contextmanager
-def _log(title: str, total: int | None) -> Iterator[Advance]:
+def _log(title: str, total: int | None, done: int) -> Iterator[Advance]:
     start = last = time.monotonic()
-    done = 0
+    before = done
     latest_note = ""
 
     def line() -> str:
         of = f"/{total}" if total is not None else ""
         elapsed = time.monotonic() - start
-        left = f", {elapsed / done * (total - done):.0f} s left" if total and 0 < done < total else ""
+        left = f", {elapsed / (done - before) * (total - done):.0f} s left" if total and before < done < total else ""
         return f"{title}: {done}{of}  {elapsed:.0f} s{left}  {latest_note}".rstrip()
 
     def advance(n: int = 1, note: str = "") -> None:

@@ -256,22 +256,29 @@ class InstructionEncoder(nn.Module):
         Yields:
             rows of `sequences`, and the layout of those texts in that order, on the encoder's device. Every row once.
         """
-        pack = self._packs and packing_pays(self.device, self.dtype, self.training and self._attention_dropout > 0)
+        for rows, layout in self.lay_out(sequences, batch_tokens, self.device, self.dtype):
+            yield rows, layout.to(self.device)
+
+    def lay_out(
+        self, sequences: Sequence[Tokens], batch_tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> Iterator[tuple[list[int], Layout]]:
+        """The same for a backbone on some other device and in some other precision; the layouts are on the CPU."""
+        pack = self._packs and packing_pays(device, dtype, self.training and self._attention_dropout > 0)
         lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
         for side in get_args(Side):
             of_side = [row for row, s in enumerate(sequences) if s.side == side]
             if side == "query" and self.interaction is not None:
                 for group in pair_batches([sequences[row] for row in of_side], batch_tokens, pack):
                     rows = [of_side[i] for i in group]
-                    yield rows, paired([sequences[row] for row in rows], lay).to(self.device)
+                    yield rows, paired([sequences[row] for row in rows], lay)
                 continue
             if self._shares_prefixes(side, [sequences[row] for row in of_side]):
                 for group, layout in prefix_tree.forests([sequences[row] for row in of_side], batch_tokens):
-                    yield [of_side[i] for i in group], layout.to(self.device)
+                    yield [of_side[i] for i in group], layout
                 continue
             for group in length_sorted_batches([len(sequences[row]) for row in of_side], batch_tokens, padded=not pack):
                 rows = [of_side[i] for i in group]
-                yield rows, lay([sequences[row] for row in rows]).to(self.device)
+                yield rows, lay([sequences[row] for row in rows])
 
     def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:
         """Do these texts begin alike, and does the backbone allow to encode that once? Says so, once, if it does not."""

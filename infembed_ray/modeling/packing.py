@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from infembed_ray.errors import InputError
 from infembed_ray.modeling.layout import Layout, Tokens
 
 if TYPE_CHECKING:
@@ -101,6 +103,23 @@ def first_position(backbone: nn.Module) -> int:
         if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
             return padding + 1
     return 0
+
+
+def compile_layers(backbone: nn.Module) -> None:
+    """Compile the layers of a Hugging Face model by torch.compile, but not `attention`.
+
+    Which kernels that one calls, and how often, depends on the lengths of the texts in a row: each row would be
+    compiled anew. Dropout draws what it draws uncompiled, so that a pass repeated with a graph drops the same.
+
+    Raises:
+        InputError: the model is not made of layers as transformers builds them.
+    """
+    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise InputError(f"compile=true: {type(backbone).__name__} has no layers that compile one by one; set false")
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
+    for layer in layers:
+        layer.compile(dynamic=True, options={"fallback_random": True})
 
 
 def attention(

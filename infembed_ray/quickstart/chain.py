@@ -32,7 +32,7 @@ from infembed_ray.retrieval.distributed import run as index
 from infembed_ray.serving.deployments import require_free_port, serving
 from infembed_ray.storage import Published
 from infembed_ray.synthesis.distributed import run as synthesize
-from infembed_ray.training.distributed import run as train
+from infembed_ray.training.launch import run as train
 from infembed_ray.training.metrics import read_metrics
 
 S = TypeVar("S", bound=Settings)
@@ -106,7 +106,7 @@ def _stages(root: Path, backbone: str) -> Outputs:
             split="train",
             model=backbone,
             output=str(root / "checkpoint"),
-            records_per_worker=2,
+            records_per_step=4,
             instruction_negatives=3,
         ),
     )

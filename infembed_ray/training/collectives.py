@@ -66,6 +66,14 @@ def from_first(value: T) -> T:
     return values[0]
 
 
+def from_all(value: T) -> list[T]:
+    """Every worker's value, in rank order, on every worker."""
+    values = [value] * world()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def mean_over_workers(values: Tensor, share: float = 1.0) -> Tensor:
     """Element-wise mean over workers, without gradient.
 

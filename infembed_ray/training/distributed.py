@@ -1,178 +1,155 @@
-"""`infembed train`: the loop of every worker under Ray Train."""
+"""Training on a Ray cluster: Ray Train places the workers, connects them and restarts them after failures."""
 
 from __future__ import annotations
 
+import os
 import shutil
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+import torch.distributed as dist
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.v2._internal.exceptions import InsufficientClusterResourcesError, WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.context import get_train_context
 
-from infembed_ray import records as tables
-from infembed_ray.config import TEMPERATURES, TrainSettings
-from infembed_ray.distributed import connect
+from infembed_ray.config import TrainSettings
+from infembed_ray.distributed import connect, on_a_cluster
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import model_card
-from infembed_ray.modeling.checkpoint import describe, locate
-from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.progress import say, track
-from infembed_ray.storage import Published, Step, existing, fingerprint
-from infembed_ray.training.backbone import load_encoder
-from infembed_ray.training.metrics import read_metrics
-from infembed_ray.training.objectives import MOST_JOINT_TEXTS, Objective
-from infembed_ray.training.sampler import Sampler
+from infembed_ray.progress import say
+from infembed_ray.records import Record
+from infembed_ray.storage import STATES
 
-POLL_S = 0.5
 RAY_TRAIN_LOGS = "ray_train"
-FAILURES = 3
-"""Times a run restarts from its last state after losing workers, before it gives up."""
 
 
-def run(settings: TrainSettings) -> Published:
-    """Train a checkpoint; nothing to do if the same records, model and settings were trained before.
+def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> None:
+    """Let all workers train to the end.
+
+    Args:
+        settings: of the run.
+        rows: its records.
+        directory: shared by all workers.
 
     Raises:
-        InputError: before any work, for anything wrong with the settings, the records or the model.
+        InputError: the cluster has no room for the workers, or a worker cannot work with its input.
+        RuntimeError: the run failed once more than `max_failures` allows; it says how the last time.
     """
-    Objective.of(settings)  # fits the other settings
-    low, high = TEMPERATURES
-    if settings.temperature_learned and not low < settings.temperature < high:
-        raise InputError(
-            f"temperature={settings.temperature}: learned temperatures lie between {low} and {high}; start within, "
-            "or set temperature_learned=false"
-        )
-    if settings.precision == "bf16" and settings.zero_stage == 0:
-        raise InputError("precision=bf16: zero_stage=0 would add up and export in bf16; set zero_stage=1 or higher")
-    quantized = settings.lora is not None and settings.lora.quantized
-    if quantized and (not settings.gpus_per_worker or settings.zero_stage == 3):
-        raise InputError(
-            "lora.quantized=true: needs gpus_per_worker=1 and zero_stage 0 to 2; or set lora.quantized=false"
-        )
-    path = existing(settings.records, "records")
-    rows = tables.read(path, tables.Record, "records", split=settings.split)
-    if len(rows) < settings.workers:
-        raise InputError(
-            f"workers={settings.workers}: more than the {len(rows)} records of {path}; set workers={len(rows)}"
-        )
-    model = locate(settings.model, "model")
-    found = {"model": model.path}
-    inputs, names = {"records": path} | model.inputs, dict(model.names)
-    if settings.teacher is not None:
-        teacher = locate(settings.teacher, "teacher")
-        found["teacher"] = teacher.path
-        inputs |= teacher.inputs
-        names |= teacher.names
-    step = Step("train", settings, settings.output, inputs, names)
-    if done := step.finished():
-        return done
-    _check_model(settings.model_copy(update=found))
+    grows = on_a_cluster()
     connect()
-    with step.publish() as staging:
-        sampler = Sampler.of(settings, len(rows))
-        say(f"train: {settings.objective}, {len(rows)} records, {sampler.steps} steps on {settings.workers} workers")
-        with _progress(staging.path, sampler.steps):
-            # The paths that were found here, not as they were written: workers have other working directories.
-            _fit(settings.model_copy(update=found), rows, staging.path)
-        staging.counts |= {"records": len(rows), "steps": sampler.steps}
-        staging.facts["final_metrics"] = last = read_metrics(staging.path)[-1]
-        model_card.write(
-            staging.path,
-            describe(str(staging.path)),
-            model.path,
-            model_card.TrainingData(path, fingerprint(path), [row.source for row in rows]),
-            settings.identity(),
-            last,
-        )
-    return step.published()
-
-
-def _check_model(settings: TrainSettings) -> None:
-    """Do the settings fit the model? Looked at here, without weights: on a worker it would cost a start each."""
-    objective = Objective.of(settings)
-    encoder = load_encoder(settings, "meta")
-    if settings.teacher is not None:
-        InstructionEncoder.from_pretrained(settings.teacher, device="meta")
-    for dimensions in settings.matryoshka:
-        if dimensions >= encoder.dimension:
-            raise InputError(
-                f"matryoshka={dimensions}: embeddings of {settings.model} have {encoder.dimension}; give fewer"
-            )
-    if encoder.interaction is not None and settings.template is not None:
-        raise InputError(f"template={settings.template}: cross_attention has no joint text; leave it out")
-    joint = 6 * settings.records_per_worker**2
-    shared = encoder.causal or encoder.interaction is not None
-    if (
-        settings.instruction_negatives is None
-        and "I" in objective.variables
-        and not shared
-        and joint > MOST_JOINT_TEXTS
-    ):
-        raise InputError(
-            f"instruction_negatives=null: up to {joint} joint texts a worker and step, of which this backbone shares "
-            f"nothing, at most {MOST_JOINT_TEXTS} are affordable; set a number"
-        )
-
-
-def _fit(settings: TrainSettings, rows: list[tables.Record], directory: Path) -> None:
-    resources = {"CPU": settings.cpus_per_worker}
-    if settings.gpus_per_worker:
-        resources["GPU"] = settings.gpus_per_worker
+    if short := _shortage(settings):
+        if not grows:
+            raise InputError(short)
+        say(f"train: waiting {settings.placement_timeout_s:g} s for room: {short}")
+    # Ray Train counts a wait for room as a failure of its own kind, so all of them together may take the time-out.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(
+        settings.placement_timeout_s / (1 + settings.max_failures)
+    )
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"settings": settings.model_dump(), "records": ray.put(rows), "directory": str(directory)},
-        torch_config=TorchConfig(backend="nccl" if settings.gpus_per_worker else "gloo"),
+        torch_config=TorchConfig(
+            backend="nccl" if settings.gpus_per_worker else "gloo", timeout_s=settings.collective_timeout_s
+        ),
         scaling_config=ScalingConfig(
-            num_workers=settings.workers, use_gpu=settings.gpus_per_worker > 0, resources_per_worker=resources
+            num_workers=settings.workers,
+            use_gpu=settings.gpus_per_worker > 0,
+            resources_per_worker=_per_worker(settings),
+            placement_strategy=settings.placement,
         ),
         run_config=RunConfig(
             name=f"{time.time_ns()}",  # never an earlier attempt's: resuming is ours, from our own states
-            storage_path=str(directory / RAY_TRAIN_LOGS),
-            failure_config=FailureConfig(max_failures=FAILURES),
+            storage_path=str(directory / STATES / RAY_TRAIN_LOGS),
+            failure_config=FailureConfig(
+                max_failures=settings.max_failures, controller_failure_limit=settings.max_failures
+            ),
         ),
     )
-    trainer.fit()
-    shutil.rmtree(directory / RAY_TRAIN_LOGS, ignore_errors=True)
+    try:
+        refused = trainer.fit().return_value
+    except TrainingFailedError as error:
+        raise _explained(error, settings) from error
+    if refused is not None:
+        raise InputError(refused)
+    shutil.rmtree(directory / STATES / RAY_TRAIN_LOGS, ignore_errors=True)
 
 
-def _worker(config: dict[str, Any]) -> None:
-    """What Ray Train runs on every worker."""
+def _per_worker(settings: TrainSettings) -> dict[str, float]:
+    return {"CPU": settings.cpus_per_worker} | ({"GPU": settings.gpus_per_worker} if settings.gpus_per_worker else {})
+
+
+def _shortage(settings: TrainSettings) -> str | None:
+    """What the workers ask for and what the cluster has, if it has less."""
+    asked = {name: amount * settings.workers for name, amount in _per_worker(settings).items()}
+    has = {name: ray.cluster_resources().get(name, 0.0) for name in asked}
+    if all(has[name] >= amount for name, amount in asked.items()):
+        return None
+    return f"workers={settings.workers}: they ask for {_listed(asked)}, the cluster has {_listed(has)}; set fewer workers, or less for each"
+
+
+def _listed(resources: dict[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+def _explained(error: TrainingFailedError, settings: TrainSettings) -> Exception:
+    """What became of a run that Ray Train has given up, in one line."""
+    if isinstance(error, ControllerError):
+        no_room = (WorkerGroupStartupTimeoutError, InsufficientClusterResourcesError)
+        if not isinstance(error.controller_failure, no_room):
+            return error
+        asked, free = _per_worker(settings), ray.available_resources()
+        return InputError(
+            f"placement_timeout_s={settings.placement_timeout_s:g}: no room for workers={settings.workers} of "
+            f"{_listed(asked)} each (placement={settings.placement}); free now: "
+            f"{_listed({name: free.get(name, 0.0) for name in asked})}; set fewer workers, or wait longer"
+        )
+    failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
+    if not failures:
+        return error
+    # without the traceback that Ray Train made its message of
+    causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures.items()}
+    rank, cause = min(causes.items(), key=lambda item: _remoteness(item[1]))
+    if isinstance(cause, InputError):
+        return cause
+    what = " ".join(str(cause).split())
+    return RuntimeError(
+        f"worker {rank} of {settings.workers} failed, max_failures={settings.max_failures} before it: "
+        f"{type(cause).__name__}: {what}; the same command resumes from the last state"
+    )
+
+
+def _remoteness(failure: Exception) -> int:
+    """How far a worker's failure is from what went wrong: one that lost the others in a collective only followed them."""
+    if isinstance(failure, InputError):
+        return 0
+    lost = isinstance(failure, dist.DistError) or (isinstance(failure, RuntimeError) and "gloo" in str(failure).lower())
+    return 2 if lost else 1
+
+
+def _worker(config: dict[str, Any]) -> str | None:
+    """What Ray Train runs on every worker; returns why the run was ended, if not by its last step."""
     # Imported here, on the workers: DeepSpeed looks for accelerators and talks about them when it is imported.
     from infembed_ray.training.loop import train_worker
 
     settings = TrainSettings.of(config["settings"])
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
-    train_worker(settings, ray.get(config["records"]), Path(config["directory"]), get_device())
-
-
-@contextmanager
-def _progress(directory: Path, steps: int) -> Iterator[None]:
-    """Show progress while the block runs, from the metrics that worker 0 writes."""
-    stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(directory, steps, stop), daemon=True)
-    thread.start()
     try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        train_worker(settings, ray.get(config["records"]), Path(config["directory"]), get_device(), _preempted)
+    except InputError as error:
+        if dist.is_initialized():
+            raise  # others may be waiting for this worker
+        return str(error)  # all have ended alike, as they would again: nothing to be tried once more
+    return None
 
 
-def _follow(directory: Path, steps: int, stop: threading.Event) -> None:
-    with track("train", steps) as advance:
-        shown = 0
-        stopping = False
-        while not stopping:
-            stopping = stop.wait(POLL_S)  # one last look after the end
-            lines = read_metrics(directory)
-            if len(lines) > shown:
-                newest = lines[-1]
-                advance(len(lines) - shown, note=f"loss {newest['loss']:.3f}  |g| {newest['grad_norm']:.2f}")
-                shown = len(lines)
+def _preempted() -> bool:
+    """Has Ray told this worker that a machine of the run is about to go?
+
+    Not by `ray.train.get_preemption_info`, which is a collective, hence a cost in every step.
+    """
+    return get_train_context().preemption_context.preemption_info is not None

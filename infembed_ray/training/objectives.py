@@ -88,12 +88,12 @@ class Objective:
         screened = {"P", "IQ"} if settings.iq_negatives == "kk" else {"P"}
         if settings.teacher is not None and not screened & set(variables):
             raise InputError(f"teacher={settings.teacher}: screens P and iq_kk, which {objective} lacks; leave it out")
-        records = settings.records_per_worker * settings.workers
+        records = settings.records_per_step
         texts = (2 * records) ** 2
-        if objective == NCE and texts > MOST_JOINT_TEXTS:
+        if objective == NCE and settings.tokens_per_step is None and texts > MOST_JOINT_TEXTS:
             raise InputError(
                 f"objective={objective}: {records} records a step have up to {texts} joint texts, every instruction "
-                f"with every query; {MOST_JOINT_TEXTS} at most are affordable: lower records_per_worker or workers"
+                f"with every query; {MOST_JOINT_TEXTS} at most are affordable: lower records_per_step"
             )
         return objective
 

@@ -41,6 +41,15 @@ def flatten(record: Record) -> tuple[TrainingTuple, TrainingTuple, TrainingTuple
     )
 
 
+def token_counts(encoder: InstructionEncoder, records: Sequence[Record]) -> list[int]:
+    """Tokens of every record's own three tuples, cut as they are for training; without drawn negatives and padding."""
+    rows = [t for record in records for t in flatten(record)]
+    joint = encoder.tokenize_queries([t.query for t in rows], [t.instruction for t in rows])
+    passages = encoder.tokenize_passages([t.passage for t in rows])
+    of_rows = [len(q) + len(p) for q, p in zip(joint, passages, strict=True)]
+    return [sum(of_rows[n : n + ROWS]) for n in range(0, len(of_rows), ROWS)]
+
+
 def other_instructions(row: TrainingTuple, pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
     """Up to `count` other instructions to read a row's query under; None: all of the pool.
 

@@ -144,7 +144,7 @@ def analyzed(head: Head, directory: Path, synthesized: Twice) -> Twice:
 
 @pytest.fixture(scope="module")
 def trained(head: Head, directory: Path, texts: Texts, minilm: str) -> Twice:
-    settings = {"records_per_worker": 2, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
+    settings = {"records_per_step": 4, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
     return submit_twice(head, "train", directory / "checkpoints", records=texts.training, model=minilm, **settings)
 
 

@@ -47,7 +47,7 @@ def write(family: str, path: Path) -> str:
         options |= {"pad_token": "<pad>"} if family == "mistral" else {}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     torch.manual_seed(0)
-    _model(family, len(tokenizer)).save_pretrained(path)
+    _model(family, len(tokenizer) + 1).save_pretrained(path)  # Qwen2's class adds a token of its own when it is loaded
     tokenizer.save_pretrained(path)
     if "add_bos_token" in options:
         file = path / "tokenizer_config.json"

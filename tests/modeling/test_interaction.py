@@ -323,7 +323,7 @@ def trained(request, minilm, tmp_path_factory):
         instruction_negatives=None,  # all: further pairs cost no encoding
         workers=workers,
         zero_stage=stage,
-        records_per_worker=4 // workers,
+        records_per_step=4,
         epochs=6,
         learning_rate=3e-4,
         query_length=48,

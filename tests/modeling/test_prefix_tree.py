@@ -353,7 +353,7 @@ def test_training_with_all_instructions_loses_the_same_with_trees_and_without(ze
         output="-",
         objective="multi{P,I}",
         instruction_negatives=None,
-        records_per_worker=2,
+        records_per_step=2,
         epochs=2,
         workers=1,
         zero_stage=zero_stage,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ray.train import WorkerGroupError
 from safetensors.numpy import load_file
 
 from infembed_ray.config import Lora, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
-from infembed_ray.training.distributed import run
+from infembed_ray.training.distributed import _explained
+from infembed_ray.training.launch import run
 from infembed_ray.training.metrics import read_metrics
 from tests.training.test_tuples import record
 
@@ -40,7 +43,7 @@ def settings(records_file, minilm, tmp_path_factory):
         output=str(tmp_path_factory.mktemp("train")),
         objective="multi{P,I}",
         instruction_negatives=2,
-        records_per_worker=1,
+        records_per_step=2,
         epochs=2,
         learning_rate=2e-4,
         checkpoint_every=2,
@@ -137,7 +140,7 @@ def test_a_run_whose_driver_is_killed_resumes_to_the_same_weights(published, set
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
 def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, stage):
     other = run(settings.model_copy(update={"output": str(tmp_path), "zero_stage": stage}))
     losses = [[m["loss"] for m in read_metrics(p.path)] for p in (published, other)]
@@ -150,7 +153,11 @@ def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, s
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    "options", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"share_encoder": False, "zero_stage": 3}]
+    "options",
+    [
+        *(pytest.param({"zero_stage": stage}, marks=pytest.mark.slow) for stage in (0, 2, 3)),
+        {"share_encoder": False, "zero_stage": 3},
+    ],
 )
 def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, settings, minilm, tmp_path, options):
     lora = Lora(rank=4, target_modules=("query", "value"))
@@ -173,6 +180,15 @@ def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, 
     assert minilm not in card
 
 
+@pytest.mark.ray
+def test_a_cluster_without_room_is_one_line_when_the_time_is_over(ray_cluster, settings, tmp_path):
+    asks = {"output": str(tmp_path), "cpus_per_worker": 3.0, "placement_timeout_s": 2.0, "max_failures": 0}
+    with pytest.raises(
+        InputError, match=r"placement_timeout_s=2: no room for workers=2 of 3 CPU each \(placement=PACK\)"
+    ):
+        run(settings.model_copy(update=asks))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -182,10 +198,9 @@ def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, 
         ({"records": "/no/such/file.jsonl"}, "records=/no/such/file.jsonl: no such file"),
         ({"temperature": 2.0, "temperature_learned": True}, "temperature=2.0: learned temperatures lie between 0.01"),
         ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0 would add up and export in bf16"),
-        ({"workers": 7}, "workers=7: more than the 6 records"),
+        ({"workers": 7, "records_per_step": 7}, "workers=7: more than the 6 records"),
         ({"split": "train"}, "no row has split=train"),
         ({"matryoshka": (384,)}, "matryoshka=384: embeddings of .* have 384; give fewer"),
-        ({"instruction_negatives": None, "records_per_worker": 64}, "instruction_negatives=null: up to 24576 joint"),
         ({"interaction": "cross_attention", "template": "query_first"}, "template=query_first: cross_attention has no"),
         ({"append_eos": True, "lora": Lora(target_modules=("nowhere",))}, "lora.target_modules"),
         ({"lora": Lora(quantized=True)}, "lora.quantized=true: needs gpus_per_worker=1"),
@@ -195,3 +210,13 @@ def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, 
 def test_bad_input_is_one_line_before_any_work(settings, change, message):
     with pytest.raises(InputError, match=message):
         run(settings.model_copy(update=change))
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "said"), [(1, InputError, "^bad$"), (2, KeyError, "^worker 2 of 2.*KeyError")]
+)
+def test_of_many_failures_the_cause_is_told_not_what_followed_from_it(settings, rank, kind, said):
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+    failures = {0: lost, rank: kind("bad"), 3: torch.distributed.DistBackendError("NCCL communicator was aborted")}
+    assert re.match(said, str(_explained(WorkerGroupError("", failures), settings)))
+    assert "Connection closed" in str(_explained(WorkerGroupError("", {0: lost}), settings))

@@ -1,26 +1,35 @@
 """The engine on real DeepSpeed and gloo against plain PyTorch, which holds the whole batch in one process."""
 
+import gc
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config import Offload, TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.collectives import gather_rows, world
+from tests.modeling import backbones
 
-ROWS, STEPS, RATE, PEAK = 5, 3, 1e-3, 1e-2
+ROWS, STEPS, RATE, PEAK = 5, 2, 1e-3, 1e-2
 STAGES = (0, 1, 2, 3)
+ACCUMULATED = 2  # batches, where they accumulate
 
 
 @pytest.fixture(scope="module")
-def tiny(minilm, tmp_path_factory):
-    """A random BERT of two layers with dropout and MiniLM's tokenizer; its pooler, as ever, gets no gradient."""
+def decoder(tmp_path_factory):
+    return backbones.write("qwen2", tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def tiny(decoder, tmp_path_factory):
+    """A random BERT of two layers with dropout; its pooler, as ever, gets no gradient."""
     path = tmp_path_factory.mktemp("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    tokenizer = AutoTokenizer.from_pretrained(decoder)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer),
@@ -35,11 +44,12 @@ def tiny(minilm, tmp_path_factory):
     return str(path)
 
 
-def texts(encoder, rank, step):
+def texts(encoder, rank, batch):
     """Queries and passages of a worker; worker 1's passages are longer, so that it needs more passes of 64 tokens."""
-    queries = [f"query {rank} {n} " + "very " * n * step for n in range(ROWS)]
-    passages = [f"passage {rank} {n} " + "word " * (5 + n + 40 * rank) for n in range(ROWS)]
-    return encoder.tokenize_queries(queries, [None] * ROWS), encoder.tokenize_passages(passages)
+    queries = [f"query {rank} {n} " + "how " * n * batch for n in range(ROWS)]
+    passages = [f"passage {rank} {n} " + "bread " * (2 + n + 10 * rank) for n in range(ROWS)]
+    instructions = [f"For nurses, in plain words; no brand names {n % 2}" for n in range(ROWS)]
+    return encoder.tokenize_queries(queries, instructions), encoder.tokenize_passages(passages)
 
 
 def contrast(queries, passages, temperature, first):
@@ -48,7 +58,7 @@ def contrast(queries, passages, temperature, first):
 
 
 def trained(settings, path, dropout=False, separate=False, resume_in=None):
-    """Three steps of an engine: losses, gradients of each step, temperatures, norms, and the weights after them."""
+    """Some steps of an engine: losses, gradients of each step, temperatures, norms, and the weights after them."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     from infembed_ray.training.engine import Engine
@@ -64,17 +74,23 @@ def trained(settings, path, dropout=False, separate=False, resume_in=None):
     got = {"losses": [], "gradients": [], "temperatures": [], "norms": []}
     for step in range(STEPS):
         if resume_in is not None and step == STEPS - 1:
-            engine.save(resume_in, "state", {"step": step})
+            engine.save(resume_in, "state")
             engine._engine.destroy()
             encoder, engine = start()
-            assert engine.load(resume_in, "state")["step"] == step
+            engine.load(resume_in, "state")
         torch.manual_seed(100 * step + rank)
-        queries, passages = (engine.encode(t) for t in texts(encoder, rank, step))
-        loss = contrast(queries, gather_rows(passages, [ROWS] * workers), engine.temperature, ROWS * rank)
-        got["losses"].append(loss.item())
-        got["temperatures"].append(float(engine.temperature))
-        engine.backward(loss)
+        losses = []
+        for n in range(settings.accumulation):
+            queries, passages = (engine.encode(t) for t in texts(encoder, rank, settings.accumulation * step + n))
+            loss = contrast(queries, gather_rows(passages, [ROWS] * workers), engine.temperature, ROWS * rank)
+            losses.append(loss.item())
+            temperature = float(engine.temperature)
+            engine.backward(loss / settings.accumulation, last=n == settings.accumulation - 1)
+        got["losses"].append(sum(losses) / len(losses))
+        got["temperatures"].append(temperature)
         named = dict(engine._engine.module.named_parameters())
+        if not engine._engine.managed_gradient_accumulation():
+            engine._engine.optimizer.finalize_gradient_accumulation_boundary()  # the update does so once more
         full = {n: p.grad if settings.zero_stage == 0 else safe_get_full_grad(p) for n, p in named.items()}
         got["gradients"].append({n: g.clone() for n, g in full.items() if g is not None})
         got["norms"].append(engine.update(RATE))
@@ -84,23 +100,44 @@ def trained(settings, path, dropout=False, separate=False, resume_in=None):
     return got
 
 
-def worker(rank, workers, port, runs, results):
+def serve(rank, workers, port, pipe):
+    """A worker: trains what it is given until it is given nothing."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    results[rank] = [trained(*run) for run in runs]
+    import deepspeed  # noqa: F401
+
+    gc.freeze()  # or DeepSpeed's own collections go through all that was ever imported, a second each
+    while (runs := pipe.recv()) is not None:
+        pipe.send([trained(*run) for run in runs])
     torch.distributed.destroy_process_group()
 
 
-def run_all(workers, runs):
-    """The results of several runs in the same processes: what each worker got, run by run."""
+@pytest.fixture(scope="module", params=[1, 2])
+def workers(request):
+    """So many processes in one group; `train` gives the results of several runs, of each worker run by run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, args=(workers, port, runs, results), nprocs=workers)
-        return [results[rank] for rank in range(workers)]
+    spawn = mp.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(request.param):
+        pipe, theirs = spawn.Pipe()
+        process = spawn.Process(target=serve, args=(rank, request.param, port, theirs), daemon=True)
+        process.start()
+        theirs.close()  # so that a worker that fails is the end of the pipe
+        pipes.append(pipe)
+        processes.append(process)
+
+    def train(runs):
+        for pipe in pipes:
+            pipe.send(runs)
+        return [pipe.recv() for pipe in pipes]
+
+    yield SimpleNamespace(count=request.param, train=train)
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
 
 
 def settings_of(stage, tokens=None, learned=False, **changes):
@@ -117,7 +154,7 @@ def settings_of(stage, tokens=None, learned=False, **changes):
     )
 
 
-def reference(path, workers, separate=False, learned=True):
+def reference(path, workers, separate=False, learned=True, accumulation=1):
     """The same steps in plain PyTorch: one process, one pass a side and worker, AdamW, clipping."""
     torch.set_num_threads(1)  # as the workers: AdamW makes much of a gradient that is nothing but rounding
     encoder = InstructionEncoder.from_pretrained(path, share_encoder=not separate).eval()
@@ -130,12 +167,15 @@ def reference(path, workers, separate=False, learned=True):
     optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.0)
     got = {"losses": [], "gradients": [], "temperatures": [], "norms": []}
     for step in range(STEPS):
-        of_workers = [texts(encoder, rank, step) for rank in range(workers)]
         temperature = 0.01 * 100 ** logit.sigmoid() if learned else torch.tensor(0.05)
-        queries, passages = (
-            torch.cat([in_one_pass(encoder, side) for side in sides]) for sides in zip(*of_workers, strict=True)
-        )
-        loss = contrast(queries, passages, temperature, 0)
+        losses = []
+        for n in range(accumulation):
+            of_workers = [texts(encoder, rank, accumulation * step + n) for rank in range(workers)]
+            queries, passages = (
+                torch.cat([in_one_pass(encoder, side) for side in sides]) for sides in zip(*of_workers, strict=True)
+            )
+            losses.append(contrast(queries, passages, temperature, 0))
+        loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()
         got["losses"].append(loss.item())
@@ -163,55 +203,102 @@ def assert_equal_runs(got, expected, tolerance):
     torch.testing.assert_close(got["temperatures"], expected["temperatures"], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_every_stage_with_and_without_grad_cache_steps_like_plain_pytorch(tiny, workers):
+def assert_all_equal(results, expected, kinds):
+    for n, kind in enumerate(kinds):
+        assert_equal_runs(results[0][n], expected, 1e-5)
+        means = [sum(got[n]["losses"][step] for got in results) / len(results) for step in range(STEPS)]
+        torch.testing.assert_close(means, expected["losses"], rtol=1e-5, atol=0, msg=str(kind))
+
+
+def test_every_stage_with_and_without_grad_cache_steps_like_plain_pytorch(workers, tiny):
     kinds = [(stage, tokens) for stage in STAGES for tokens in (None, 64)]
-    runs = [(settings_of(stage, tokens, learned=True), tiny) for stage, tokens in kinds]
-    expected = reference(tiny, workers)
+    expected = reference(tiny, workers.count)
     assert expected["temperatures"][0] == pytest.approx(0.05, rel=1e-6)
     assert len(set(expected["temperatures"])) == STEPS
-    results = run_all(workers, runs)
-    for n, (stage, tokens) in enumerate(kinds):
-        assert_equal_runs(results[0][n], expected, 1e-5)
-        means = [sum(got[n]["losses"][step] for got in results) / workers for step in range(STEPS)]
-        torch.testing.assert_close(means, expected["losses"], rtol=1e-5, atol=0, msg=f"stage {stage}, {tokens}")
+    assert_all_equal(workers.train([(settings_of(*kind, learned=True), tiny) for kind in kinds]), expected, kinds)
 
 
-def test_weights_after_three_steps_are_those_of_plain_pytorch(tiny):
-    [[got]] = run_all(1, [(settings_of(0), tiny)])
-    for name, weight in reference(tiny, 1, learned=False)["weights"].items():
-        torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=1e-6, msg=name)
+@pytest.mark.parametrize("workers", [2], indirect=True)
+def test_accumulated_gradients_are_the_mean_of_the_batches_wherever_states_and_parameters_lie(workers, tiny):
+    kinds = [(stage, None) for stage in STAGES]
+    kinds += [(stage, Offload(optimizer="cpu")) for stage in (1, 2, 3)]
+    kinds += [(3, Offload(parameters="cpu")), (3, Offload(optimizer="cpu", parameters="cpu"))]
+    runs = [
+        (settings_of(stage, 64, learned=True, accumulation=ACCUMULATED, offload=offload or Offload()), tiny)
+        for stage, offload in kinds
+    ]
+    assert_all_equal(workers.train(runs), reference(tiny, workers.count, accumulation=ACCUMULATED), kinds)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_two_towers_of_which_a_pass_reaches_one(tiny, workers):
+@pytest.mark.parametrize("workers", [1], indirect=True)
+def test_weights_are_those_of_plain_pytorch(workers, tiny):
+    for got in workers.train([(settings_of(0), tiny)]):
+        for name, weight in reference(tiny, workers.count, learned=False)["weights"].items():
+            torch.testing.assert_close(got[0]["weights"][name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("workers", [2], indirect=True)
+def test_two_towers_of_which_a_pass_reaches_one(workers, tiny):
     """ZeRO-3 adds the passages' gradients to what the step before left, unless that is cleared."""
-    stages = STAGES if workers == 2 else (3,)
-    results = run_all(workers, [(settings_of(stage, 64, True), tiny, False, True) for stage in stages])
-    for got in results[0]:
-        assert_equal_runs(got, reference(tiny, workers, separate=True), 1e-5)
+    kinds = [(stage, Offload()) for stage in STAGES] + [(3, Offload(optimizer="cpu"))]
+    runs = [(settings_of(stage, 64, True, offload=offload), tiny, False, True) for stage, offload in kinds]
+    assert_all_equal(workers.train(runs), reference(tiny, workers.count, separate=True), kinds)
 
 
-def test_dropout_is_repeated_and_a_resumed_run_is_the_uninterrupted_one(tiny, tmp_path):
+@pytest.mark.parametrize("workers", [2], indirect=True)
+def test_dropout_is_repeated_and_a_resumed_run_is_the_uninterrupted_one(workers, tiny, tmp_path):
     runs = []
     for stage in STAGES:
-        for tokens, resume_in in ((None, None), (64, None), (64, tmp_path / str(stage))):
-            runs.append((settings_of(stage, tokens, True), tiny, True, False, resume_in))
-    got = run_all(2, runs)[0]
+        for resume_in in (None, tmp_path / str(stage)):
+            runs.append((settings_of(stage, 64, True), tiny, True, False, resume_in))
+    got = workers.train([*runs, (settings_of(0, None, True), tiny, True)])[0]
     for stage in STAGES:
-        _, cached, resumed = got[3 * stage : 3 * stage + 3]
+        cached, resumed = got[2 * stage : 2 * stage + 2]
         assert cached["losses"] == resumed["losses"]
         assert cached["temperatures"] == resumed["temperatures"]
         for name, weight in cached["weights"].items():
             assert torch.equal(weight, resumed["weights"][name]), name
-        assert_equal_runs(cached, got[1], 1e-5)  # the same dropout in every stage
-    assert got[0]["losses"] != got[1]["losses"]  # other passes, other dropout: it was on
+        assert_equal_runs(cached, got[0], 1e-5)  # the same dropout in every stage
+    assert got[-1]["losses"] != got[0]["losses"]  # other passes, other dropout: it was on
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_adds_its_passes_up_in_fp32(tiny, stage):
-    whole, cached = run_all(1, [(settings_of(stage, tokens, True, precision="bf16"), tiny) for tokens in (None, 64)])[0]
-    for step in range(STEPS):
-        assert cached["losses"][step] == pytest.approx(whole["losses"][step], rel=0.02)
-        assert cached["norms"][step] == pytest.approx(whole["norms"][step], rel=0.05)
-    assert whole["losses"][-1] < whole["losses"][0]
+@pytest.mark.parametrize("workers", [1], indirect=True)
+def test_activations_computed_anew_give_the_same_gradients_in_every_layout(workers, tiny, decoder):
+    """With dropout, packed (BERT) and in prefix trees (a decoder); ZeRO-3 gathers the parameters once more for it."""
+    kinds = [(2, None, tiny), (3, 64, tiny), (2, 64, decoder)]
+    runs = [
+        (settings_of(stage, tokens, activation_checkpointing=anew), path, True)
+        for stage, tokens, path in kinds
+        for anew in (False, True)
+    ]
+    got = workers.train(runs)[0]
+    for n, _ in enumerate(kinds):
+        kept, anew = got[2 * n : 2 * n + 2]
+        torch.testing.assert_close(anew["losses"], kept["losses"], rtol=1e-6, atol=0)
+        assert_equal_runs(anew, kept, 1e-5)
+
+
+@pytest.mark.parametrize("workers", [1], indirect=True)
+@pytest.mark.slow
+def test_compiled_layers_train_alike_with_dropout_in_every_layout(workers, tiny, decoder):
+    kinds = [(2, None, tiny), (1, 64, tiny), (0, 64, decoder)]
+    runs = [
+        (settings_of(stage, tokens, compile=compiled), path, True)
+        for stage, tokens, path in kinds
+        for compiled in (False, True)
+    ]
+    got = workers.train(runs)[0]
+    for n, _ in enumerate(kinds):
+        eager, compiled = got[2 * n : 2 * n + 2]
+        torch.testing.assert_close(compiled["losses"], eager["losses"], rtol=1e-5, atol=0)
+        assert_equal_runs(compiled, eager, 1e-4)
+
+
+@pytest.mark.parametrize("workers", [1], indirect=True)
+def test_bf16_adds_its_passes_up_in_fp32(workers, tiny):
+    runs = [(settings_of(stage, tokens, True, precision="bf16"), tiny) for stage in (1, 2, 3) for tokens in (None, 64)]
+    got = workers.train(runs)[0]
+    for whole, cached in zip(got[::2], got[1::2], strict=True):
+        for step in range(STEPS):
+            assert cached["losses"][step] == pytest.approx(whole["losses"][step], rel=0.02)
+            assert cached["norms"][step] == pytest.approx(whole["norms"][step], rel=0.05)

@@ -1,13 +1,14 @@
 """What is measured in a batch against loops, and the log against what was written."""
 
 import math
+import time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.training.metrics import MetricsLog, measure, read_metrics
+from infembed_ray.training.metrics import Meter, MetricsLog, lines_from, measure, read_metrics
 from infembed_ray.training.objectives import Negatives
 from infembed_ray.training.scores import Scores
 
@@ -27,6 +28,8 @@ def test_loss_rank_and_accuracy_of_a_variable_follow_their_definitions(seed, row
     assert measured["loss_P"].item() == pytest.approx(sum(losses) / rows, rel=1e-4, abs=1e-5)
     assert measured["rank_P"].item() == pytest.approx(sum(ranks) / rows)
     assert measured["accuracy_P"].item() == pytest.approx(sum(r == 1 for r in ranks) / rows)
+    without = [not any(kept) for kept in mask.tolist()]
+    assert measured["without_negatives"].item() == pytest.approx(sum(without) / rows)
     assert measured["positive_similarity"].item() == pytest.approx(positive.mean().item(), abs=1e-6)
 
 
@@ -46,3 +49,56 @@ def test_a_line_that_is_not_whole_yet_is_not_read(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_row_lacks_negatives_only_if_every_variable_lacks_them():
+    mask = torch.tensor([[True], [False], [False]])
+    positive, similarities = torch.zeros(3), torch.zeros(3, 1)
+    negatives = {"P": Negatives(similarities, mask), "I": Negatives(similarities, mask.flip(0))}
+    assert measure(Scores(positive, negatives), 0.1)["without_negatives"].item() == pytest.approx(1 / 3)
+
+
+def test_figures_that_are_not_finite_are_null(tmp_path):
+    MetricsLog(tmp_path, 0).write(step=1, loss=math.nan, grad_norm=math.inf, mfu=None)
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "mfu": None}]
+
+
+def test_who_follows_the_log_reads_what_is_new_and_begins_anew_when_it_was_cut(tmp_path):
+    assert lines_from(tmp_path, 0) == ([], 0)
+    log = MetricsLog(tmp_path, 0)
+    log.write(step=1)
+    lines, end = lines_from(tmp_path, 0)
+    assert lines == [{"step": 1}]
+    assert lines_from(tmp_path, end) == ([], end)
+    for step in (2, 3):
+        log.write(step=step)
+    lines, end = lines_from(tmp_path, end)
+    assert lines == [{"step": 2}, {"step": 3}]
+    MetricsLog(tmp_path, 1)
+    assert lines_from(tmp_path, end)[0] == [{"step": 1}]
+
+
+def test_a_log_is_cut_by_its_steps_though_lines_may_be_missing(tmp_path):
+    log = MetricsLog(tmp_path, 0)
+    for step in (1, 3, 4):
+        log.write(step=step)
+    MetricsLog(tmp_path, 3)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
+
+
+def test_the_meter_counts_tokens_by_its_own_clock_and_padding_by_places():
+    meter = Meter(torch.device("cpu"), torch.float32)
+    meter.begin()
+    began = time.monotonic()
+    for _ in range(2):
+        with meter.data():
+            time.sleep(0.01)
+    time.sleep(0.02)
+    took = meter.end(slots=400.0, tokens=300.0, flops=1e9)
+    assert 0.04 <= took["seconds"] <= time.monotonic() - began + 0.01
+    assert 0.02 <= took["data_seconds"] <= took["seconds"] - 0.02
+    assert took["tokens"] == 300
+    assert took["tokens_per_second"] == pytest.approx(300 / took["seconds"])
+    assert took["padding"] == pytest.approx(0.25)
+    assert took["mfu"] is None  # nobody knows the peak of a CPU
+    assert 0.05 < took["memory_gib"] < 100

@@ -232,7 +232,7 @@ def test_an_unknown_objective_is_refused_with_the_nearest_name(name):
         ({"objective": "uni{I}", "teacher": "some/model"}, "teacher=some/model: screens P and iq_kk"),
         ({"objective": "uni{IQ}", "iq_negatives": "ik", "teacher": "some/model"}, "teacher=some/model: screens P"),
         (
-            {"objective": "nce{PIQ}", "records_per_worker": 16, "workers": 2},
+            {"objective": "nce{PIQ}", "records_per_step": 32},
             "objective=nce{PIQ}: 32 records a step have up to 4096 joint texts",
         ),
     ],
@@ -249,7 +249,7 @@ def test_settings_that_fit_the_objective_are_accepted():
         model="m",
         output="o",
         objective="nce{PIQ}",
-        records_per_worker=8,
+        records_per_step=16,
         workers=2,
         instruction_negatives=0,
     )

@@ -1,0 +1,131 @@
+"""What Ray Train adds to a training step, beside the same step under torchrun.
+
+    python benchmarks/ray_overhead.py [--steps N] [--workers N] [--rounds N] [--zero-stage N]
+
+The same records, MiniLM, DeepSpeed and seed: the launchers differ, nothing else, and their losses must be equal or there
+is no figure. They take turns, each the first in half of the rounds. A step is the whole of it, from dealing out records
+to the metrics; `seconds` of metrics.jsonl, the median over the steps of a run after its first ten, then over rounds.
+
+The last line is one JSON object:
+    vs_torchrun     a step under Ray / under torchrun
+    start_s         from the command to its first step, to a second: processes, imports, cluster, model
+    whole_s         from the command to the published checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import material
+
+from infembed_ray.records import columns_of
+from infembed_ray.training.metrics import read_metrics
+
+WARM_UP = 10
+"""Steps that are not counted."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of a run."""
+
+    step: float
+    start: float
+    whole: float
+    losses: list[float]
+
+
+def train(launcher: str, options: argparse.Namespace, records: Path, output: Path) -> Run:
+    """One `infembed train`, from the command line."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.workers}"]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), "-m", "infembed_ray.cli", "train"]
+    settings = {
+        "records": records,
+        "model": material.minilm(),
+        "output": output,
+        "launcher": launcher,
+        "workers": options.workers,
+        "records_per_step": options.records,
+        "instruction_negatives": 2,
+        "epochs": 1,
+        "zero_stage": options.zero_stage,
+        "checkpoint_every": 10**6,
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # torchrun would set the latter, with a warning
+    began_at, began = time.time(), time.perf_counter()
+    ran = subprocess.run(
+        [*command, *(f"{k}={v}" for k, v in settings.items())], env=environment, capture_output=True, text=True
+    )
+    whole = time.perf_counter() - began
+    if ran.returncode:
+        raise SystemExit(f"{launcher}: {ran.stdout[-2000:]}{ran.stderr[-4000:]}")
+    (published,) = (path.parent for path in output.glob("*/manifest.json"))
+    steps = read_metrics(published)
+    return Run(
+        step=statistics.median(step["seconds"] for step in steps[WARM_UP:]),
+        start=steps[0]["time"] - steps[0]["seconds"] - began_at,
+        whole=whole,
+        losses=[step["loss"] for step in steps],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--records", type=int, default=4, help="of a step, over all workers, three tuples each")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], default=2)
+    options = parser.parse_args()
+    assert options.steps > WARM_UP
+    runs: dict[str, list[Run]] = {"ray": [], "torchrun": []}
+    with tempfile.TemporaryDirectory() as directory:
+        records = Path(directory, "records.jsonl")
+        chosen, source = material.records(options.steps * options.records)
+        records.write_text("".join(json.dumps(columns_of(record)) + "\n" for record in chosen), encoding="utf-8")
+        for number in range(options.rounds):
+            for launcher in list(runs)[:: -1 if number % 2 else 1]:
+                run = train(launcher, options, records, Path(directory, f"{launcher}-{number}"))
+                runs[launcher].append(run)
+                print(f"round {number + 1} {launcher}: {run.step:.4f} s a step, {run.start:.0f} s to start", flush=True)
+    curves = {tuple(run.losses) for of_launcher in runs.values() for run in of_launcher}
+    assert len(curves) == 1, "the launchers trained different models"
+
+    def median(figure: str) -> dict[str, float]:
+        return {name: round(statistics.median(getattr(r, figure) for r in each), 4) for name, each in runs.items()}
+
+    steps = median("step")
+    print(
+        json.dumps(
+            {
+                "vs_torchrun": round(steps["ray"] / steps["torchrun"], 4),
+                "step_s": steps,
+                "start_s": median("start"),
+                "whole_s": median("whole"),
+                "steps": options.steps,
+                "rounds": options.rounds,
+                "workers": options.workers,
+                "records_per_step": options.records,
+                "zero_stage": options.zero_stage,
+                "of": source,
+                "machine": f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}",
+                "date": date.today().isoformat(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

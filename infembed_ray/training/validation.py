@@ -1,0 +1,150 @@
+"""Evaluation on held-out records during training, and when it is time to stop: `infembed evaluate` by all workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from infembed_ray import config
+from infembed_ray import records as tables
+from infembed_ray.config import TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.retrievers import exact_search
+from infembed_ray.evaluation.scoring import score_queries, summarise
+from infembed_ray.evaluation.tasks import Task, instruction_following
+from infembed_ray.records import MADE_ID, Passage, Record
+from infembed_ray.storage import existing
+from infembed_ray.training.collectives import from_first, gather_rows, world
+
+if TYPE_CHECKING:  # a driver that only checks its input needs no DeepSpeed
+    from infembed_ray.training.engine import Engine
+    from infembed_ray.training.states import Progress
+
+T = TypeVar("T")
+
+EXPORTED = "exported.json"
+"""Of a run: after which step it was exported, and the score then."""
+PREFIX = "validation_"
+"""How the names of the figures begin in the log of a run."""
+
+
+class Validation:
+    """The held-out task of a run, and the patience with it. A run without one has no scores, and ends with its steps.
+
+    Args:
+        settings: of the run.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self._settings = settings.validation
+        self._task = None if settings.validation is None else held_out(settings.validation)[1]
+
+    def after(self, progress: Progress, steps: int, engine: Engine) -> tuple[Progress, dict[str, float]]:
+        """Evaluate, if it is time, after a step of a run of so many; every worker must call it.
+
+        Returns:
+            the progress, with what became of the score, and the figures for the log.
+        """
+        if self._settings is None or (progress.step % self._settings.every and progress.step < steps):
+            return progress, {}
+        figures = self.figures(engine)
+        return _judged(progress, figures[f"{PREFIX}{self._settings.metric}"]), figures
+
+    def over(self, progress: Progress) -> bool:
+        """Is the patience at its end?"""
+        patience = None if self._settings is None else self._settings.patience
+        return patience is not None and progress.stale >= patience
+
+    def keeps(self, progress: Progress) -> bool:
+        """Must there be a state of this step: is it the best so far, or the last?"""
+        return self.over(progress) or (progress.score is not None and progress.stale == 0)
+
+    def figures(self, engine: Engine) -> dict[str, float]:
+        """Evaluate the model as it is; every worker must call it, and embeds its part of the texts.
+
+        Nothing is drawn: what is trained afterwards is what would have been trained without it.
+        """
+        assert self._task is not None
+        task, encoder = self._task, engine.encoder
+        texts, order = _part(list(task.corpus.values()))
+        passages = gather_rows(engine.embed(encoder.tokenize_passages(texts)), [len(texts)] * world()[1])[order]
+        asked, order = _part(task.queries)
+        tokens = encoder.tokenize_queries([q.query for q in asked], [q.instruction for q in asked])
+        queries = gather_rows(engine.embed(tokens), [len(asked)] * world()[1])[order]
+        return from_first(_figures(task, queries.cpu().numpy(), passages.cpu().numpy()) if world()[0] == 0 else {})
+
+
+def _figures(task: Task, queries: np.ndarray, passages: np.ndarray) -> dict[str, float]:
+    """Those of `infembed evaluate`, of these embeddings; nDCG in the mean over the three kinds of queries."""
+    if not (np.isfinite(queries).all() and np.isfinite(passages).all()):
+        return dict.fromkeys((f"{PREFIX}p_mrr", f"{PREFIX}ndcg_at_10"), math.nan)
+    rankings = exact_search(queries, passages, list(task.corpus))
+    found = summarise(score_queries(task, {q.id: r for q, r in zip(task.queries, rankings, strict=True)}))
+    p_mrr = math.nan if found.p_mrr is None else found.p_mrr
+    return {f"{PREFIX}p_mrr": p_mrr, f"{PREFIX}ndcg_at_10": fmean(found.ndcg_at_10.values())}
+
+
+def _judged(progress: Progress, score: float) -> Progress:
+    """With its score, the best one so far, and how many evaluations ago that was."""
+    if not math.isfinite(score):
+        return replace(progress, stale=progress.stale + 1)
+    if progress.best is None or score > progress.best:
+        return replace(progress, score=score, best=score, stale=0)
+    return replace(progress, score=score, stale=progress.stale + 1)
+
+
+def held_out_files(settings: config.Validation) -> dict[str, Path]:
+    """Setting -> the file or directory that it names; InputError if it is not there."""
+    named = {"records": settings.records, "distractors": settings.distractors}
+    return {name: existing(path, f"validation.{name}") for name, path in named.items() if path is not None}
+
+
+def held_out(settings: config.Validation) -> tuple[list[Record], Task]:
+    """The held-out records, and what is asked of them.
+
+    Raises:
+        InputError: the files cannot be used, or the metric has nothing to measure.
+    """
+    files = held_out_files(settings)
+    rows = tables.read(files["records"], Record, "validation.records", split=settings.split)
+    others = tables.read(files["distractors"], Passage, "validation.distractors") if "distractors" in files else []
+    task = instruction_following(rows, others, settings.max_distractors)
+    if settings.metric == "p_mrr" and not any(change.documents for change in task.changes):
+        raise InputError(
+            "validation.metric=p_mrr: in these records no passage ceases to be right when the instruction changes; "
+            "set validation.metric=ndcg_at_10"
+        )
+    return rows, task
+
+
+def overlapping(training: Iterable[Record], held: Sequence[Record]) -> int:
+    """How many held-out records share their id, their query or their right passage with a record of the training."""
+    seen: dict[tuple[str, str], list[int]] = {}
+    for number, record in enumerate(held):
+        for mark in _marks(record):
+            seen.setdefault(mark, []).append(number)
+    return len({number for record in training for mark in _marks(record) for number in seen.get(mark, ())})
+
+
+def _marks(record: Record) -> Iterable[tuple[str, str]]:
+    if not record.id.startswith(MADE_ID):
+        yield "id", record.id
+    yield "query", record.query_positive
+    yield "passage", record.document_positive
+
+
+def _part(items: Sequence[T]) -> tuple[list[T], torch.Tensor]:
+    """This worker's part, as large as the others' (some have the last item once more), and where each item then is
+    among all workers' parts in rank order."""
+    rank, workers = world()
+    size = -(-len(items) // workers)
+    part = [items[min(n * workers + rank, len(items) - 1)] for n in range(size)]
+    places = torch.arange(len(items))
+    return part, places % workers * size + places // workers

@@ -1,0 +1,80 @@
+import json
+import pickle
+import tracemalloc
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infembed_ray.errors import InputError
+from infembed_ray.records import Record, columns_of, stream
+from infembed_ray.training.dataset import Dataset
+from tests.training.test_tuples import record
+
+MANY = 2500  # more than two batches of the file
+
+
+def varied(n):
+    return Record(**columns_of(record(n)) | {"source": f"s{n % 3}", "topic": None if n % 2 else "t"})
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return Dataset.write(tmp_path_factory.mktemp("dataset") / "records.arrow", map(varied, range(MANY)))
+
+
+def test_it_is_the_sequence_of_records_that_was_written(dataset):
+    assert len(dataset) == MANY
+    assert list(dataset) == [varied(n) for n in range(MANY)]
+    for n in (0, 1023, 1024, MANY - 1):
+        assert dataset[n] == varied(n)
+    assert dataset[-1] == varied(MANY - 1)
+    assert dataset[1022:1026:2] == [varied(1022), varied(1024)]
+    with pytest.raises(IndexError):
+        dataset[MANY]
+
+
+def test_a_pickle_of_it_is_its_path(dataset):
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 400
+    assert pickle.loads(pickled)[MANY - 1] == varied(MANY - 1)
+
+
+def test_the_fingerprint_is_of_the_contents_whatever_the_format_they_came_in(dataset, tmp_path):
+    rows = [columns_of(varied(n)) for n in range(MANY)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("a.parquet", "a.jsonl"):
+        written = Dataset.write(tmp_path / f"{name}.arrow", stream(tmp_path / name, Record, "records"))
+        assert written.fingerprint == dataset.fingerprint
+    fewer = Dataset.write(tmp_path / "fewer.arrow", map(varied, range(MANY - 1)))
+    assert fewer.fingerprint != dataset.fingerprint
+
+
+def test_writing_takes_no_memory_that_grows_with_the_records(tmp_path):
+    def peak(count):
+        tracemalloc.start()
+        Dataset.write(tmp_path / "a.arrow", (record(n) for n in range(count)))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    assert peak(20_000) < 1.2 * peak(5_000)
+
+
+def test_a_fault_in_the_records_leaves_no_file(tmp_path):
+    rows = [columns_of(varied(n)) for n in range(5)]
+    rows[3]["query_negative"] = " "
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=r"records=.*a.jsonl: row 4: column query_negative is empty; fill it or drop"):
+        Dataset.write(tmp_path / "records.arrow", stream(tmp_path / "a.jsonl", Record, "records"))
+    assert not (tmp_path / "records.arrow").exists()
+
+
+def test_tokens_are_counted_beside_the_records(dataset, tmp_path):
+    counted = Dataset.write(
+        tmp_path / "a.arrow", map(varied, range(MANY)), lambda some: [len(r.document_positive) for r in some]
+    )
+    assert counted.tokens.tolist() == [len(f"passage {n}") for n in range(MANY)]
+    assert counted[5] == varied(5)
+    assert dataset.tokens is None

@@ -1,0 +1,261 @@
+"""In-training evaluation on real DeepSpeed: its figures, what it must not change, what it keeps and when it stops."""
+
+import json
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from infembed_ray.config import EvaluateSettings, Lora, TrainSettings, Validation
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation import distributed as evaluation
+from infembed_ray.evaluation.retrievers import exact_search
+from infembed_ray.evaluation.scoring import score_queries, summarise
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import columns_of
+from infembed_ray.training import launch
+from infembed_ray.training.launch import run
+from infembed_ray.training.metrics import read_metrics
+from infembed_ray.training.states import Progress
+from infembed_ray.training.validation import Validation as InTraining
+from infembed_ray.training.validation import held_out, overlapping
+from tests.modeling import backbones
+from tests.training.test_tuples import record
+
+TOPICS = ("aspirin", "bread", "the moon", "wolves", "trains", "paint", "chess", "rivers")
+
+
+def about(n, topic):
+    return replace(
+        record(n),
+        query_positive=f"what is there to know of {topic}",
+        query_negative=f"what does {topic} cost",
+        instruction_positive=f"For children, about {topic}, in plain words.",
+        instruction_negative=f"For experts on {topic}: figures only, no stories.",
+        document_positive=f"Dear children, this is a story of {topic}, in plain words.",
+        hard_negative_document_1=f"Of {topic}, the measured mean is {n}.5 with a deviation of 0.{n}.",
+        hard_negative_document_2=f"For children, {topic} can be had for {n} coins, in plain words.",
+    )
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Settings: 8 records to train on, 6 held out, and passages that answer nothing."""
+    path = tmp_path_factory.mktemp("data")
+    return {
+        "records": jsonl(path / "train.jsonl", [columns_of(record(n)) for n in range(8)]),
+        "held": jsonl(path / "dev.jsonl", [columns_of(about(n, t)) for n, t in enumerate(TOPICS[:6], start=50)]),
+        "distractors": jsonl(path / "others.jsonl", [{"id": str(n), "text": f"Nothing {n}"} for n in range(20)]),
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return backbones.write("modernbert", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def settings(data, tiny, tmp_path_factory):
+    """8 steps of one worker, an evaluation after every second."""
+    return TrainSettings(
+        records=data["records"],
+        model=tiny,
+        output=str(tmp_path_factory.mktemp("validated")),
+        objective="multi{P,I}",
+        instruction_negatives=2,
+        records_per_step=2,
+        learning_rate=3e-2,
+        checkpoint_every=3,
+        workers=1,
+        zero_stage=3,
+        lora=Lora(rank=2, dropout=0.3),  # draws random numbers in every pass
+        launcher="process",
+        validation=Validation(records=data["held"], distractors=data["distractors"], every=2),
+    )
+
+
+def with_validation(settings, **changes):
+    return settings.model_copy(update={"validation": settings.validation.model_copy(update=changes)})
+
+
+def all_runs(rank, settings, directory, results):
+    """The runs of this module, in a process of their own: DeepSpeed leaves traces in one."""
+    from infembed_ray.training import loop, validation
+
+    results["validated"] = run(settings)
+    results["plain"] = run(settings.model_copy(update={"validation": None, "output": f"{directory}/plain"}))
+
+    figures = iter([0.1, 0.3, 0.3, 0.2, *[0.9] * 99])  # better, better, not better, not better, and never asked again
+
+    def given(self, engine):
+        return dict.fromkeys(("validation_p_mrr", "validation_ndcg_at_10"), next(figures))
+
+    def interrupted(*_):
+        raise InterruptedError
+
+    validation.Validation.figures = given
+    patient = with_validation(settings, every=1, patience=2).model_copy(update={"output": f"{directory}/patient"})
+    export, loop.export = loop.export, interrupted
+    with pytest.raises(InterruptedError):
+        run(patient)
+    loop.export = export
+    results["patient"] = run(patient)
+
+
+@pytest.fixture(scope="module")
+def made(settings, tmp_path_factory):
+    """What the runs published, by name."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(all_runs, (settings, str(tmp_path_factory.mktemp("runs")), results))
+        return dict(results)
+
+
+def scores(path):
+    return {line["step"]: line["validation_p_mrr"] for line in read_metrics(path) if "validation_p_mrr" in line}
+
+
+def test_the_curve_is_that_of_a_run_without_validation(made):
+    ours, theirs = (made[name].path for name in ("validated", "plain"))
+    assert [line["loss"] for line in read_metrics(ours)] == [line["loss"] for line in read_metrics(theirs)]
+    assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
+
+
+def test_all_records_of_every_step_are_in_the_log_of_samples(made):
+    lines = [json.loads(line) for line in (made["plain"].path / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for epoch in (lines[:4], lines[4:]):
+        assert sorted(i for line in epoch for i in line["records"]) == [f"r{n}" for n in range(8)]
+
+
+def test_the_best_state_is_exported_and_the_manifest_says_which(made, settings):
+    seen = scores(made["validated"].path)
+    assert list(seen) == [2, 4, 6, 8]
+    best = max(seen, key=seen.get)
+    assert best < 8, "the test shows nothing if the last state is the best"
+    manifest = made["validated"].manifest
+    assert manifest["exported"]["step"] == manifest["final_metrics"]["step"] == best
+    assert manifest["counts"]["steps"] == 8
+    assert made["plain"].manifest["exported"] == {"step": 8, "score": None}
+    again = evaluated(str(made["validated"].path), settings)
+    assert again == pytest.approx(seen[best], abs=1e-6)
+    assert again != pytest.approx(seen[8], abs=1e-6)
+
+
+@pytest.mark.ray
+def test_the_score_is_the_figure_of_infembed_evaluate(ray_cluster, made, data, tmp_path):
+    asked = EvaluateSettings(
+        records=data["held"],
+        distractors=data["distractors"],
+        models={"trained": str(made["validated"].path)},
+        output=str(tmp_path),
+    )
+    figures = evaluation.run(asked).manifest["figures"]["trained"]
+    logged = made["validated"].manifest["final_metrics"]
+    assert logged["validation_p_mrr"] == pytest.approx(figures["p_mrr"], abs=1e-6)
+    assert logged["validation_ndcg_at_10"] == pytest.approx(sum(figures["ndcg_at_10"].values()) / 3, abs=1e-6)
+    assert made["validated"].manifest["exported"]["score"] == pytest.approx(figures["p_mrr"], abs=1e-6)
+    assert 0 < abs(figures["p_mrr"]) < 1
+
+
+def test_training_ends_with_the_patience_also_when_resumed_at_that_point(made):
+    assert list(scores(made["patient"].path).values()) == [0.1, 0.3, 0.3, 0.2]
+    assert len(read_metrics(made["patient"].path)) == 4
+    assert made["patient"].manifest["counts"]["steps"] == 4
+    assert made["patient"].manifest["exported"] == {"step": 3, "score": 0.3}  # of equals the newest that was kept
+
+
+def evaluated(path, settings):
+    """p-MRR of a checkpoint, as it is loaded from its directory."""
+    _, task = held_out(settings.validation)
+    encoder = InstructionEncoder.from_pretrained(path)
+    queries = encoder.encode_queries([q.query for q in task.queries], [q.instruction for q in task.queries])
+    ranked = exact_search(queries, encoder.encode_passages(list(task.corpus.values())), list(task.corpus))
+    return summarise(score_queries(task, {q.id: r for q, r in zip(task.queries, ranked, strict=True)})).p_mrr
+
+
+def test_held_out_records_that_are_trained_on_are_counted():
+    trained = [replace(record(n), id="row-1" if n == 1 else f"r{n}") for n in range(8)]
+    held = [
+        about(1, "aspirin"),  # another record, whose id is only the number of its row
+        replace(about(60, "bread"), query_positive="query 5"),
+        replace(about(61, "wolves"), document_positive="passage 0"),
+        about(7, "chess"),  # the id
+        about(62, "paint"),
+    ]
+    held[0] = replace(held[0], id="row-1")
+    assert overlapping(trained, held) == 3
+
+
+def test_the_run_warns_of_held_out_records_that_are_trained_on(settings, data, tmp_path, capsys, monkeypatch):
+    def before_training(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(launch, "_train_here", before_training)
+    with pytest.raises(InterruptedError):
+        run(with_validation(settings, records=data["records"]).model_copy(update={"output": str(tmp_path)}))
+    assert "warning: 8 of the 8 records of validation.records share their id, query or" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"records": "/no/such.jsonl"}, "validation.records=/no/such.jsonl: no such file"),
+        ({"distractors": "/no/such.jsonl"}, "validation.distractors=/no/such.jsonl: no such file"),
+        ({"split": "dev"}, r"validation.records=.*: no row has split=dev"),
+    ],
+)
+def test_bad_held_out_files_are_named(settings, changes, message):
+    with pytest.raises(InputError, match=message):
+        run(with_validation(settings, **changes))
+
+
+def test_a_score_without_anything_to_measure_is_refused(settings, tmp_path):
+    rows = [
+        columns_of(replace(about(n, t), instruction_negative=f"For children, about {t}, in plain words."))
+        for n, t in enumerate(TOPICS)
+    ]
+    nothing = with_validation(settings, records=jsonl(tmp_path / "dev.jsonl", rows))
+    with pytest.raises(InputError, match=r"validation.metric=p_mrr: in these records no passage ceases to be right"):
+        run(nothing)
+
+
+def worker(rank, workers, port, settings, results):
+    from infembed_ray.training.backbone import load_encoder
+    from infembed_ray.training.engine import Engine
+    from infembed_ray.training.validation import Validation
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    engine = Engine(load_encoder(settings), settings)
+    results[rank] = Validation(settings).figures(engine)
+    engine.close()
+
+
+def test_workers_that_share_the_parameters_find_together_what_one_finds(settings):
+    shared = settings.model_copy(update={"workers": 2, "share_encoder": False, "lora": None})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, (2, port, shared, results), nprocs=2)
+        found = dict(results)
+    assert found[0] == found[1]
+    assert found[0]["validation_p_mrr"] == pytest.approx(evaluated(settings.model, settings), abs=1e-6)
+
+
+def test_a_step_that_ends_the_patience_is_kept_though_it_has_no_score(settings):
+    patient = InTraining(with_validation(settings, patience=2))
+    assert patient.keeps(Progress(step=4, stale=2))
+    assert not patient.keeps(Progress(step=4, stale=1))
+    assert not patient.keeps(Progress(step=3))
