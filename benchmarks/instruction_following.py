@@ -33,6 +33,7 @@ OBJECTIVES = [f"uni{{{v}}}" for v in ("P", "I", "IQ", "P,I", "P,IQ", "I,IQ", "P,
 OBJECTIVES += [f"multi{{{v}}}" for v in ("P,I", "P,IQ", "I,IQ", "P,I,IQ")]
 DESIGNS: dict[str, dict[str, Any]] = {
     "multi{P,I}": {},
+    "  separate encoders": {"share_encoder": False},
     "  cls pooling": {"pooling": "cls"},
     "  last-token pooling": {"pooling": "last"},
     "  1 epoch": {"epochs": 1},
@@ -65,7 +66,14 @@ def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
         if run["label"] != BASE:
             path = Path(directory)
             settings = TrainSettings(
-                records="", model=model, output="", workers=1, zero_stage=0, seed=run["seed"], **run["settings"]
+                records="",
+                model=model,
+                output="",
+                workers=1,
+                records_per_step=4,
+                zero_stage=0,
+                seed=run["seed"],
+                **run["settings"],
             )
             records = read(data / "infir_mini" / "train.jsonl", Record, "records")
             train_worker(settings, records, path, torch.device("cpu"))
