@@ -210,9 +210,9 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
             "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
         ) from error
     places = backbones[0].get_input_embeddings().num_embeddings
-    if len(tokenizer) > places:
+    if tokenizer.vocab_size > places:  # added ones do not count: Qwen2 gets one on loading
         raise InputError(
-            f"model={model}: its tokenizer has {len(tokenizer)} tokens, the model embeds {places}: it is another model's; "
+            f"model={model}: its tokenizer has {tokenizer.vocab_size} tokens, the model embeds {places}: it is another model's; "
             "give the tokenizer that the model was trained with"
         )
     if not tokenizer.is_fast:
