@@ -246,6 +246,15 @@ class InstructionEncoder(nn.Module):
             for row, ids in enumerate(encoded["input_ids"])
         ]
 
+    def checkpoint_activations(self) -> None:
+        """Let the backbones compute activations anew in the backward pass rather than keep them."""
+        # The second name is the only one in early versions of transformers 5, and deprecated in later ones.
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        for backbone in self.backbones:
+            enable = next(getattr(backbone, name) for name in names if hasattr(backbone, name))
+            # Not the re-entrant kind: it wants inputs with gradient, and under adapters the embeddings have none.
+            enable({"use_reentrant": False})
+
     def layouts(self, sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
         """Divide texts into forward passes.
 

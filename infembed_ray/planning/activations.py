@@ -70,10 +70,7 @@ def saved(encoder: InstructionEncoder, dtype: torch.dtype) -> Saved:
     backbone.set_attn_implementation(_ATTENTION)
     backbone.train()
     plain = _count(backbone, dtype)
-    # Its second name is the only one in early versions of transformers 5, and deprecated in later ones.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(backbone, name) for name in names if hasattr(backbone, name))
-    enable({"use_reentrant": False})
+    encoder.checkpoint_activations()
     checkpointed = _count(backbone, dtype)
     return Saved(plain, checkpointed, plain / backbone.config.num_hidden_layers)
 

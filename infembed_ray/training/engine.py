@@ -96,11 +96,10 @@ class Engine:
         if learned is not None:
             groups.append({"params": list(learned.parameters()), "weight_decay": 0.0})
             self._rates.append(settings.temperature_learning_rate / settings.learning_rate)
-        for backbone in encoder.backbones:
-            if settings.activation_checkpointing:
-                # Not the re-entrant kind: it wants inputs with gradient, and under adapters the embeddings have none.
-                backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if settings.compile:
+        if settings.activation_checkpointing:
+            encoder.checkpoint_activations()
+        if settings.compile:
+            for backbone in encoder.backbones:
                 compile_layers(backbone)
         if "nvme" in (settings.offload.optimizer, settings.offload.parameters) and not AsyncIOBuilder().is_compatible():
             raise InputError("offload: nvme needs libaio and its headers (libaio-dev) on every node; or offload to cpu")
