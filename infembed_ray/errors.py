@@ -1,4 +1,4 @@
-"""The one error a user can cause."""
+"""The one error a user can cause; and other errors, told in a line."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,8 @@ class InputError(ValueError):
     Its message is one line that names the field, the value and the remedy. The command line prints it and exits
     with status 2; nothing else in the package is ever raised for a user's mistake.
     """
+
+
+def in_one_line(error: BaseException) -> str:
+    """What kind of error it is and what it says."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

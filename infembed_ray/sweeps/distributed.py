@@ -20,7 +20,7 @@ from ray import tune
 from infembed_ray import storage
 from infembed_ray.config import SweepSettings
 from infembed_ray.distributed import connect
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.progress import say, track
 from infembed_ray.storage import Published
@@ -89,7 +89,7 @@ def _all(settings: SweepSettings, planned: Sequence[Trial], directory: Path) -> 
     outcomes = []
     for trial, result in zip(planned, results, strict=True):
         # With an error its process is gone: what a trial itself raises is in what it returns.
-        failure = _one_line(result.error) if result.error is not None else result.metrics["failure"]
+        failure = _cause(result.error) if result.error is not None else result.metrics["failure"]
         measures = {} if failure else table.measures_of(result.metrics["figures"])
         outcomes.append(Outcome(trial.row, trial.model, trial.seed, measures, failure))
     shutil.rmtree(logs, ignore_errors=True)
@@ -121,7 +121,7 @@ def _drive(config: dict[str, Any]) -> dict[str, Any]:
         done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
         return {"figures": done.manifest["figures"][trial.row], "failure": None}
     except Exception as error:  # whatever it is, the other trials go on and the table says so
-        return {"failure": _one_line(error)}
+        return {"failure": _cause(error)}
 
 
 def _at_once(settings: SweepSettings, planned: Sequence[Trial]) -> int:
@@ -146,8 +146,8 @@ def _needs(trial: Trial) -> dict[str, float]:
     return {"CPU": cpus + _DRIVER_CPUS, "GPU": gpus}
 
 
-def _one_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     """The innermost cause: what Ray wraps around it is the same every time."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return in_one_line(error)[:300]

@@ -74,14 +74,9 @@ def from_all(value: T) -> list[T]:
     return values
 
 
-def mean_over_workers(values: Tensor, share: float = 1.0) -> Tensor:
-    """Element-wise mean over workers, without gradient.
-
-    Args:
-        values: means over this worker's rows.
-        share: `Batch.share` makes it the mean over all rows, where workers have unequally many.
-    """
-    values = values.detach() * share
+def mean_over_workers(values: Tensor) -> Tensor:
+    """Element-wise mean over workers, without gradient; of means times `Batch.share`, the mean over all rows."""
+    values = values.detach().clone()
     if world()[1] > 1:
         dist.all_reduce(values)
         values /= dist.get_world_size()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from infembed_ray import records as tables
 from infembed_ray.config import TEMPERATURES, TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -170,8 +170,7 @@ def _report(directory: Path, settings: TrainSettings, records: int, steps: int) 
     try:
         report.write(directory, settings, records, steps)
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        say(f"train: warning: {report.REPORT} cannot be written ({what})")
+        say(f"train: warning: {report.REPORT} cannot be written ({in_one_line(error)})")
 
 
 def _check_batches(settings: TrainSettings) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infembed_ray.config import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.training.events import Event, EventLog
 
 TRACKED = "trackers.json"
@@ -104,8 +104,7 @@ class Trackers:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
-            what = " ".join(f"{type(error).__name__}: {error}".split())
-            message = f"step {step}: {name} is told no more, the run goes on without it ({what})"
+            message = f"step {step}: {name} is told no more, the run goes on without it ({in_one_line(error)})"
             self._events.write(Event(step, "tracker", "warn", message))
 
 

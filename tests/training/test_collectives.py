@@ -40,7 +40,7 @@ def worker(rank, port, results):
     first = sum(SIZES[:rank])
     loss, gradient = loss_and_gradient(list(range(first, first + SIZES[rank])), SIZES, share)
     most = most_of_workers(SIZES[rank], torch.device("cpu"))
-    results[rank] = (world(), mean_over_workers(loss, share).item(), mean_over_workers(gradient), most)
+    results[rank] = (world(), mean_over_workers(loss * share).item(), mean_over_workers(gradient), most)
     dist.destroy_process_group()
 
 

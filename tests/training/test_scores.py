@@ -165,7 +165,7 @@ def both_workers(rank, minilm, port, results):
                 encoder, weight, SHARES, rank, objective, once, instruction_negatives=drawn, **options
             )
             (loss * share).backward()
-            got.append((mean_over_workers(loss, share).item(), mean_over_workers(weight.grad).tolist()))
+            got.append((mean_over_workers(loss * share).item(), mean_over_workers(weight.grad).tolist()))
     results[rank] = got
     dist.destroy_process_group()
 
