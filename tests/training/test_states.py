@@ -340,14 +340,19 @@ def test_a_run_in_an_object_store_outlives_its_machine(runs, bucket, tiny, tmp_p
         f"{newest.split('/')[0]}\n"
     )
     path = existing(f"{folder}/out", "output")
-    one, other = warnings(path)
-    assert re.search("step-00000099-unfinished is not used: no complete.json", one)
+    *incomplete, other = warnings(path)  # of which one was ours, and one may be what the kill left on its way
+    assert re.search("step-00000099-unfinished is not used: no complete.json", incomplete[0])
+    assert len(incomplete) <= 2
+    assert all("no complete.json" in message for message in incomplete)
     assert re.search(rf"{step}-\w+ is not used: mp_rank_00_model_states.pt has 10 bytes instead of \d+", other)
     assert other.endswith(f"the run goes on from step {int(step) - 1}")
     assert losses(path) == losses(runs / "long")
     assert_same_weights(path, runs / "long")
     kept = {name.split("/")[2] for name in out.entries() if "/states/" in name}
-    assert [int(tag.split("-")[1]) for tag in sorted(kept)] == [23, 24, 99]  # 99 may be on its way, of another run
+    left = {message.split()[1] for message in incomplete}
+    # What is not complete stays: it may be on its way, of another run.
+    assert [int(tag.split("-")[1]) for tag in sorted(kept - left)] == [23, 24]
+    assert "step-00000099-unfinished" in kept
     assert not [name for name in out.entries() if name.endswith(".arrow")]
 
     pytest.importorskip("onnxruntime")
