@@ -257,8 +257,16 @@ class States:
         """What is wrong with a state's files, looked at by all workers, each at its part of them."""
         rank, workers = world()
         faults = (self._fault(state, name) for name in sorted(state.files)[rank::workers])
-        fault = next((f for f in faults if f), None)
-        return next((f for f in from_all(fault) if f), None)
+        fault: str | OSError | None
+        try:
+            fault = next((f for f in faults if f), None)
+        except OSError as error:  # the object store does not answer: no reason to pass over a good state
+            fault = error
+        everyones = from_all(fault)
+        for found in everyones:  # raised by all: nobody waits for the one that it met
+            if isinstance(found, OSError):
+                raise found
+        return next((found for found in everyones if isinstance(found, str)), None)
 
     def _fault(self, state: State, name: str) -> str | None:
         file, expected = self.directory / state.tag / name, state.files[name]

@@ -57,6 +57,7 @@ class Run:
         changes: of the settings.
         dies_after: steps, of all workers.
         full: the step whose state worker 1 has no room for.
+        unreachable: the store does not answer worker 1, when it looks at a state.
         before: what worker 0 does first: a function of this module and its arguments.
     """
 
@@ -64,6 +65,7 @@ class Run:
     changes: dict = field(default_factory=dict)
     dies_after: int | None = None
     full: int | None = None
+    unreachable: bool = False
     before: tuple = ()
 
 
@@ -97,16 +99,24 @@ def train(run, model, rank, workers):
         do, *arguments = run.before
         do(*arguments)
     run.directory.mkdir(parents=True, exist_ok=True)
+    look = States._fault
+    if run.unreachable and rank == 1:
+        States._fault = no_answer
     settings = settings_of(model, workers=workers, **run.changes)
     try:
         train_worker(settings, [record(n) for n in range(RECORDS)], run.directory, torch.device("cpu"), preempted)
     except Died:
         return "died"
-    except InputError as error:
+    except (InputError, OSError) as error:
         return str(error)
     finally:
         limit_files(resource.RLIM_INFINITY)
+        States._fault = look
     return None
+
+
+def no_answer(self, state, name):
+    raise OSError("the store does not answer")
 
 
 def limit_files(size):
@@ -226,10 +236,12 @@ def runs(tiny, tmp_path_factory):
         directory = root / damage.__name__
         more.append(Run(directory, before=(copy_and, damage, root / "died/2", directory)))
     more.append(Run(root / "full", full=3))
-    last = [Run(root / "full at the end", full=4), Run(root / "full at the end")]
+    last = [Run(root / "full at the end", full=4)]
+    last += [Run(root / "full at the end", unreachable=True), Run(root / "full at the end")]
     ended = run_all(tiny, 2, [*whole, *died, *more, *last])
-    assert ended[:-2] == [None] * len(whole) + ["died"] * len(died) + [None] * len(more)
-    assert "the last state could not be saved" in ended[-2]
+    assert ended[:-3] == [None] * len(whole) + ["died"] * len(died) + [None] * len(more)
+    assert "the last state could not be saved" in ended[-3]
+    assert ended[-2] == "the store does not answer"  # by both workers, at once
     assert ended[-1] is None
 
     fewer = []
