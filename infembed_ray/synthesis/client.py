@@ -16,9 +16,10 @@ import socket
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -28,6 +29,8 @@ from infembed_ray.synthesis.chat import Complete, Completion, Request, RowFailur
 from infembed_ray.synthesis.journal import Journal
 from infembed_ray.synthesis.limits import REQUESTS, TOKENS, USD, Amounts, Gate, worst_case
 from infembed_ray.synthesis.prices import PriceTable
+
+T = TypeVar("T")
 
 BACKOFF_S = 0.5
 """Longest pause before the first retry; it doubles with each further one, up to BACKOFF_CAP_S."""
@@ -63,6 +66,18 @@ class _ServerError(Unanswered):
     """The endpoint answered with an error of its own, which it may remember for an idempotency key."""
 
 
+@dataclass(frozen=True)
+class Wire:
+    """What a kind of request is over HTTP."""
+
+    path: str
+    """Of the URL, after the endpoint's base."""
+    read: Callable[[bytes], Completion]
+    """What a response's body says; raises Unanswered where it says nothing."""
+    worst_case: Callable[[Request, PriceTable], Amounts]
+    """The most that a request can use."""
+
+
 class ChatClient:
     """Chat completions from some endpoints, through a journal. Use it within one event loop.
 
@@ -73,10 +88,19 @@ class ChatClient:
         journal: looked up before anything is sent, appended to before an answer is used.
         gate: keeps the limits. A request that waits for its retry is not in flight.
         table: prices, for what a request costs at worst.
+        wire: chat completions; or what else is asked.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], journal: Journal, gate: Gate, table: PriceTable) -> None:
-        self._routes = [_Route(endpoint) for endpoint in endpoints]
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        journal: Journal,
+        gate: Gate,
+        table: PriceTable,
+        wire: Wire | None = None,
+    ) -> None:
+        self._wire = wire or CHAT
+        self._routes = [_Route(endpoint, self._wire.path) for endpoint in endpoints]
         self._patience = endpoints[0]
         self._journal = journal
         self._gate = gate
@@ -101,7 +125,7 @@ class ChatClient:
             return replace(await twins[-1], replayed=True)
         twins = self._asking[request.key] = []
         try:
-            completion = await self._send(request)
+            completion = await self.send(request)
             await self._journal.append(request, completion)
         except Exception as failure:
             if isinstance(failure, RunFailure):  # a journal that cannot be written
@@ -122,8 +146,13 @@ class ChatClient:
             await session.close()
         await self._gate.flush()
 
-    async def _send(self, request: Request) -> Completion:
-        cost = worst_case(request, self._table)
+    async def send(self, request: Request) -> Completion:
+        """The completion of a request from an endpoint, with retries and within the limits; the journal is left alone.
+
+        Raises:
+            RowFailure, RunFailure: as in `complete`.
+        """
+        cost = self._wire.worst_case(request, self._table)
         tries = _Tries()
         while True:
             await self._gate.enter(cost)
@@ -174,7 +203,7 @@ class ChatClient:
         route.reached = True
         if response.status != 200:
             raise _fault(route, request, response.status, response.headers, answer)
-        completion = completion_of(answer)
+        completion = self._wire.read(answer)
         route.answered = True
         route.faults = 0
         return completion
@@ -252,8 +281,9 @@ class _Tries:
 class _Route:
     """One endpoint: how to reach it, and how it fares."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, path: str) -> None:
         self.endpoint = endpoint
+        self._path = path
         self.timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
         self.reached = False
         self.answered = False
@@ -279,19 +309,19 @@ class _Route:
     def address(self, model: str) -> tuple[URL, Mapping[str, str], str | None]:
         """URL and headers of a request to a model, and the proxy on the way, from this machine's environment."""
         if model not in self._addresses:
-            url = _url(self.endpoint, model)
+            url = _url(self.endpoint, model, self._path)
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
             self._addresses[model] = (URL(url), headers, _proxy(url))
         return self._addresses[model]
 
 
-def _url(endpoint: Endpoint, model: str) -> str:
+def _url(endpoint: Endpoint, model: str, path: str) -> str:
     base = endpoint.base_url.rstrip("/")
     if endpoint.api_version is None:
-        return f"{base}/chat/completions"
+        return f"{base}/{path}"
     deployment = urllib.parse.quote(endpoint.deployments.get(model, model), safe="")
     version = urllib.parse.quote(endpoint.api_version, safe="")
-    return f"{base}/openai/deployments/{deployment}/chat/completions?api-version={version}"
+    return f"{base}/openai/deployments/{deployment}/{path}?api-version={version}"
 
 
 def _proxy(url: str) -> str | None:
@@ -337,6 +367,9 @@ def completion_of(body: bytes) -> Completion:
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
+
+
+CHAT = Wire("chat/completions", completion_of, worst_case)
 
 
 def _text(content: Any) -> str:
@@ -411,3 +444,23 @@ def replaying(journal: Journal) -> Complete:
         return known
 
     return complete
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread of its own: the thread of a notebook has a loop already. Interrupting cancels it."""
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append((asyncio.get_running_loop(), task))
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, cancellable())
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            for loop, task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+            raise

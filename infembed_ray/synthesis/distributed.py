@@ -16,12 +16,11 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -29,18 +28,17 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray import records
-from infembed_ray.config import ChatModel, Endpoint, Limits, SynthesizeSettings, nearest
+from infembed_ray.config import ChatModel, Endpoint, SynthesizeSettings, nearest
 from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Step, existing, local_path, require_writable, write_json
-from infembed_ray.synthesis import batch_api, prices, templates
+from infembed_ray.storage import Published, Step, existing, local_path, require_writable
+from infembed_ray.synthesis import batch_api, budget, prices, templates
 from infembed_ray.synthesis.chat import RunFailure, Unjournaled
-from infembed_ray.synthesis.client import ChatClient, replaying
-from infembed_ray.synthesis.journal import Journal, decode, has_writer, segments
-from infembed_ray.synthesis.journal_index import JournalIndex
-from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Ledger, Report, resources
+from infembed_ray.synthesis.client import ChatClient, finish, replaying
+from infembed_ray.synthesis.journal import Journal, has_writer, segments
+from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Report, resources
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.prices import PriceTable
 from infembed_ray.synthesis.sources import Source
@@ -62,15 +60,8 @@ CPUS_PER_ACTOR = 0.5
 REPORTS_PER_WINDOW = 200
 """How often a lease is renewed, so that what it holds unused is little; but at least every..."""
 LONGEST_INTERVAL_S = 0.5
-UNJOURNALED = "unjournaled.json"
-"""USD spent on answers that are not in the journal, in its directory: a budget counts them, run after run. While a run
-is on, or after it was killed, instead the most that it may have spent so far."""
-NOTED_AHEAD = 0.01
-"""So much of the budget is noted as spent ahead of time, since each note waits for the disk."""
 BATCHES = "batches"
 """The directory of the Batch API's files in a journal's."""
-
-T = TypeVar("T")
 
 _SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 _RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.string())])  # no outcome: the row is left undone
@@ -107,7 +98,7 @@ def run(settings: SynthesizeSettings) -> Published:
         _await_writers(journal)
     else:
         _require_all_journaled(settings, seeds, survey.seeds, survey.pool, Journal(journal, replay))
-    spent_usd = 0.0 if settings.limits.budget_usd is None else _spent_usd(journal, table)
+    spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(journal, table)
     in_batches = settings.batches is not None and _has_key(settings)
     if not in_batches and (waiting := batch_api.pending(journal / BATCHES)):
         raise InputError(
@@ -139,7 +130,7 @@ def run(settings: SynthesizeSettings) -> Published:
                     advance()
         figures: Figures = ray.get(limits.figures.remote())
         if settings.limits.budget_usd is not None:
-            _note_unjournaled(journal, table, figures.committed_usd)
+            budget.note_unjournaled(journal, table, figures.committed_usd)
         if undone:
             raise InputError(
                 f"{figures.failure}; {undone} of {survey.seeds} seeds are left undone and nothing is published; "
@@ -220,65 +211,13 @@ def _require_all_journaled(
             except Unjournaled as unjournaled:
                 missing[unjournaled.request.model] += 1
 
-    _run(rehearse())
+    finish(rehearse())
     if missing:
         raise InputError(
             f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {number} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
             f"export {settings.endpoint.api_key_env}, or name finished journals in replay"
         )
-
-
-def _spent_usd(journal: Path, table: PriceTable) -> float:
-    """What a journal has cost: the list price of all it holds, and what runs noted beside it."""
-    noted, journaled = journal / UNJOURNALED, _journaled_usd(journal, table)
-    spent: dict[str, float] = json.loads(noted.read_text()) if noted.is_file() else {"usd": 0.0}
-    return max(journaled, spent["at_most_usd"]) if "at_most_usd" in spent else journaled + spent["usd"]
-
-
-def _note_unjournaled(journal: Path, table: PriceTable, spent_usd: float) -> None:
-    """Note what was spent, or may have been, on answers that never arrived."""
-    write_json(journal / UNJOURNALED, {"usd": max(0.0, spent_usd - _journaled_usd(journal, table))})
-
-
-def _journaled_usd(journal: Path, table: PriceTable) -> float:
-    spent, seen = 0.0, JournalIndex()  # 16 bytes an entry
-    for segment in segments([journal]):
-        with segment.open("rb") as lines:
-            for line in lines:
-                entry = decode(line)
-                if entry is None or seen.find(entry[0]) is not None:
-                    continue
-                seen.add(entry[0], file=0, offset=0)
-                model = json.loads(line)["model"]
-                usd = table.usd(model, entry[1])
-                if usd is None:
-                    raise InputError(
-                        f"journal={journal}: it holds answers of {model}, whose price is not known, so nobody knows "
-                        "what is left of limits.budget_usd; give its prices in a file and set prices=FILE"
-                    )
-                spent += usd
-    return spent
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread of its own: the thread of a notebook has a loop already. Interrupting cancels it."""
-    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-
-    async def cancellable() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.append((asyncio.get_running_loop(), task))
-        return await coroutine
-
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(asyncio.run, cancellable())
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            for loop, task in tasks:
-                loop.call_soon_threadsafe(task.cancel)
-            raise
 
 
 # -------------------------------------------------------------------------------------------------- the batches
@@ -302,34 +241,12 @@ def _ask_in_batches(
             own.close()
 
     try:
-        return _run(ask())
+        return finish(ask())
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
 
 
 # --------------------------------------------------------------------------------------------------- the limits
-
-
-class _Limits:
-    """The ledger, as an actor. What it grants of a budget is noted beside the journal first, lest a kill forget it."""
-
-    def __init__(self, limits: Limits, slots: int, spent_usd: float, note: Path) -> None:
-        self._ledger = Ledger(limits, slots, spent_usd)
-        self._budget_usd = limits.budget_usd
-        self._note = note
-        self._noted_usd = -1.0
-
-    def exchange(self, report: Report) -> Grant:
-        grant = self._ledger.exchange(report)
-        committed_usd = self._ledger.committed_usd
-        if self._budget_usd is not None and committed_usd > self._noted_usd:
-            self._noted_usd = min(self._budget_usd, committed_usd + NOTED_AHEAD * self._budget_usd)
-            self._note.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._note, {"at_most_usd": max(self._noted_usd, committed_usd)})
-        return grant
-
-    def figures(self) -> Figures:
-        return self._ledger.figures()
 
 
 @contextlib.contextmanager
@@ -338,8 +255,8 @@ def _limits(settings: SynthesizeSettings, identity: str, spent_usd: float, journ
     slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
-    actor = ray.remote(num_cpus=0)(_Limits).options(name=name, scheduling_strategy=here)
-    keeper = actor.remote(settings.limits, slots, spent_usd, journal / UNJOURNALED)
+    actor = ray.remote(num_cpus=0)(budget.NotedLedger).options(name=name, scheduling_strategy=here)
+    keeper = actor.remote(settings.limits, slots, spent_usd, journal)
     try:
         yield keeper
     finally:

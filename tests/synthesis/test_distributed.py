@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 
 from infembed_ray import cli, records
-from infembed_ray.config import Limits, SynthesizeSettings
+from infembed_ray.config import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
-from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
 from infembed_ray.synthesis.journal import Journal
-from infembed_ray.synthesis.limits import Report
-from infembed_ray.synthesis.prices import PriceTable
 from tests.stand_in_llm import StandIn, stand_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -287,13 +284,6 @@ def test_a_budget_is_kept_by_all_actors_and_a_higher_one_resumes(
         assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
     counts = whole.manifest["counts"]
     assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
-
-
-def test_what_a_run_may_spend_is_noted_before_it_does_so_that_a_killed_one_is_not_forgotten(tmp_path: Path) -> None:
-    limits = distributed._Limits(Limits(budget_usd=10), 4, 1.0, tmp_path / "journal" / distributed.UNJOURNALED)
-    none, wanted = {"slots": 0.0, "usd": 0.0}, {"slots": 2.0, "usd": 3.0}
-    limits.exchange(Report("a", held=none, wanted=wanted, first=wanted, ahead=none))
-    assert 4.0 <= distributed._spent_usd(tmp_path / "journal", PriceTable("2026-01-01", {})) <= 4.1
 
 
 @pytest.mark.ray
