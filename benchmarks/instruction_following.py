@@ -53,9 +53,9 @@ def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     from infembed_ray.config import TrainSettings
-    from infembed_ray.evaluation.retrievers import exact_search
-    from infembed_ray.evaluation.scoring import score_queries, summarise
-    from infembed_ray.evaluation.tasks import instruction_following
+    from infembed_ray.evaluation.scoring import means, score
+    from infembed_ray.evaluation.search import exact_search
+    from infembed_ray.evaluation.tasks.infir import instruction_following
     from infembed_ray.modeling.encoder import InstructionEncoder
     from infembed_ray.records import Passage, Record, read
     from infembed_ray.training.loop import train_worker
@@ -82,19 +82,18 @@ def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
         dev = read(data / "infir_mini" / "dev.jsonl", Record, "records")
         others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
         task = instruction_following(dev, others, 1000)
-        passages = encoder.encode_passages(list(task.corpus.values()), batch_tokens=1024)
+        passages = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
         queries = encoder.encode_queries(
             [q.query for q in task.queries], [q.instruction for q in task.queries], batch_tokens=1024
         )
-        ranked = exact_search(queries, passages, list(task.corpus))
-        figures = summarise(
-            score_queries(task, {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)})
-        )
-    assert figures.p_mrr is not None
+        ranked = exact_search(queries, passages, task.corpus["id"].to_pylist())
+        figures = means(score(task, {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)}))
+    p_mrr, *ndcg, mean_average_precision = figures.values()
+    assert p_mrr is not None
     return run | {
-        "p_mrr": 100 * figures.p_mrr,
-        "ndcg": list(figures.ndcg_at_10.values()),
-        "map": figures.map_at_1000,
+        "p_mrr": 100 * p_mrr,
+        "ndcg": ndcg,
+        "map": mean_average_precision,
         "train_s": round(trained - began, 1),
         "evaluate_s": round(time.monotonic() - trained, 1),
     }

@@ -17,6 +17,7 @@ from infembed_ray.config import (
     ExportSettings,
     IndexSettings,
     PlanTrainSettings,
+    ReportSettings,
     ServeSettings,
     Settings,
     SweepSettings,
@@ -44,6 +45,9 @@ VERBS = {
     "export": Verb(ExportSettings, "infembed_ray.modeling.onnx", "checkpoint -> ONNX graph"),
     "evaluate": Verb(EvaluateSettings, "infembed_ray.evaluation.distributed", "checkpoints + records -> tables"),
     "sweep": Verb(SweepSettings, "infembed_ray.sweeps.distributed", "objectives x backbones x seeds -> one table"),
+    "report": Verb(
+        ReportSettings, "infembed_ray.evaluation.report.report", "results -> the paper's tables and figures"
+    ),
     "index": Verb(IndexSettings, "infembed_ray.retrieval.distributed", "checkpoint + corpus -> FAISS shards"),
     "serve": Verb(ServeSettings, "infembed_ray.serving.deployments", "checkpoint + index -> HTTP API"),
 }
@@ -87,6 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from infembed_ray.synthesis import journal_upkeep
 
             return journal_upkeep.run(options.action, options.journal, options.file)
+        elif options.verb == "data":
+            from infembed_ray.evaluation import mirror
+
+            return mirror.run(options.action, options.directory, options.tasks)
+        elif options.verb == "mteb":
+            from infembed_ray.evaluation import mteb_adapter
+
+            mteb_adapter.run(options.arguments)
         else:
             run_verb(options.verb, options.config, options.overrides)
     except InputError as error:
@@ -118,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import"))
     journal.add_argument("journal", metavar="DIR", help="the journal's directory")
     journal.add_argument("file", metavar="FILE", nargs="?", help="export to, or import from, this .jsonl file")
+    data = verbs.add_parser("data", help="mirror the published data sets that evaluation tasks read, or check a mirror")
+    data.add_argument("action", choices=("fetch", "verify"))
+    data.add_argument("directory", metavar="DIR", help="the mirror's directory: `data` of `infembed evaluate`")
+    data.add_argument("tasks", metavar="TASK", nargs="*", help="followir, mair/dd-15, mair/CAsT_*, bright/biology, ...")
+    mteb = verbs.add_parser("mteb", help="mteb's command line, with models of ours: mteb run -m CHECKPOINT -t TASK")
+    mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="as of mteb; try: mteb run --help")
     return parser
 
 

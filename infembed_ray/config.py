@@ -10,15 +10,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, ValidationInfo, field_validator
 
 from infembed_ray.errors import InputError
 
 S = TypeVar("S", bound="Settings")
+
+_NAME, _MAPPING = "<name>", "<mapping>"
+"""The two forms of what is either a name or a mapping of settings; no part of a field's name."""
 
 
 def place(default: Any = ..., *, description: str, **bounds: Any) -> Any:
@@ -123,8 +125,10 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> 
 
 
 def _settings_class(annotation: Any) -> type[Settings] | None:
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
+    """The settings that a field holds: itself, or in a union or mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return annotation
+    return next(filter(None, map(_settings_class, get_args(annotation))), None)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -135,7 +139,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def _fault(cls: type[Settings], fault: Any) -> str:
-    location = [str(part) for part in fault["loc"]]
+    location = [str(part) for part in fault["loc"] if part not in (_NAME, _MAPPING)]
     name = ".".join(location)
     if fault["type"] == "extra_forbidden":
         owner: type[Settings] = cls
@@ -533,23 +537,148 @@ class PlanTrainSettings(TrainSettings):
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
-class EvaluateSettings(Settings):
-    """`infembed evaluate`: how the given models retrieve and obey on InF-IR records."""
+class Bm25(Settings):
+    """How BM25 reads texts and weighs their terms."""
 
-    records: str = place(description="InF-IR records (JSONL, Parquet or a published synthesis output)")
-    models: dict[str, str] = place(
-        description="label -> checkpoint directory or hub name; the first one is the baseline"
+    k1: float = Field(1.5, ge=0, description="how late further occurrences of a term stop counting")
+    b: float = Field(0.75, ge=0, le=1, description="how much long documents are held back")
+    variant: Literal["lucene", "robertson", "atire"] = Field(
+        "lucene", description="of the formula, as bm25s names them"
+    )
+    stemmer: str | None = Field("english", description="Snowball stemmer, by its language; null: words as they are")
+    stopwords: str | None = Field("en", description="bm25s's list of words left out, by its language; null: none")
+
+
+class EmbeddingApi(Settings):
+    """How a remote embedder is asked: journaled, so that no text is paid for twice, and within a budget."""
+
+    protocol: Literal["openai", "cohere"] = Field("openai", description="/embeddings of OpenAI, or /embed of Cohere")
+    endpoint: Endpoint = place(Endpoint(), description="where it is, and its key's environment variable")
+    limits: Limits = place(Limits(), description="requests and tokens a minute, and the budget")
+    journal: str | None = place(None, description="directory of the journal, shared by all runs; null: none is given")
+    prices: str | None = place(None, description="YAML file with prices, read over those of the package")
+    texts_per_request: int = place(16, ge=1, description="texts of one request; Cohere takes at most 96")
+    in_flight: int = place(16, ge=1, description="requests in flight")
+    max_characters: int = Field(20_000, ge=1, description="texts are cut here: an API refuses what is too long for it")
+
+
+RetrieverKind = Literal["encoder", "sentence_transformers", "api", "bm25", "seq2seq", "classifier", "causal", "random"]
+
+
+class RetrieverSettings(Settings):
+    """One retriever of an evaluation: which model it is, and how it is asked.
+
+    A format is a text with places: `{query}`, `{instruction}` (that of the query) and `{passage}`.
+    """
+
+    baseline: str | None = place(
+        None, description="entry of the baselines whose values stand for those that are not given; null: none"
+    )
+    kind: RetrieverKind = Field(
+        "encoder",
+        description="encoder: through InstructionEncoder; sentence_transformers: through that library, for models of "
+        "other modules; api: a remote embedder; bm25; rerankers: seq2seq (monoT5), classifier (monoBERT), causal "
+        "(FollowIR); random: a reranker by chance",
+    )
+    model: str | None = place(None, description="checkpoint directory, hub name, or the API's model id")
+    revision: str | None = Field(None, description="commit of a hub's model; null: the newest")
+    adapter: str | None = place(None, description="LoRA adapters over `model`: directory or hub name; null: none")
+    adapter_revision: str | None = Field(None, description="commit of a hub's adapters; null: the newest")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of the model")
+    instructed_query: str | None = Field(
+        None, description="format of a query under an instruction; null: the checkpoint's own template"
+    )
+    plain_query: str | None = Field(None, description="format of a query without one; null: the checkpoint's own")
+    passage: str | None = Field(None, description="format of a passage; null: the checkpoint's own")
+    template: Template | None = Field(None, description="for checkpoints without one, where no formats are given")
+    pooling: Pooling = Field("auto", description="from token states to one vector; auto: as the checkpoint says")
+    pool_prompt: bool = Field(
+        True,
+        description="false: what a format has before the query or passage is attended to, but left out of the mean",
+    )
+    normalize: bool = Field(True, description="false: sentence_transformers ranks by inner product of what it gives")
+    append_eos: bool | None = Field(None, description="end texts with EOS; null: where the last token is pooled")
+    bidirectional: bool | None = Field(None, description="let a decoder's tokens attend both ways; null: as it says")
+    dimensions: int | None = Field(None, ge=1, description="leading components of the embeddings; null: all")
+    query_length: int | None = Field(
+        None, ge=1, description="most tokens of a query and its instruction; null: the checkpoint's own; rerankers: any"
+    )
+    passage_length: int | None = Field(None, ge=1, description="most tokens of a passage; null: the checkpoint's own")
+    pair: str | None = Field(
+        None,
+        description="seq2seq and causal: what the model reads, with {query} (as its formats make it) and {passage}",
+    )
+    pair_length: int = Field(
+        512, ge=8, description="rerankers: most tokens of a pair; the passage is cut, not the query"
+    )
+    answers: tuple[str, str] | None = Field(
+        None, description="seq2seq and causal: the vocabulary's tokens for relevant and for not, in that order"
+    )
+    bm25: Bm25 = Field(Bm25(), description="of kind bm25")
+    api: EmbeddingApi = Field(EmbeddingApi(), description="of kind api")
+    seed: int = Field(0, description="of kind random")
+
+
+NamedRetriever = Annotated[
+    Annotated[str, Tag(_NAME)] | Annotated[RetrieverSettings, Tag(_MAPPING)],
+    Discriminator(lambda given: _MAPPING if isinstance(given, (dict, RetrieverSettings)) else _NAME),
+]
+"""A retriever by its name, or as a mapping of settings."""
+
+
+class EvaluateSettings(Settings):
+    """`infembed evaluate`: how the given models retrieve and obey, on benchmarks and on InF-IR records."""
+
+    tasks: tuple[str, ...] = Field(
+        (),
+        description="tasks or benchmarks of the catalogue (followir/core17, bright), or BEIR-style directories",
+    )
+    data: str | None = place(None, description="mirror that `infembed data fetch` made; null: the hub")
+    records: str | None = place(
+        None, description="InF-IR records (JSONL, Parquet or a published synthesis output), as a task of their own"
+    )
+    models: dict[str, NamedRetriever] = place(
+        description="label -> checkpoint directory, hub name or name of a baseline; or a mapping (see RetrieverSettings); "
+        "the first one is the baseline of the others"
     )
     output: str = place(description="directory for the published results")
-    split: str | None = Field(None, description="only rows whose column `split` has this value")
+    embeddings: str | None = place(
+        None,
+        description="directory, seen by all nodes, of what is re-used between tasks and runs: embeddings, scores of pairs; "
+        "null: `embeddings` in the output",
+    )
+    split: str | None = Field(None, description="of the records, only rows whose column `split` has this value")
     distractors: str | None = place(
-        None, description="passages that answer nothing: JSONL or Parquet with id and passage or text"
+        None, description="passages that answer none of the records: JSONL or Parquet with id and passage or text"
     )
     max_distractors: int = Field(1000, ge=0, description="the first N of the distractors are added to the corpus")
     template: Template = Field("instruction_first", description="for models that carry none")
+    depth: int = Field(1000, ge=1, description="most documents of a ranking")
+    first_stage: str | None = Field(
+        None, description="label of the model whose best documents rerankers rank where a task names none"
+    )
+    rerank: int = Field(100, ge=1, description="how many of the first stage's documents rerankers rank")
     batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
     actors: int = place(1, ge=1, description="encoding actors")
-    gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor")
+    gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor, and per search")
+
+
+class ReportSettings(Settings):
+    """`infembed report`: published results -> the paper's tables and figures, beside the paper's own numbers."""
+
+    results: dict[str, str] = place(description="label -> published output of `infembed evaluate` or `infembed sweep`")
+    output: str = place(description="directory for the published report")
+    rows: dict[str, str] = Field(
+        {},
+        description="model -> the row of Tables 2 and 5 it stands for, where it is not called so; e.g. InF-Embed (e5-base-v2)",
+    )
+    baseline: str | None = Field(
+        None,
+        description="model that all others are compared with; null: the first of the same output, in a sweep the backbone",
+    )
+    unfiltered: tuple[str, ...] = Field(
+        (), description="labels of results whose models were trained without the quality filter (Figure 6)"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- sweeps
@@ -565,7 +694,7 @@ class SweepTraining(TrainSettings):
 class SweepEvaluation(EvaluateSettings):
     """How all models of a sweep are evaluated."""
 
-    models: dict[str, str] = place({}, description="given by the sweep")
+    models: dict[str, NamedRetriever] = place({}, description="given by the sweep")
     output: str = place("", description="given by the sweep's `output`")
 
 

@@ -28,7 +28,7 @@ from infembed_ray.errors import InputError
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
 SCRATCH = "INFEMBED_SCRATCH"
-"""Environment variable: the directory of this machine for copies of what is in object stores."""
+"""Environment variable: the directory of this machine for copies of what is in object stores and on the hub."""
 _CHUNK = 8 << 20
 _QUERY = {
     "allow_bucket_creation",
@@ -56,7 +56,7 @@ def is_uri(value: str) -> bool:
 
 
 def scratch() -> Path:
-    """Where copies of what is in object stores are made: `INFEMBED_SCRATCH`, else a directory of this user's in /tmp.
+    """Where copies of what is elsewhere are made: `INFEMBED_SCRATCH`, else a directory of this user's in /tmp.
 
     Raises:
         InputError: it is another user's. Training states are read from it, and whoever can write them runs code here.

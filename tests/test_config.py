@@ -79,3 +79,25 @@ def test_settings_within_a_mapping_are_part_of_the_identity() -> None:
     steps = {"judge_positive": {"model": "m"}}
     made = SynthesizeSettings.of({"seeds": "", "output": "", "steps": steps})
     assert made.identity()["steps"] == {"judge_positive": ChatModel(model="m").identity()}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"kindd": "bm25"}, r"unknown key models\.x\.kindd: did you mean kind\?"),
+        ({"baseline": "bm25", "bm25": {"k": 1}}, r"unknown key models\.x\.bm25\.k: did you mean k1\?"),
+        ({"kind": "bm"}, r"models\.x\.kind='bm': Input should be 'encoder'"),
+        (3, r"models\.x=3: Input should be a valid string"),
+    ],
+)
+def test_what_is_a_name_or_a_mapping_is_told_of_as_what_it_looks_like(model, said):
+    with pytest.raises(InputError, match=f"^settings: {said}"):
+        EvaluateSettings.of({"records": "r", "output": "o", "models": {"x": model}})
+
+
+def test_a_model_is_a_name_or_a_mapping_also_by_overrides():
+    by_name = EvaluateSettings.load(None, ["records=r", "output=o", "models.x=bm25"])
+    by_mapping = EvaluateSettings.load(None, ["records=r", "output=o", "models.x.baseline=bm25", "models.x.bm25.b=0.4"])
+    assert by_name.models == {"x": "bm25"}
+    assert by_mapping.models["x"].bm25.b == 0.4
+    assert by_mapping.model_dump(mode="json")["models"]["x"]["bm25"]["b"] == 0.4

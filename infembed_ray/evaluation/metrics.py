@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from statistics import fmean
 
 import pytrec_eval
+
+from infembed_ray.errors import InputError
 
 Run = Mapping[str, Mapping[str, float]]
 """Query id -> document id -> score. A ranking is by (score, document id), both descending."""
@@ -18,16 +21,20 @@ Qrels = Mapping[str, Mapping[str, int]]
 """Query id -> document id -> relevance; a document that is not named is irrelevant."""
 
 CONVENTIONS = {
-    "ranking": "by (score, document id), both descending; ranks are 1-based",
+    "ranking": "by (score, document id), both descending; ranks are 1-based; trec_eval's measures compare scores in "
+    "single precision, p-MRR in double",
     "nDCG": "trec_eval ndcg_cut: linear gain, log2 discount; a query without results counts 0",
     "MAP": "trec_eval map_cut; a query without results counts 0",
+    "recall": "trec_eval recall: of a query's relevant documents, those among the first k",
+    "MRR": "trec_eval recip_rank, of the first k documents: 1 / rank of the first relevant one, else 0",
+    "Robustness": "the least nDCG of a query under its instructions (Oh et al., 2024), then the mean over queries",
     "p-MRR": "per document whose relevance the changed instruction takes away: R_new / R_og - 1 if R_og >= R_new, else "
     "1 - R_og / R_new; positive = it moved down; a document missing from a ranking has rank length + 1; mean over a "
     "query's documents, then over queries; queries without such documents drop out; shown x100",
 }
 """How the figures are computed, as named in every result file."""
 
-_TREC_MEASURES = {"nDCG": "ndcg_cut", "MAP": "map_cut"}
+_TREC_MEASURES = {"nDCG": "ndcg_cut", "MAP": "map_cut", "recall": "recall", "MRR": "recip_rank"}
 
 
 @dataclass(frozen=True)
@@ -47,20 +54,38 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
     Args:
         qrels: judgements; they decide which queries count.
         run: rankings. trec_eval compares scores in single precision: closer ones are ties.
-        measures: names with a cut-off: `nDCG@10`, `MAP@1000`.
+        measures: names with a cut-off: `nDCG@10`, `MAP@1000`, `recall@100`, `MRR@10`.
 
     Returns:
         query id -> measure -> value in 0..1. A query without results, or without a relevant document, has 0.
+
+    Raises:
+        InputError: a score is not a number.
     """
     names = {measure: _trec_name(measure) for measure in measures}
     judged = {query: dict(documents) for query, documents in qrels.items()}
-    evaluator = pytrec_eval.RelevanceEvaluator(judged, {f"{name}.{cut}" for name, cut in names.values()})
-    # pytrec_eval leaves queries out that the run lacks, which would flatter a retriever that finds nothing.
-    found = evaluator.evaluate({query: dict(run.get(query, {})) for query in qrels})
+    asked = {name if name == "recip_rank" else f"{name}.{cut}" for name, cut in names.values()}
+    evaluator = pytrec_eval.RelevanceEvaluator(judged, asked)
+    # pytrec_eval leaves queries out that the run lacks, which would flatter a retriever that finds nothing, and those
+    # without any judgement.
+    found = evaluator.evaluate({query: _ranking(query, run.get(query, {})) for query in qrels})
     return {
-        query: {measure: values[f"{name}_{cut}"] for measure, (name, cut) in names.items()}
-        for query, values in found.items()
+        query: {m: _cut(found[query], name, cut) if query in found else 0.0 for m, (name, cut) in names.items()}
+        for query in qrels
     }
+
+
+def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
+    """The worst value of each group of queries: one query under several instructions (InstructIR, Oh et al., 2024).
+
+    Args:
+        values: query id -> value, nDCG@10 for Robustness@10.
+        groups: query id -> group.
+    """
+    worst: dict[str, float] = {}
+    for query, group in groups.items():
+        worst[group] = min(worst.get(group, values[query]), values[query])
+    return worst
 
 
 def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
@@ -68,7 +93,7 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
 
     Args:
         changes: at most one an original query.
-        run: rankings of the original and the changed queries.
+        run: rankings of the original and the changed queries; one that is not there is empty.
 
     Returns:
         id of the original query -> mean over its changed documents, in (-1, 1): 0 where nothing moves, positive where
@@ -78,7 +103,7 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
     for change in changes:
         if not change.documents:
             continue
-        before, after = run[change.original], run[change.changed]
+        before, after = run.get(change.original, {}), run.get(change.changed, {})
         ranks_before, ranks_after = ranks(before), ranks(after)
         values[change.original] = fmean(
             rank_change(ranks_before.get(d, len(before) + 1), ranks_after.get(d, len(after) + 1))
@@ -98,8 +123,26 @@ def ranks(scores: Mapping[str, float]) -> dict[str, int]:
     return {document: rank for rank, document in enumerate(ordered, start=1)}
 
 
+def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """The scores of a query's documents as pytrec_eval takes them: Python's floats."""
+    ranking = {document: float(score) for document, score in scores.items()}
+    for document, score in ranking.items():
+        if isnan(score):  # anything would be a rank of it
+            raise InputError(
+                f"query {query}: the score of document {document} is NaN; the model or its weights are broken"
+            )
+    return ranking
+
+
+def _cut(values: Mapping[str, float], name: str, cut: int) -> float:
+    if name != "recip_rank":
+        return values[f"{name}_{cut}"]
+    reciprocal = values[name]  # trec_eval has no cut-off of its own for it
+    return reciprocal if reciprocal * cut >= 1 - 1e-9 else 0.0
+
+
 def _trec_name(measure: str) -> tuple[str, int]:
     name, _, cut = measure.partition("@")
-    if name not in _TREC_MEASURES or not cut.isdecimal():
+    if name not in _TREC_MEASURES or not cut.isdecimal() or int(cut) == 0:  # at 0 pytrec_eval ends the process
         raise ValueError(f"measure {measure!r}: write it as {' or '.join(f'{known}@k' for known in _TREC_MEASURES)}")
     return _TREC_MEASURES[name], int(cut)

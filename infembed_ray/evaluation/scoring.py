@@ -1,53 +1,41 @@
-"""From a task and a ranking of every query to figures: first a score a query, then their means."""
+"""From a task and a ranking of every query to figures: first a value a query, then their means."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import fmean
 
-from infembed_ray.evaluation.metrics import Run, p_mrr, trec_measures
-from infembed_ray.evaluation.tasks import Task
-from infembed_ray.records import SCENARIOS
+from infembed_ray.evaluation.metrics import Run, p_mrr, robustness, trec_measures
+from infembed_ray.evaluation.tasks.task import Task
+
+Scores = Mapping[str, Mapping[str, float]]
+"""Name of a figure -> query (or what else it is a mean over) -> value. Values are in their own units: nothing x100."""
 
 
-@dataclass(frozen=True)
-class QueryScore:
-    """The measures of one query."""
+def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
+    """The values of which the task's figures are the means.
 
-    query: str
-    kind: str
-    ndcg_at_10: float
-    map_at_1000: float
-    p_mrr: float | None
-    """None where no document's relevance changes with the instruction."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The measures of one model on one task: means over queries, in their own units (nothing x100)."""
-
-    p_mrr: float | None
-    ndcg_at_10: dict[str, float]
-    """Kind of query -> mean."""
-    map_at_1000: float
-    """Mean over the queries of all kinds."""
-
-
-def score_queries(task: Task, run: Run) -> list[QueryScore]:
-    """Score every query of the task, in its order."""
-    trec = trec_measures(task.qrels, run, ("nDCG@10", "MAP@1000"))
-    changed = p_mrr(task.changes, run)
-    return [
-        QueryScore(q.id, q.kind, trec[q.id]["nDCG@10"], trec[q.id]["MAP@1000"], changed.get(q.id)) for q in task.queries
-    ]
+    p-MRR is over the queries whose documents change (by the id of the original query), Robustness@k over groups of
+    queries (by the group), everything else over queries, those without an answer in `run` included.
+    """
+    kinds = {query.id: query.kind for query in task.queries}
+    groups = {query.id: query.group for query in task.queries if query.group is not None}
+    plain = {figure.measure for figure in task.figures} - {"p-MRR"}
+    needed = {measure.replace("Robustness", "nDCG") for measure in plain}
+    trec = trec_measures({q: task.qrels[q] for q in kinds}, run, sorted(needed))
+    scores: dict[str, dict[str, float]] = {}
+    for figure in task.figures:
+        if figure.measure == "p-MRR":
+            scores[figure.name] = p_mrr(task.changes, run)
+        elif figure.measure.startswith("Robustness@"):
+            of_query = {q: trec[q][figure.measure.replace("Robustness", "nDCG")] for q in groups}
+            scores[figure.name] = robustness(of_query, groups)
+        else:
+            counted = (q for q, kind in kinds.items() if figure.kind in (None, kind))
+            scores[figure.name] = {q: trec[q][figure.measure] for q in counted}
+    return scores
 
 
-def summarise(scores: Sequence[QueryScore]) -> Figures:
-    """Mean of every measure over its queries."""
-    changed = [s.p_mrr for s in scores if s.p_mrr is not None]
-    return Figures(
-        p_mrr=fmean(changed) if changed else None,
-        ndcg_at_10={kind: fmean(s.ndcg_at_10 for s in scores if s.kind == kind) for kind in SCENARIOS},
-        map_at_1000=fmean(s.map_at_1000 for s in scores),
-    )
+def means(scores: Scores) -> dict[str, float | None]:
+    """Name of a figure -> its mean; None where it is a mean over nothing."""
+    return {name: fmean(values.values()) if values else None for name, values in scores.items()}

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from infembed_ray.config import Interaction, Template
 from infembed_ray.errors import InputError
@@ -60,12 +62,13 @@ class Located:
     names: dict[str, str]
 
 
-def locate(model: str, setting: str) -> Located:
+def locate(model: str, setting: str, revision: str | None = None) -> Located:
     """Find a model that a setting names.
 
     Args:
         model: directory (`latest` is followed), URI of one in an object store, or hub name.
         setting: the setting's name.
+        revision: commit of a hub's model; None: the newest.
 
     Raises:
         InputError: it looks like a directory but there is none, or the directory holds no model, or the hub does not
@@ -87,21 +90,76 @@ def locate(model: str, setting: str) -> Located:
         raise InputError(
             f"{setting}={model}: no such model directory; give an existing one, or a hub name like org/model"
         )
-    _require_loadable(model, f"{setting}={model}")
-    return Located(model, {}, {setting: model})
+    _require_loadable(model, f"{setting}={model}", revision)
+    return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
 
 
-def _require_loadable(model: str, setting: str) -> None:
+def _require_loadable(model: str, setting: str, revision: str | None = None) -> None:
     """Read configuration and tokenizer here and now; the weights are first read by the workers."""
     try:
-        for tower in _towers(model):
-            AutoConfig.from_pretrained(model, subfolder=tower)
-        AutoTokenizer.from_pretrained(model, subfolder=tower)
+        for tower in _towers(model, revision):
+            AutoConfig.from_pretrained(model, subfolder=tower, revision=revision)
+        AutoTokenizer.from_pretrained(model, subfolder=tower, revision=revision)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{setting}: neither a model directory here nor a model the hub gives "
-            f"({' '.join(str(error).split())[:160]}); check the spelling, the tokenizer's files and the network"
-        ) from error
+        raise unloadable(setting, error) from error
+
+
+def unloadable(setting: str, error: Exception) -> InputError:
+    """What an error of transformers means for the person who named the model.
+
+    Args:
+        setting: name and value of the setting.
+        error: raised while the model was loaded.
+    """
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return InputError(
+            f"{setting}: runs only with code that comes with it, which is never run here; serve it behind an "
+            "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class that transformers has"
+        )
+    return InputError(
+        f"{setting}: neither a model directory here nor a model the hub gives "
+        f"({said[:160]}); check the spelling, the tokenizer's files and the network"
+    )
+
+
+def at_revision(model: str, revision: str | None) -> str:
+    """A model as it can be loaded: of a hub's model at a commit, its directory on this machine.
+
+    Raises:
+        InputError: the hub does not give it.
+    """
+    if revision is None or Path(model).is_dir():
+        return model
+    try:
+        return snapshot_download(model, revision=revision, allow_patterns=[f"*{suffix}" for suffix in _MODEL_FILES])
+    except (OSError, ValueError) as error:
+        raise unloadable(f"model={model}, revision={revision}", error) from error
+
+
+def commit(model: str, file: str, revision: str | None, setting: str) -> str | None:
+    """The commit of a hub's model that a revision means now; None if neither the hub nor this machine's cache says.
+
+    Args:
+        model: hub name.
+        file: that it has, like config.json.
+        revision: commit, branch or tag; None: the newest.
+        setting: the setting's name.
+
+    Raises:
+        InputError: the hub says that there is no such model.
+    """
+    try:
+        found = cached_file(
+            model,
+            file,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except (OSError, ValueError) as error:
+        raise unloadable(f"{setting}={model}", error) from error
+    return extract_commit_hash(found, None)
 
 
 def fingerprint(model: str, asked: str) -> str:
@@ -227,13 +285,13 @@ def is_own(model: str) -> bool:
     return bool(_read_json(model, OWN_CONFIG))
 
 
-def _towers(model: str) -> Sequence[str]:
+def _towers(model: str, revision: str | None = None) -> Sequence[str]:
     """Folders of the backbones of queries and passages; one, the directory itself, where they share it.
 
     Raises:
         InputError: it has other routes than these two.
     """
-    router = _read_json(model, _ROUTER_CONFIG)
+    router = _read_json(model, _ROUTER_CONFIG, revision)
     if not router:
         return _SHARED
     routes = router["structure"]
@@ -280,10 +338,14 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _read_json(model: str, name: str) -> Any:
+def _read_json(model: str, name: str, revision: str | None = None) -> Any:
     """A JSON file of a model, from its directory or from the hub; an empty object where the model has none."""
     file = cached_file(
-        model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        model,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
 

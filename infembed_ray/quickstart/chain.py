@@ -24,6 +24,7 @@ from infembed_ray.config import (
 )
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.distributed import run as evaluate
+from infembed_ray.evaluation.tasks import infir
 from infembed_ray.progress import say
 from infembed_ray.quickstart.rankings import Ranking, side_by_side
 from infembed_ray.quickstart.report import write_report
@@ -76,7 +77,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
         report = write_report(
             root / REPORT,
             funnel=outputs.records.manifest["counts"],
-            figures=outputs.results.manifest["figures"],
+            figures={label: tasks[infir.TASK] for label, tasks in outputs.results.manifest["figures"].items()},
             metrics=read_metrics(outputs.checkpoint.path),
             rankings=rankings,
         )

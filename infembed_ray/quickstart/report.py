@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from infembed_ray.evaluation.tasks import NOTATION
+from infembed_ray.evaluation.tasks.infir import FIGURES
 from infembed_ray.quickstart.rankings import Ranking
 
 _WIDTH, _HEIGHT, _MARGIN = 560, 220, 40
@@ -47,7 +47,7 @@ class Bar:
 def write_report(
     path: Path,
     funnel: Mapping[str, int],
-    figures: Mapping[str, Mapping[str, Any]],
+    figures: Mapping[str, Mapping[str, float | None]],
     metrics: Sequence[Mapping[str, Any]],
     rankings: Sequence[Ranking],
 ) -> Path:
@@ -56,7 +56,7 @@ def write_report(
     Args:
         path: of the HTML file.
         funnel: synthesis counts: seeds, kept, rejected, dead_letter, calls, replayed.
-        figures: model -> its figures as evaluation publishes them; the first model is the baseline.
+        figures: model -> name of a figure -> value, by `infir.FIGURES`; the first model is the baseline.
         metrics: the training log, one entry a step.
         rankings: the demo query under its instructions.
     """
@@ -94,12 +94,11 @@ def _curve(values: Sequence[float]) -> Curve:
     )
 
 
-def _bars(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, list[Bar]]]:
+def _bars(figures: Mapping[str, Mapping[str, float | None]]) -> list[tuple[float, str, list[Bar]]]:
     """Every measure's bars, one a model: (middle of the group, name of the measure, bars). All in per cent."""
-    measures = {"p-MRR": [100 * (f["p_mrr"] or 0.0) for f in figures.values()]}
-    for kind, notation in NOTATION.items():
-        measures[f"nDCG@10 {notation}"] = [100 * f["ndcg_at_10"][kind] for f in figures.values()]
-    measures["MAP"] = [100 * f["map_at_1000"] for f in figures.values()]
+    measures = {
+        figure.name: [100 * (of_model[figure.name] or 0.0) for of_model in figures.values()] for figure in FIGURES
+    }
     room = (_WIDTH - 2 * _MARGIN) / len(measures)
     width = room * 0.7 / len(figures)
     groups = []

@@ -21,15 +21,17 @@ from infembed_ray import storage
 from infembed_ray.config import SweepSettings
 from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
+from infembed_ray.evaluation.results import Results
 from infembed_ray.progress import say, track
 from infembed_ray.storage import Published
 from infembed_ray.sweeps import table
 from infembed_ray.sweeps.table import Outcome
-from infembed_ray.sweeps.trials import Trial, inputs, trials
+from infembed_ray.sweeps.trials import Trial, inputs, together, trials
 from infembed_ray.training.launch import run as train
 
-TABLE, CSV, RESULTS = "table.md", "table.csv", "results.json"
+TABLE, CSV = "table.md", "table.csv"
 _LOGS = "ray_tune"
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1"}
 """Tune's own report of a run, which it prints whatever its verbosity, and its own logs of trials: ours replace them."""
@@ -50,11 +52,10 @@ def run(settings: SweepSettings) -> Published:
     connect()
     with step.publish() as staging:
         say(f"sweep: {len(planned)} trials, {_at_once(settings, planned)} at once")
-        outcomes = _all(settings, planned, staging.path)
+        outcomes, found = _all(settings, planned, staging.path)
         markdown = table.as_markdown(outcomes)
         (staging.path / TABLE).write_text(markdown, encoding="utf-8")
         (staging.path / CSV).write_text(table.as_csv(outcomes), encoding="utf-8")
-        storage.write_json(staging.path / RESULTS, table.as_plain(outcomes))
         say(markdown)
         failed = [o for o in outcomes if o.failure is not None]
         if failed:
@@ -62,12 +63,13 @@ def run(settings: SweepSettings) -> Published:
                 f"output={settings.output}: {len(failed)} of {len(outcomes)} trials failed, the first: {failed[0].failure}; "
                 f"the table is in {staging.path / TABLE}; the same command tries them again"
             )
+        results.write(staging.path, together(planned, found))
         staging.counts = {"trials": len(outcomes)}
     return step.published()
 
 
-def _all(settings: SweepSettings, planned: Sequence[Trial], directory: Path) -> list[Outcome]:
-    """Run all trials; one outcome each, in their order."""
+def _all(settings: SweepSettings, planned: Sequence[Trial], directory: Path) -> tuple[list[Outcome], list[Results]]:
+    """Run all trials; one outcome each, in their order, and the results of those that did not fail."""
     logs = directory / _LOGS
     os.environ |= _QUIET
     with track("sweep", len(planned)) as advance:
@@ -85,15 +87,18 @@ def _all(settings: SweepSettings, planned: Sequence[Trial], directory: Path) -> 
                 callbacks=[_Progress(advance)],
             ),
         )
-        results = tuner.fit()
-    outcomes = []
-    for trial, result in zip(planned, results, strict=True):
+        fitted = tuner.fit()
+    outcomes, found = [], []
+    for trial, result in zip(planned, fitted, strict=True):
         # With an error its process is gone: what a trial itself raises is in what it returns.
         failure = _cause(result.error) if result.error is not None else result.metrics["failure"]
-        measures = {} if failure else table.measures_of(result.metrics["figures"])
+        measures = {}
+        if failure is None:
+            found.append(results.read(Path(result.metrics["results"]), trial.name))
+            measures = table.measures_of(found[-1].figures[trial.row])
         outcomes.append(Outcome(trial.row, trial.model, trial.seed, measures, failure))
     shutil.rmtree(logs, ignore_errors=True)
-    return outcomes
+    return outcomes, found
 
 
 class _Progress(tune.Callback):
@@ -119,7 +124,7 @@ def _drive(config: dict[str, Any]) -> dict[str, Any]:
             assert published is not None
             model = str(published.path)
         done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
-        return {"figures": done.manifest["figures"][trial.row], "failure": None}
+        return {"results": str(done.path), "failure": None}
     except Exception as error:  # whatever it is, the other trials go on and the table says so
         return {"failure": _cause(error)}
 

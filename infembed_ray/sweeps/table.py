@@ -7,11 +7,8 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-MEASURES = ("p-MRR x100", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
-_SHORT = ("nDCG@10 (I+,Q+)", "p-MRR x100")
-"""Of the overview, as in Table 3: one of retrieval, one of obedience."""
+_X100 = " x100"
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Outcome:
     Attributes:
         row, model: its place in the table.
         seed: None: of a backbone as it is.
-        measures: name -> value, by `MEASURES`; empty if it failed.
+        measures: name -> value, the same names of every trial; empty if it failed.
         failure: why it failed, in one line; None: it did not.
     """
 
@@ -32,22 +29,29 @@ class Outcome:
     failure: str | None = None
 
 
-def measures_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The measures among an evaluation's figures of one model."""
-    ndcg = list(figures["ndcg_at_10"].values())
-    values = [None if figures["p_mrr"] is None else 100 * figures["p_mrr"], *ndcg, figures["map_at_1000"]]
-    return {name: value for name, value in zip(MEASURES, values, strict=True) if value is not None}
+def measures_of(figures: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
+    """The measures among an evaluation's figures of one model, task by task; p-MRR x100, as everybody shows it."""
+    return {
+        (figure if len(figures) == 1 else f"{task} {figure}") + (_X100 if figure == "p-MRR" else ""): (
+            100 * value if figure == "p-MRR" else value
+        )
+        for task, of_task in figures.items()
+        for figure, value in of_task.items()
+        if value is not None
+    }
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:
     """An overview of all backbones, then all measures of each: mean and sample standard deviation over seeds."""
     models = list(dict.fromkeys(outcome.model for outcome in outcomes))
+    names = _names(outcomes)
     parts = []
     if len(models) > 1:
-        header = ["", *(f"{model}: {measure}" for model in models for measure in _SHORT)]
-        parts.append(_table(header, outcomes, [(model, measure) for model in models for measure in _SHORT]))
+        short = _short(names)
+        header = ["", *(f"{model}: {measure}" for model in models for measure in short)]
+        parts.append(_table(header, outcomes, [(model, measure) for model in models for measure in short]))
     for model in models:
-        parts.append(_table([model, *MEASURES], outcomes, [(model, measure) for measure in MEASURES]))
+        parts.append(_table([model, *names], outcomes, [(model, measure) for measure in names]))
     failed = [f"- {o.row}, {o.model}, seed {o.seed}: {o.failure}" for o in outcomes if o.failure is not None]
     if failed:
         parts.append("Failed:\n\n" + "\n".join(failed))
@@ -60,28 +64,24 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
     """One line a trial."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "model", "seed", *MEASURES, "failure"])
+    names = _names(outcomes)
+    writer.writerow(["row", "model", "seed", *names, "failure"])
     for o in outcomes:
-        values = [o.measures.get(measure, "") for measure in MEASURES]
+        values = [o.measures.get(measure, "") for measure in names]
         writer.writerow([o.row, o.model, "" if o.seed is None else o.seed, *values, o.failure or ""])
     return text.getvalue()
 
 
-def as_plain(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One object a cell: mean, standard deviation (None of a single seed) and the single values of each measure."""
-    cells = []
-    for row, model in dict.fromkeys((o.row, o.model) for o in outcomes):
-        of_cell = [o for o in outcomes if (o.row, o.model) == (row, model)]
-        summary = {}
-        for measure in MEASURES:
-            values = [o.measures[measure] for o in of_cell if measure in o.measures]
-            if values:
-                spread = statistics.stdev(values) if len(values) > 1 else None
-                summary[measure] = {"mean": statistics.fmean(values), "stdev": spread, "values": values}
-        failures = {str(o.seed): o.failure for o in of_cell if o.failure is not None}
-        seeds = [o.seed for o in of_cell if o.failure is None]
-        cells.append({"row": row, "model": model, "seeds": seeds, "measures": summary, "failures": failures})
-    return cells
+def _names(outcomes: Sequence[Outcome]) -> list[str]:
+    """Of all measures, in the order in which the tasks show them."""
+    return list(dict.fromkeys(name for outcome in outcomes for name in outcome.measures))
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Of the overview, as in Table 3: the first measure of retrieval, the first of obedience."""
+    obedience = next((name for name in names if name.endswith(_X100)), None)
+    retrieval = next((name for name in names if not name.endswith(_X100)), None)
+    return [name for name in (retrieval, obedience) if name is not None]
 
 
 def _table(header: Sequence[str], outcomes: Sequence[Outcome], columns: Sequence[tuple[str, str]]) -> str:
@@ -98,7 +98,7 @@ def _cell(outcomes: Sequence[Outcome], measure: str) -> str:
     values = [o.measures[measure] for o in outcomes if measure in o.measures]
     if not values:
         return "failed" if failed else "n/a"
-    decimals = 1 if measure.startswith("p-MRR") else 3
+    decimals = 1 if measure.endswith(_X100) else 3
     text = f"{statistics.fmean(values):.{decimals}f}"
     if len(values) > 1:
         text += f" ± {statistics.stdev(values):.{decimals}f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Any
 
 from infembed_ray.config import EvaluateSettings, SweepSettings, TrainSettings, nearest
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.results import Results
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
-from infembed_ray.storage import existing
+from infembed_ray.storage import existing, fingerprint_files
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.objectives import Objective
 from infembed_ray.training.validation import held_out_files
@@ -115,6 +118,12 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
     for name in ("records", "distractors"):
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = existing(value, f"evaluate.{name}")
+    names = {}
+    for task in catalogue.expand(settings.evaluate.tasks):
+        of_task = catalogue.files(task, settings.evaluate.data)
+        names[f"evaluate.tasks.{task}"] = fingerprint_files(
+            of_task, Path(os.path.commonpath([f.parent for f in of_task]))
+        )
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
     teachers = dict.fromkeys(train.teacher for train in trainings if train.teacher is not None)
@@ -122,12 +131,31 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
     held_out = dict.fromkeys(train.validation for train in trainings if train.validation is not None)
     for n, validation in enumerate(held_out, start=1):
         files |= {f"train.validation.{name} ({n})": file for name, file in held_out_files(validation).items()}
-    names: dict[str, str] = {}
     for name, model in models.items():
         found = locate(model, name)
         files |= found.inputs
         names |= found.names
     return files, names
+
+
+def together(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
+    """The results of all trials as one: a model a trial, with what it is."""
+    first = found[0]
+    return Results(
+        tasks=first.tasks,
+        models={
+            trial.name: {
+                "row": trial.row,
+                "backbone": trial.model,
+                "seed": trial.seed,
+                "train": None if trial.train is None else trial.train.identity(),
+                **of_trial.models[trial.row],
+            }
+            for trial, of_trial in zip(planned, found, strict=True)
+        },
+        scores={trial.name: of_trial.scores[trial.row] for trial, of_trial in zip(planned, found, strict=True)},
+        depth=first.depth,
+    )
 
 
 def _absolute(path: str) -> str:
@@ -139,10 +167,16 @@ def _anchored(settings: SweepSettings) -> SweepSettings:
     """The same with absolute paths, of what no row changes. All must be there."""
     existing(settings.train.records, "train.records")
     train = {"records": _absolute(settings.train.records)}
-    evaluate = {}
-    for name in ("records", "distractors"):
+    if not settings.evaluate.tasks and settings.evaluate.records is None:
+        raise InputError(
+            "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"
+        )
+    tasks = catalogue.expand(settings.evaluate.tasks)
+    evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
+    for name in ("records", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
-            existing(path, f"evaluate.{name}")
+            if name != "embeddings":  # may not be there yet
+                existing(path, f"evaluate.{name}")
             evaluate[name] = _absolute(path)
     return settings.model_copy(
         update={

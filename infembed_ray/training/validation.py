@@ -16,9 +16,10 @@ from infembed_ray import config
 from infembed_ray import records as tables
 from infembed_ray.config import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers import exact_search
-from infembed_ray.evaluation.scoring import score_queries, summarise
-from infembed_ray.evaluation.tasks import Task, instruction_following
+from infembed_ray.evaluation.scoring import means, score
+from infembed_ray.evaluation.search import exact_search
+from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.records import MADE_ID, Passage, Record
 from infembed_ray.storage import existing
 from infembed_ray.training.collectives import from_first, gather_rows, world
@@ -73,7 +74,7 @@ class Validation:
         """
         assert self._task is not None
         task, encoder = self._task, engine.encoder
-        texts, order = _part(list(task.corpus.values()))
+        texts, order = _part(task.corpus["text"].to_pylist())
         passages = gather_rows(engine.embed(encoder.tokenize_passages(texts)), [len(texts)] * world()[1])[order]
         asked, order = _part(task.queries)
         tokens = encoder.tokenize_queries([q.query for q in asked], [q.instruction for q in asked])
@@ -85,10 +86,11 @@ def _figures(task: Task, queries: np.ndarray, passages: np.ndarray) -> dict[str,
     """Those of `infembed evaluate`, of these embeddings; nDCG in the mean over the three kinds of queries."""
     if not (np.isfinite(queries).all() and np.isfinite(passages).all()):
         return dict.fromkeys((f"{PREFIX}p_mrr", f"{PREFIX}ndcg_at_10"), math.nan)
-    rankings = exact_search(queries, passages, list(task.corpus))
-    found = summarise(score_queries(task, {q.id: r for q, r in zip(task.queries, rankings, strict=True)}))
-    p_mrr = math.nan if found.p_mrr is None else found.p_mrr
-    return {f"{PREFIX}p_mrr": p_mrr, f"{PREFIX}ndcg_at_10": fmean(found.ndcg_at_10.values())}
+    rankings = exact_search(queries, passages, task.corpus["id"].to_pylist())
+    found = means(score(task, {q.id: r for q, r in zip(task.queries, rankings, strict=True)}))
+    value = {name: math.nan if mean is None else mean for name, mean in found.items()}
+    kinds = [figure.name for figure in task.figures if figure.measure == "nDCG@10"]
+    return {f"{PREFIX}p_mrr": value["p-MRR"], f"{PREFIX}ndcg_at_10": fmean(value[kind] for kind in kinds)}
 
 
 def _judged(progress: Progress, score: float) -> Progress:

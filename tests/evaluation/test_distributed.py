@@ -2,18 +2,33 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 
 from infembed_ray.config import EvaluateSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.distributed import run
+from infembed_ray.evaluation import results
+from infembed_ray.evaluation.chunks import TEXTS, Passages
+from infembed_ray.evaluation.distributed import Compute, Model, run
+from infembed_ray.evaluation.embeddings import Store
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.scoring import score
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
-from tests.evaluation.test_tasks import record
+from tests.evaluation import published as layouts
+from tests.evaluation.tasks.test_infir import record
+from tests.modeling import backbones
 
 KINDS = ("positive", "negative_instruction", "negative_query")
 ANSWERS = ("document_positive", "hard_negative_document_1", "hard_negative_document_2")
@@ -51,12 +66,25 @@ def query_first(minilm, tmp_path_factory):
     return str(path)
 
 
+BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
+BENCHMARKS = ("bright/leetcode", "followir/core17")
+FIRST = 5
+"""So many documents of BM25 are ranked by rerankers where a task has no candidates."""
+
+
 @pytest.fixture(scope="module")
 def settings(files, minilm, query_first, tmp_path_factory):
     records, distractors = files
+    mirror = tmp_path_factory.mktemp("mirror")
+    layouts.followir_like(mirror)
+    layouts.bright_like(mirror)
     return EvaluateSettings(
+        tasks=BENCHMARKS,
+        data=str(mirror),
         records=records,
-        models={"base": minilm, "query first": query_first},
+        models={"base": minilm, "query first": query_first, "bm25": BM25, "chance": {"kind": "random"}},
+        first_stage="bm25",
+        rerank=FIRST,
         distractors=distractors,
         max_distractors=50,
         output=str(tmp_path_factory.mktemp("results")),
@@ -65,9 +93,16 @@ def settings(files, minilm, query_first, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published(ray_cluster, settings):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infembed_ray.evaluation.distributed.CHUNK", 32)  # several chunks, the last one short
+    with small_chunks():
         return run(settings)
+
+
+@contextmanager
+def small_chunks():
+    """Of passages and queries several, the last one short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infembed_ray.evaluation.chunks.TEXTS", 32)
+        yield
 
 
 def independent_scores(model, rows, distractors, template):
@@ -96,8 +131,11 @@ def independent_scores(model, rows, distractors, template):
 
 
 def per_query(published, model):
-    rows = pq.read_table(published.path / "per_query.parquet").to_pylist()
-    return {r["query"]: (r["ndcg_at_10"], r["map_at_1000"], r["p_mrr"]) for r in rows if r["model"] == model}
+    """Query -> (nDCG@10, MAP, p-MRR), as published."""
+    scores = results.read(published.path).scores[model]["records"]
+    kinds = [values for name, values in scores.items() if name.startswith("nDCG@10")]
+    ndcg = {query: value for values in kinds for query, value in values.items()}
+    return {query: (ndcg[query], value, scores["p-MRR"].get(query)) for query, value in scores["MAP@1000"].items()}
 
 
 def assert_equal_scores(found, expected):
@@ -117,20 +155,70 @@ def test_scores_equal_those_computed_apart_and_a_checkpoint_keeps_its_own_templa
 
 
 @pytest.mark.ray
-def test_results_hold_figures_conventions_and_counts(published, settings):
-    results = json.loads((published.path / "results.json").read_text())
-    counts = {"queries": 15, "passages": 15 + 50, "distractors": 50, "changed_queries": 10}
-    assert published.manifest["counts"] == counts
-    assert counts.items() <= results["task"].items()
-    assert results["baseline"] == "base"
-    assert set(results["conventions"]) == {"ranking", "depth", "nDCG", "MAP", "p-MRR"}
-    for label, figures in results["models"].items():
-        scores = np.array(list(per_query(published, label).values()), dtype=float)
-        assert figures["p_mrr"] == pytest.approx(np.nanmean(scores[:, 2]))
-        assert figures["map_at_1000"] == pytest.approx(scores[:, 1].mean())
-        assert list(figures["ndcg_at_10"].values()) == pytest.approx([scores[k::3, 0].mean() for k in range(3)])
-        assert figures["model"] == settings.models[label]
+def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(published, settings):
+    found = results.read(published.path).scores
+    loaded = {
+        name: baselines.load(baselines.resolve(name, settings.models[name])) for name in ("base", "bm25", "chance")
+    }
+    for name in BENCHMARKS:
+        task = catalogue.load(name, settings.data)
+        assert task.excluded or task.candidates
+        for label, ranked in in_one_process(task, **loaded).items():
+            for figure, values in score(task, ranked).items():
+                assert found[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
+
+
+def in_one_process(task, base, bm25, chance):
+    """The rankings of three retrievers, in the simplest way."""
+    texts = dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
+    products = base.encode_queries(task.queries) @ base.encode_passages(list(texts.values())).T
+    rankings = {"base": {}, "bm25": bm25.rank(task, 1000), "chance": {}}
+    for query, row in zip(task.queries, products.tolist(), strict=True):
+        candidates = None if task.candidates is None else task.candidates[query.id]
+        allowed = [d for d in candidates or texts if d not in task.excluded.get(query.id, ())]
+        of_document = dict(zip(texts, row, strict=True))
+        rankings["base"][query.id] = {d: of_document[d] for d in allowed}
+        reranked = [d for d in allowed if candidates or d in list(rankings["bm25"][query.id])[:FIRST]]
+        scores = chance.score([(query, texts[d]) for d in reranked])
+        rankings["chance"][query.id] = dict(zip(reranked, scores.tolist(), strict=True))
+    return rankings
+
+
+@pytest.mark.ray
+def test_what_is_published(published, settings):
+    found = results.read(published.path)
+    counted = [asked.about for asked in found.tasks.values()]
+    assert list(found.tasks) == [*BENCHMARKS, "records"]
+    assert counted[2].items() >= {"queries": 15, "passages": 15 + 50, "distractors": 50}.items()
+    totals = {name: sum(about[name] for about in counted) for name in ("queries", "passages")}
+    assert published.manifest["counts"] == {"tasks": 3, **totals}
+    assert published.manifest["figures"] == found.figures
+    for label in ("base", "query first"):
+        assert found.models[label]["model"] == settings.models[label]
     assert "| query first |" in (published.path / "table.md").read_text()
+
+
+def stored(directory):
+    """Every array of a store -> when it was written."""
+    return {file: file.stat().st_mtime_ns for file in directory.rglob("*.npy")}
+
+
+@pytest.mark.ray
+def test_what_is_in_the_store_is_not_computed_again_and_what_is_damaged_is(published, settings, minilm, tmp_path):
+    root = Path(settings.output) / "embeddings"
+    before = stored(Store(root, baselines.identity(baselines.resolve("base", minilm, settings.template))).directory)
+    gone, cut, infinite, *_ = sorted(before)
+    contents = {file: file.read_bytes() for file in before}
+    gone.unlink()
+    cut.write_bytes(contents[cut][:-100])
+    Store.write(infinite, np.full_like(np.load(infinite), np.inf))
+    change = {"models": {"base": minilm}, "first_stage": None, "output": str(tmp_path), "embeddings": str(root)}
+    with small_chunks():
+        again = run(settings.model_copy(update=change))
+    assert again.manifest["figures"]["base"] == published.manifest["figures"]["base"]
+    assert {file: file.read_bytes() for file in before} == contents
+    after = stored(root)
+    assert {file for file in before if after[file] != before[file]} == {gone, cut, infinite}
 
 
 @pytest.mark.ray
@@ -142,6 +230,16 @@ def test_a_second_run_does_nothing_and_another_baseline_is_another_output(publis
         patch.setattr("infembed_ray.evaluation.distributed.connect", pytest.fail)
         with pytest.raises(pytest.fail.Exception):  # it starts to work
             run(swapped)
+
+
+@pytest.mark.ray
+def test_a_node_that_does_not_see_the_embeddings_directory_says_so(ray_cluster, minilm, tmp_path):
+    model = Model("base", baselines.resolve("base", minilm), {}, {})
+    chunks = ray.put([Passages(tmp_path / "corpora" / "elsewhere.arrow", 0, 32)])
+    told = Compute(model, "identity", tmp_path, chunks, "cpu", 1024)({"id": 0})
+    assert re.match(
+        rf"embeddings={tmp_path}: node .* does not see .*; give a directory that all nodes share", told["fault"]
+    )
 
 
 @pytest.mark.ray
@@ -171,7 +269,7 @@ def test_embeddings_that_are_not_finite_are_refused_and_nothing_is_published(ray
     settings = EvaluateSettings(
         records=files[0], models={"diverged": str(tmp_path / "diverged")}, output=str(tmp_path / "out")
     )
-    with pytest.raises(InputError, match=r"^models\.diverged=.*: 30 of 30 embeddings are not finite"):
+    with pytest.raises(InputError, match=r"^models\.diverged=.*: its embedding of \w+ '.*' is not finite"):
         run(settings)
     assert not list((tmp_path / "out").glob("*/manifest.json"))
 
@@ -180,16 +278,23 @@ def test_embeddings_that_are_not_finite_are_refused_and_nothing_is_published(ray
     ("change", "message"),
     [
         ({"models": {}}, "models is empty"),
-        ({"models": {"base": "/no/such/model"}}, "models.base=/no/such/model: no such model directory"),
+        ({"models": {"base": "/no/such/model"}}, "/no/such/model: no such model directory"),
+        ({"records": None, "tasks": ()}, "tasks is empty"),
+        ({"records": None}, "they are for records, which is not set"),
+        ({"tasks": ("bright/biologie",)}, "bright/biolog"),
         ({"records": "/no/such/records.jsonl"}, "records=/no/such/records.jsonl: no such file"),
         ({"distractors": "/no/such/passages.jsonl"}, "distractors=/no/such/passages.jsonl: no such file"),
         ({"split": "nowhere"}, "no row has split=nowhere"),
+        ({"embeddings": "s3://bucket/embeddings"}, "embeddings=s3://bucket/embeddings: must be a path"),
+        ({"first_stage": "bm26"}, "first_stage=bm26: no label of models"),
+        ({"first_stage": None}, "models.chance: a reranker, and bright/leetcode does not say which 1000 documents or fewer"),
+        ({"first_stage": "chance"}, "first_stage=chance: a reranker itself"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_work_starts(settings, change, message, monkeypatch):
     monkeypatch.setattr("infembed_ray.evaluation.distributed.connect", pytest.fail)
     with pytest.raises(InputError) as error:
-        run(settings.model_copy(update=change))
+        run(EvaluateSettings.of(settings.model_dump() | change))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -198,3 +303,47 @@ def test_distractors_without_text_are_refused(settings, tmp_path):
     file = write_jsonl(tmp_path / "passages.jsonl", [{"id": "1", "body": "words"}])
     with pytest.raises(InputError, match=r"column text is missing .*columns?"):
         run(settings.model_copy(update={"distractors": file}))
+
+
+def evaluate_on_nodes(root, task, model, kill):
+    """The files of a store after a run on three nodes, of which one may be killed when half of them are there."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(3)]
+    settings = {"tasks": f"[{task}]", "models.tiny": model, "output": root / "out", "embeddings": root, "actors": 3}
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "infembed_ray.cli", "evaluate", *(f"{k}={v}" for k, v in settings.items())],
+            env=os.environ | {"RAY_ADDRESS": cluster.address},
+        )
+        while process.poll() is None:
+            time.sleep(0.05)
+            if kill and len(stored(root)) >= CHUNKS // 2:
+                cluster.remove_node(nodes[0], allow_graceful=False)
+                kill = False
+        assert not kill
+        assert process.returncode == 0
+    finally:
+        cluster.shutdown()
+    (manifest,) = (root / "out").glob("*/manifest.json")
+    files = {file.relative_to(root): file.read_bytes() for file in stored(root)}
+    return files, json.loads(manifest.read_text())["figures"]
+
+
+CHUNKS = 24
+
+
+@pytest.mark.slow
+def test_a_node_killed_while_it_encodes_changes_nothing(tmp_path):
+    task = tmp_path / "task"
+    (task / "qrels").mkdir(parents=True)
+    words = ["aspirin", "bread", "nurses", "passage", "dosed", "brand", "plain", "names"]
+    passages = [" ".join(words[n // 8**k % 8] for k in range(12)) + f" {n}" for n in range((CHUNKS - 1) * TEXTS)]
+    write_jsonl(task / "corpus.jsonl", [{"_id": str(n), "title": "", "text": text} for n, text in enumerate(passages)])
+    write_jsonl(task / "queries.jsonl", [{"_id": "q", "text": "aspirin for nurses"}])
+    (task / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\t0\t1\n")
+    model = backbones.write("modernbert", tmp_path / "model")
+    files, figures = evaluate_on_nodes(tmp_path / "undisturbed", task, model, kill=False)
+    assert len(files) == CHUNKS
+    assert evaluate_on_nodes(tmp_path / "disturbed", task, model, kill=True) == (files, figures)

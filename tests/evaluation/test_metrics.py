@@ -1,12 +1,23 @@
-"""Measures against definitions written out slowly, in double precision, by somebody who has not read the code."""
+"""Measures against trec_eval, mteb, and definitions written out slowly, in double precision, by somebody who has not
+read the code."""
+
+from __future__ import annotations
 
 import math
+import random
+import re
+from statistics import fmean
 
+import ir_measures
+import numpy as np
 import pytest
+import pytrec_eval
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.feature_extraction.text import TfidfVectorizer
 
-from infembed_ray.evaluation.metrics import Change, p_mrr, rank_change, ranks, trec_measures
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.metrics import Change, p_mrr, rank_change, ranks, robustness, trec_measures
 
 DOCUMENTS = [f"d{n}" for n in range(8)]
 scores = st.dictionaries(
@@ -14,7 +25,10 @@ scores = st.dictionaries(
     st.integers(-3, 3).map(lambda eighths: eighths / 8),  # few values: many ties; exact in single precision
     max_size=len(DOCUMENTS),
 )
-judgements = st.dictionaries(st.sampled_from(DOCUMENTS), st.integers(0, 3), min_size=1)
+judgements = st.dictionaries(st.sampled_from(DOCUMENTS), st.integers(0, 3))
+
+
+# ------------------------------------------------------------------------------------------- definitions, slowly
 
 
 def ranking(run):
@@ -28,20 +42,39 @@ def ranking(run):
     return order
 
 
-def brute_force_ndcg(judged, run, k):
-    gained = sum(judged.get(d, 0) / math.log2(i + 2) for i, d in enumerate(ranking(run)[:k]))
+def in_single_precision(run):
+    return sorted(run, key=lambda d: (np.float32(run[d]), d), reverse=True)
+
+
+def ndcg(judged, order, k):
+    gained = sum(judged.get(d, 0) / math.log2(i + 2) for i, d in enumerate(order[:k]))
     ideal = sum(gain / math.log2(i + 2) for i, gain in enumerate(sorted(judged.values(), reverse=True)[:k]))
     return gained / ideal if ideal else 0.0
 
 
-def brute_force_map(judged, run, k):
-    order = ranking(run)[:k]
+def average_precision(judged, order, k):
     relevant = [d for d in judged if judged[d] > 0]
-    precisions = [sum(x in relevant for x in order[: i + 1]) / (i + 1) for i, d in enumerate(order) if d in relevant]
-    return sum(precisions) / len(relevant) if relevant else 0.0
+    hits, total = 0, 0.0
+    for place, d in enumerate(order[:k], start=1):
+        if d in relevant:
+            hits += 1
+            total += hits / place
+    return total / len(relevant) if relevant else 0.0
 
 
-def brute_force_p_mrr(documents, before, after):
+def recall(judged, order, k):
+    relevant = [d for d in judged if judged[d] > 0]
+    return sum(d in order[:k] for d in relevant) / len(relevant) if relevant else 0.0
+
+
+def reciprocal_rank(judged, order, k):
+    return next((1 / place for place, d in enumerate(order[:k], start=1) if judged.get(d, 0) > 0), 0.0)
+
+
+DEFINITIONS = {"nDCG": ndcg, "MAP": average_precision, "recall": recall, "MRR": reciprocal_rank}
+
+
+def slow_p_mrr(documents, before, after):
     def rank(document, run):
         return ranking(run).index(document) + 1 if document in run else len(run) + 1
 
@@ -53,30 +86,172 @@ def brute_force_p_mrr(documents, before, after):
     return total / len(documents)
 
 
+# ------------------------------------------------------------------------------------------ trec_eval's measures
+
+
 @given(judgements, scores, st.sampled_from([1, 3, 10]))
-def test_ndcg_and_map_equal_their_definitions_with_ties(judged, run, k):
-    found = trec_measures({"q": judged}, {"q": run}, (f"nDCG@{k}", f"MAP@{k}"))["q"]
-    assert found[f"nDCG@{k}"] == pytest.approx(brute_force_ndcg(judged, run, k), abs=1e-12)
-    assert found[f"MAP@{k}"] == pytest.approx(brute_force_map(judged, run, k), abs=1e-12)
+def test_trec_measures_equal_their_definitions_with_ties_also_at_the_cut_off(judged, run, k):
+    found = trec_measures({"q": judged}, {"q": run}, [f"{name}@{k}" for name in DEFINITIONS])["q"]
+    for name, definition in DEFINITIONS.items():
+        assert found[f"{name}@{k}"] == pytest.approx(definition(judged, ranking(run), k), abs=1e-12), name
 
 
-def test_a_query_without_results_counts_zero():
-    qrels = {"found": {"a": 1}, "empty": {"a": 1}, "absent": {"a": 1}}
-    values = trec_measures(qrels, {"found": {"a": 1.0}, "empty": {}}, ("nDCG@10",))
-    assert {query: value["nDCG@10"] for query, value in values.items()} == {"found": 1.0, "empty": 0.0, "absent": 0.0}
+@pytest.fixture(scope="module")
+def cranfield(shared_data):
+    """Judgements of Cranfield, and a run over it: TF-IDF, rounded so that there are ties, 100 documents a query."""
+    folder = shared_data / "cranfield"
+    qrels: dict[str, dict[str, int]] = {}
+    for line in (folder / "cranqrel.trec.txt").read_text().splitlines():
+        query, _, document, grade = line.split()
+        qrels.setdefault(query, {})[document] = int(grade)
+    documents = re.findall(
+        r"<docno>\s*(\d+)\s*</docno>.*?<text>(.*?)</text>", (folder / "cran.all.1400.xml").read_text(), re.S
+    )
+    queries = re.findall(r"<title>(.*?)</title>", (folder / "cran.qry.xml").read_text(), re.S)
+    vectorizer = TfidfVectorizer()
+    matrix = vectorizer.fit_transform(text for _, text in documents)
+    similarity = (vectorizer.transform(queries) @ matrix.T).toarray().round(2)
+    ids = np.array([document for document, _ in documents])
+    run = {}
+    for number, row in enumerate(similarity, start=1):
+        best = np.argsort(-row, kind="stable")[:100]
+        run[str(number)] = dict(zip(ids[best].tolist(), row[best].tolist(), strict=True))
+    return qrels, run
 
 
-@pytest.mark.parametrize("measure", ["ndcg@10", "MAP", "MAP@all", "P@5"])
+@pytest.fixture(scope="module")
+def chance():
+    """200 queries: graded judgements, none relevant or none at all, few or no results, ties, unjudged documents."""
+    rng = random.Random(0)
+    documents = [f"d{n}" for n in range(60)]
+    qrels, run = {}, {}
+    for n in range(200):
+        top = 0 if n % 20 == 0 else 3
+        qrels[f"q{n}"] = {d: rng.randint(0, top) for d in rng.sample(documents, rng.randint(1, 40))}
+        found = rng.sample(documents, rng.randint(0, 50))
+        run[f"q{n}"] = {d: rng.randint(0, 9) / 8 if n % 2 else rng.random() for d in found}
+    return qrels, run
+
+
+MEASURES = ["nDCG@5", "nDCG@10", "MAP@1000", "MAP@10", "recall@10", "recall@100", "MRR@1", "MRR@10", "MRR@100"]
+
+
+@pytest.mark.parametrize("data", ["cranfield", "chance"])
+def test_trec_measures_equal_trec_eval_and_their_definitions(data, request):
+    qrels, run = request.getfixturevalue(data)
+    found = trec_measures(qrels, run, MEASURES)
+    assert set(found) == set(qrels)
+    # A double-precision loop of our own, for every query and measure.
+    for query, judged in qrels.items():
+        order = in_single_precision(run[query])
+        for measure in MEASURES:
+            name, k = measure.split("@")
+            expected = DEFINITIONS[name](judged, order, int(k))
+            assert found[query][measure] == pytest.approx(expected, abs=1e-6), (query, measure)
+    # trec_eval itself, asked for other names: measures without a cut-off on a run that is cut before.
+    asked = {"ndcg_cut.5,10", "map", "recall.10,100", "recip_rank"}
+    plain = pytrec_eval.RelevanceEvaluator(qrels, asked).evaluate(run)
+    shallow = {q: {d: run[q][d] for d in in_single_precision(run[q])[:10]} for q in run}
+    cut = pytrec_eval.RelevanceEvaluator(qrels, {"map", "recip_rank"}).evaluate(shallow)
+    for q in plain:
+        expected = {
+            "nDCG@5": plain[q]["ndcg_cut_5"],
+            "nDCG@10": plain[q]["ndcg_cut_10"],
+            "MAP@1000": plain[q]["map"],
+            "MAP@10": cut[q]["map"],
+            "recall@10": plain[q]["recall_10"],
+            "recall@100": plain[q]["recall_100"],
+            "MRR@10": cut[q]["recip_rank"],
+            "MRR@100": plain[q]["recip_rank"],
+        }
+        assert {m: found[q][m] for m in expected} == pytest.approx(expected, abs=1e-12)
+    # ir_measures, which names and averages them as papers do.
+    names = {"nDCG@10": "nDCG@10", "MAP@1000": "AP@1000", "recall@100": "R@100", "MRR@100": "RR"}
+    parsed = {measure: ir_measures.parse_measure(name) for measure, name in names.items()}
+    means = ir_measures.calc_aggregate(list(parsed.values()), qrels, run)
+    for measure, theirs in parsed.items():
+        assert fmean(values[measure] for values in found.values()) == pytest.approx(means[theirs], abs=5e-5), measure
+        assert 0.1 < means[theirs] < 0.95
+
+
+def test_a_query_without_results_or_without_relevant_documents_counts_zero():
+    qrels = {"found": {"a": 1}, "empty": {"a": 1}, "absent": {"a": 1}, "irrelevant": {"a": 0}, "unjudged": {}}
+    run = {"found": {"a": 1.0}, "empty": {}, "irrelevant": {"a": 1.0}, "unjudged": {"a": 1.0}, "unasked": {"a": 1.0}}
+    for measure in ("nDCG@10", "MAP@1000", "recall@10", "MRR@10"):
+        values = {query: value[measure] for query, value in trec_measures(qrels, run, [measure]).items()}
+        assert values == {"found": 1.0, "empty": 0.0, "absent": 0.0, "irrelevant": 0.0, "unjudged": 0.0}
+
+
+def test_scores_may_be_numpys_and_closer_ones_than_single_precision_tells_apart_are_ties():
+    run = {"q": {"a": np.float32(0.5), "b": np.float64(0.5) - 1e-12}}
+    assert trec_measures({"q": {"a": 1}}, run, ["MRR@10"]) == {"q": {"MRR@10": 0.5}}
+
+
+def test_a_score_that_is_not_a_number_is_refused():
+    with pytest.raises(InputError, match=r"query q: .* document b is NaN"):
+        trec_measures({"q": {"a": 1}}, {"q": {"a": 1.0, "b": float("nan")}}, ["MRR@10"])
+
+
+@pytest.mark.parametrize("measure", ["ndcg@10", "MAP", "MAP@all", "P@5", "nDCG@0", "MRR@0", "MRR@-1"])
 def test_an_unknown_measure_is_refused(measure):
-    with pytest.raises(ValueError, match=r"nDCG@k or MAP@k"):
+    with pytest.raises(ValueError, match=r"nDCG@k or MAP@k or recall@k or MRR@k"):
         trec_measures({"q": {"a": 1}}, {"q": {"a": 1.0}}, (measure,))
+
+
+# ----------------------------------------------------------------------------------------------- p-MRR, robustness
+
+
+@pytest.fixture(scope="module")
+def mteb_metrics():
+    """mteb's measures, as its FollowIR and InstructIR tasks use them."""
+    return pytest.importorskip("mteb._evaluators.retrieval_metrics", reason="pip install 'infembed-ray[mteb]'")
+
+
+def test_p_mrr_equals_that_of_mteb_in_1000_random_cases_with_ties_and_missing_documents(mteb_metrics):
+    rng = random.Random(0)
+    documents = [f"d{n}" for n in range(30)]
+
+    def a_ranking():
+        found = rng.sample(documents, rng.randint(0, len(documents)))
+        return {d: rng.randint(0, 6) / 8 for d in found}
+
+    tied = missing = 0
+    for _ in range(1000):
+        queries = [f"{n}" for n in range(rng.randint(1, 3))]
+        changed = {q: rng.sample(documents, rng.randint(1, 5)) for q in queries}
+        before, after = ({f"{q}-{kind}": a_ranking() for q in queries} for kind in ("og", "changed"))
+        ours = p_mrr([Change(f"{q}-og", f"{q}-changed", tuple(changed[q])) for q in queries], before | after)
+        assert fmean(ours.values()) == pytest.approx(mteb_metrics.calculate_pmrr(before, after, changed), abs=1e-12)
+        missing += any(d not in before[f"{q}-og"] for q in queries for d in changed[q])
+        tied += any(len(set(run.values())) < len(run) for run in (before | after).values())
+    assert min(tied, missing) > 500
+
+
+ASCENDING = {"0": 1.0, "1": 2.0, "2": 3.0, "3": 4.0}
+PROMOTED = {"0": 4.0, "1": 1.0, "2": 2.0, "3": 3.0}
+TIED = {"0": 0.5, "1": 0.5, "2": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "value"),
+    [
+        (ASCENDING, ASCENDING, 0.0),
+        (ASCENDING, PROMOTED, -0.75),
+        (PROMOTED, ASCENDING, 0.75),
+        (TIED, dict(reversed(TIED.items())), 0.0),
+    ],
+)
+def test_p_mrr_gives_the_published_values_of_mteb_s_examples(before, after, value, mteb_metrics):
+    """Cases and values of embeddings-benchmark/mteb, tests/test_evaluators/test_retrieval_metrics.py."""
+    assert p_mrr([Change("a-og", "a-changed", ("0",))], {"a-og": before, "a-changed": after}) == {"a-og": value}
+    assert mteb_metrics.calculate_pmrr({"a-og": before}, {"a-changed": after}, {"a": ["0"]}) == value
 
 
 @given(st.lists(st.sampled_from(DOCUMENTS), min_size=1, unique=True), scores, scores)
 def test_p_mrr_equals_its_definition_with_ties_and_missing_documents(documents, before, after):
     run = {"og": before, "changed": after}
     found = p_mrr([Change("og", "changed", tuple(documents))], run)
-    assert found == {"og": pytest.approx(brute_force_p_mrr(documents, before, after), abs=1e-12)}
+    assert found == {"og": pytest.approx(slow_p_mrr(documents, before, after), abs=1e-12)}
     assert -1 < found["og"] < 1
     undone = p_mrr([Change("changed", "og", tuple(documents))], run)
     assert undone == {"changed": pytest.approx(-found["og"], abs=1e-12)}
@@ -96,12 +271,28 @@ def test_p_mrr_is_a_mean_over_documents_and_a_missing_document_stands_behind_the
     assert p_mrr([Change("og", "changed", ("a", "b"))], run) == {"og": pytest.approx((2 / 3 + 0) / 2)}
 
 
-def test_queries_without_changed_documents_drop_out():
+def test_queries_without_changed_documents_drop_out_and_a_missing_ranking_is_an_empty_one():
     run = {"q1": {"a": 1.0, "b": 0.5}, "q2": {"b": 1.0, "a": 0.5}}
     assert p_mrr([Change("q1", "q2", ("a",)), Change("q2", "q1", ())], run) == {"q1": pytest.approx(0.5)}
+    assert p_mrr([Change("q1", "q3", ("b",))], run) == p_mrr([Change("q1", "q3", ("b",))], run | {"q3": {}})
 
 
 def test_ties_rank_by_document_id_descending_as_in_trec_eval():
-    assert ranks({"a": 0.5, "c": 0.5, "b": 0.5, "z": 0.1}) == {"c": 1, "b": 2, "a": 3, "z": 4}
-    reciprocal = trec_measures({"q": {"a": 1}}, {"q": {"a": 0.5, "c": 0.5, "b": 0.5, "z": 0.1}}, ("MAP@1000",))
-    assert reciprocal["q"]["MAP@1000"] == pytest.approx(1 / 3)
+    tied = {"a": 0.5, "c": 0.5, "b": 0.5, "é": 0.5, "\U0001f600": 0.5, "z": 0.1}
+    places = ranks(tied)
+    assert list(places) == ["\U0001f600", "é", "c", "b", "a", "z"]
+    for document, place in places.items():
+        assert trec_measures({"q": {document: 1}}, {"q": tied}, ("MRR@10",))["q"]["MRR@10"] == pytest.approx(1 / place)
+
+
+def test_robustness_equals_that_of_mteb(mteb_metrics):
+    rng = random.Random(0)
+    documents = [f"d{n}" for n in range(20)]
+    ids = [f"{query}_{instruction}" for query in range(50) for instruction in range(rng.randint(1, 10))]
+    qrels = {q: {d: rng.randint(0, 2) for d in rng.sample(documents, 5)} for q in ids}
+    run = {q: {d: rng.randint(0, 9) / 8 for d in rng.sample(documents, 15)} for q in ids}
+    theirs = mteb_metrics.calculate_retrieval_scores(run, qrels, [10]).all_scores
+    of_query = {q: values["nDCG@10"] for q, values in trec_measures(qrels, run, ["nDCG@10"]).items()}
+    of_group = robustness(of_query, {q: q.split("_")[0] for q in ids})
+    assert len(of_group) == 50
+    assert fmean(of_group.values()) == pytest.approx(mteb_metrics.robustness_at_10(qrels, run, theirs), abs=1e-12)

@@ -1,13 +1,16 @@
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
-from infembed_ray.evaluation.scoring import score_queries, summarise
-from infembed_ray.evaluation.tasks import instruction_following
-from tests.evaluation.test_tasks import passages, record
+from infembed_ray.evaluation.scoring import means, score
+from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from tests.evaluation.tasks.test_infir import passages, record
 
 POSITIVE, POISONED, OTHER = (f"record/r/{kind}" for kind in ("positive", "negative_instruction", "negative_query"))
 TASK = instruction_following([record("r")], passages("noise"))
+NDCG = ("nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)")
 
 
 def test_a_perfect_ranking_scores_one_and_a_swap_of_the_answers_shows_in_p_mrr():
@@ -16,23 +19,36 @@ def test_a_perfect_ranking_scores_one_and_a_swap_of_the_answers_shows_in_p_mrr()
         POISONED: {POISONED: 0.9, POSITIVE: 0.8, OTHER: 0.7},
         OTHER: {OTHER: 0.9},
     }
-    figures = summarise(score_queries(TASK, run))
-    assert figures.ndcg_at_10 == {"positive": 1.0, "negative_instruction": 1.0, "negative_query": 1.0}
-    assert figures.map_at_1000 == 1.0
-    assert figures.p_mrr == pytest.approx(0.5)  # both answers go from rank 1 to 2 when they become wrong
+    # Both answers go from rank 1 to 2 when they become wrong.
+    assert means(score(TASK, run)) == {"p-MRR": pytest.approx(0.5), **dict.fromkeys(NDCG, 1.0), "MAP@1000": 1.0}
 
 
 def test_a_ranking_that_ignores_the_instruction_has_p_mrr_zero():
     ranking = {POSITIVE: 0.9, POISONED: 0.8, OTHER: 0.7}
-    scores = score_queries(TASK, {POSITIVE: ranking, POISONED: ranking, OTHER: ranking})
-    assert [s.p_mrr for s in scores] == [0.0, 0.0, None]
-    assert [s.map_at_1000 for s in scores] == pytest.approx([1, 1 / 2, 1 / 3])
-    assert summarise(scores).p_mrr == 0
-    assert summarise(scores).map_at_1000 == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+    scores = score(TASK, {POSITIVE: ranking, POISONED: ranking, OTHER: ranking})
+    assert scores["p-MRR"] == {POSITIVE: 0.0, POISONED: 0.0}  # no document depends on the instruction of the third
+    assert scores["MAP@1000"] == pytest.approx({POSITIVE: 1, POISONED: 1 / 2, OTHER: 1 / 3})
+    assert [list(scores[name]) for name in NDCG] == [[POSITIVE], [POISONED], [OTHER]]
+    assert means(scores)["MAP@1000"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
 
 
-def test_p_mrr_is_unknown_where_nothing_changes():
+def test_p_mrr_is_unknown_where_nothing_changes_and_what_is_not_found_counts_zero():
     task = instruction_following([replace(record("r"), hard_negative_document_1="answer of r")])
-    scores = score_queries(task, {q.id: {} for q in task.queries})
-    assert summarise(scores).p_mrr is None
-    assert summarise(scores).map_at_1000 == 0
+    found = means(score(task, {q.id: {} for q in task.queries}))
+    assert found["p-MRR"] is None
+    assert found["MAP@1000"] == 0
+
+
+def test_robustness_is_over_groups_and_recall_over_queries():
+    groups = {"a1": "a", "a2": "a", "b1": "b", "alone": None}
+    task = Task(
+        name="t",
+        corpus=pa.table({"id": ["x", "y"], "text": ["one", "two"]}, schema=CORPUS),
+        queries=tuple(Query(name, name, "an instruction", group=group) for name, group in groups.items()),
+        qrels={name: {"x": 1} for name in groups},
+        figures=(Figure("Robustness@10", "Robustness@10"), Figure("recall@1", "recall@1")),
+    )
+    first, second = {"x": 2.0, "y": 1.0}, {"x": 1.0, "y": 2.0}
+    scores = score(task, {"a1": first, "a2": second, "b1": first, "alone": second})
+    assert scores["Robustness@10"] == {"a": pytest.approx(0.6309, abs=1e-4), "b": 1.0}
+    assert scores["recall@1"] == {"a1": 1, "a2": 0, "b1": 1, "alone": 0}

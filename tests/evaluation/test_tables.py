@@ -1,43 +1,117 @@
-from infembed_ray.evaluation.scoring import Figures
-from infembed_ray.evaluation.tables import as_markdown, as_text
+import numpy as np
+import pytest
+
+from infembed_ray.evaluation import tables
+from infembed_ray.evaluation.metrics import CONVENTIONS
+from infembed_ray.evaluation.results import Asked, Results
+from infembed_ray.evaluation.significance import Stratum, compare, holm
+from infembed_ray.evaluation.tables import as_markdown, as_text, cells, columns
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
+from infembed_ray.evaluation.tasks.task import Figure
+
+FIGURES = (Figure("p-MRR", "p-MRR"), Figure("nDCG@10 (I-,Q+)", "nDCG@10"))
+QUERIES = [f"q{n}" for n in range(12)]
 
 
-def figures(p_mrr, ndcg, mean_average_precision):
-    kinds = ("positive", "negative_instruction", "negative_query")
-    return Figures(p_mrr, dict(zip(kinds, ndcg, strict=True)), mean_average_precision)
+def results(tasks, models, empty=()):
+    """Of random values; models later in the row have larger ones."""
+    random = np.random.default_rng(0)
+    scores = {
+        model: {
+            task: {
+                figure.name: {}
+                if figure.name in empty
+                else {query: float(0.12 * rank + random.random()) / 2 for query in QUERIES}
+                for figure in figures
+            }
+            for task, figures in tasks.items()
+        }
+        for rank, model in enumerate(models)
+    }
+    asked = {task: Asked(tuple(figures), {}, {"queries": len(QUERIES)}) for task, figures in tasks.items()}
+    return Results(asked, {model: {} for model in models}, scores, 1000)
 
 
-MODELS = {
-    "base": figures(0.32, (0.9, 0.844, 0.95), 0.8),
-    "uni|multi": figures(0.4704, (0.9, 0.948, 0.94), 0.85),
-}
+def followir(models):
+    mean = {"robust04": "MAP@1000", "news21": "nDCG@5", "core17": "MAP@1000"}
+    tasks = {f"followir/{task}": (Figure("p-MRR", "p-MRR"), Figure(name, name)) for task, name in mean.items()}
+    return results(tasks, models)
 
 
 def test_the_first_model_is_the_baseline_and_the_others_show_their_differences():
-    header, rule, base, trained = as_text(MODELS).splitlines()
-    assert header.split()[:3] == ["model", "p-MRR", "x100"]
+    found = results({"records": FIGURES}, ["base", "better", "best"])
+    title, header, rule, base, *others = as_text(found).split("\n\n")[0].splitlines()
+    assert title == "records"
+    assert header.split("  ")[0] == "model"
     assert set(rule) == {"-", " "}
-    assert base.split() == ["base", "32.0", "0.900", "0.844", "0.950", "0.800"]
-    assert trained.split() == [
-        *("uni|multi", "47.0", "(+15.0)", "0.900", "(+0.000)", "0.948", "(+0.104)"),
-        *("0.940", "(-0.010)", "0.850", "(+0.050)"),
-    ]
+    means = found.figures
+    assert base.split()[:2] == ["base", f"{100 * means['base']['records']['p-MRR']:.1f}"]
+    for line, model in zip(others, ["better", "best"], strict=True):
+        mean, _, _, apart, ndcg, *_ = line.split()[1:]
+        assert mean == f"{100 * means[model]['records']['p-MRR']:.1f}"
+        difference = 100 * (means[model]["records"]["p-MRR"] - means["base"]["records"]["p-MRR"])
+        assert apart.rstrip(tables.MARK) == f"{difference:+.1f}"
+        assert ndcg == f"{means[model]['records']['nDCG@10 (I-,Q+)']:.3f}"
 
 
-def test_columns_are_aligned():
-    header, _, *rows = as_text(MODELS).splitlines()
-    start = header.index("nDCG@10 (I-,Q+)")
-    assert [row[start : start + 5] for row in rows] == ["0.844", "0.948"]
+def test_a_mark_stands_where_the_corrected_p_value_is_small():
+    found = results({"records": FIGURES}, ["a", "b", "c", "d"])
+    (of_records,) = columns(found).values()
+    p_mrr = cells(found, of_records[0])
+    table = np.array([[found.scores[m]["records"]["p-MRR"][q] for m in "abcd"] for q in QUERIES])
+    expected = holm([c.p for c in compare([Stratum.of(table, QUERIES)])[1:]])
+    assert [p_mrr[m].adjusted for m in "bcd"] == pytest.approx(expected)
+    marked = [m for m in "bcd" if tables.text(of_records[0], p_mrr[m]).endswith(tables.MARK)]
+    assert marked == [m for m, p in zip("bcd", expected, strict=True) if p < 0.05]
+    assert 0 < len(marked) < 3
+
+
+def test_columns_are_aligned_and_wide_tables_are_parted():
+    text = as_text(followir(["base", "a model of a long name"]))
+    *blocks, _ = text.split("\n\n")
+    assert len(blocks) == 2  # 2 averages and 6 figures
+    for block in blocks:
+        title, header, rule, *rows = block.splitlines()
+        starts = [at for at in range(1, len(rule)) if rule[at - 1] == " " and rule[at] == "-"]
+        assert title == "FollowIR"
+        assert all(line[start - 1] == " " != line[start] for line in (header, *rows) for start in starts)
+
+
+def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
+    found = followir(["base", "other"])
+    score, p_mrr = columns(found)["FollowIR"][:2]
+    assert (score.title, p_mrr.title) == ("average score", "average p-MRR x100")
+    means = found.figures["other"]
+    expected = np.mean([means[f"followir/{task}"]["p-MRR"] for task in ("robust04", "news21", "core17")])
+    assert cells(found, p_mrr)["other"].compared.mean.value == pytest.approx(expected)
+    assert dict(score.parts) == BENCHMARKS["followir"].averages["score"]
+
+
+def test_an_average_needs_all_tasks_of_its_benchmark():
+    found = results({"followir/core17": FIGURES}, ["base"])
+    assert [column.title for column in columns(found)["FollowIR"]] == ["Core17 p-MRR x100", "Core17 nDCG@10 (I-,Q+)"]
 
 
 def test_markdown_has_the_same_cells_and_a_label_cannot_break_a_row():
-    lines = as_markdown(MODELS).splitlines()
-    assert "| 47.0 (+15.0) |" in lines[3]
-    assert lines[3].startswith("| uni\\|multi |")
-    assert {line.replace("\\|", "").count("|") for line in lines} == {7}
+    found = results({"records": FIGURES}, ["base", "uni|multi"])
+    lines = as_markdown(found).splitlines()
+    assert lines[0] == "## records"
+    rows = lines[2:6]
+    assert rows[3].startswith("| uni\\|multi |")
+    assert {line.replace("\\|", "").count("|") for line in rows} == {4}
+    cell = rows[3].split(" | ")[2].removesuffix(" |")
+    assert cell in as_text(found)
 
 
-def test_a_measure_that_is_unknown_says_so():
-    unknown = figures(None, (1, 1, 1), 1)
-    assert as_text({"a": unknown, "b": unknown}).splitlines()[3].split()[:2] == ["b", "n/a"]
-    assert as_text({"a": unknown, "b": MODELS["base"]}).splitlines()[3].split()[:2] == ["b", "32.0"]
+def test_markdown_says_what_the_tasks_are_and_how_the_figures_were_computed():
+    markdown = as_markdown(results({"records": FIGURES}, ["base", "other"]))
+    assert "- records: queries 12" in markdown
+    assert f"- p-MRR: {CONVENTIONS['p-MRR']}" in markdown
+    assert "Robustness" not in markdown
+    assert "Differences are to 'base'" in markdown
+    assert "Differences" not in as_markdown(results({"records": FIGURES}, ["base"]))
+
+
+def test_a_figure_over_nothing_is_not_available():
+    found = results({"records": FIGURES}, ["base", "other"], empty=["p-MRR"])
+    assert as_text(found).splitlines()[4].split()[:2] == ["other", "n/a"]

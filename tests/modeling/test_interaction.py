@@ -359,5 +359,5 @@ def test_evaluation_encodes_a_checkpoint_as_its_training_does(trained, ray_clust
             records=str(tmp_path / "records.jsonl"), models={"ours": str(trained)}, output=str(tmp_path / "out")
         )
     )
-    figures = published.manifest["figures"]["ours"]
+    figures = published.manifest["figures"]["ours"]["records"]
     assert all(math.isfinite(value) for value in figures.values() if isinstance(value, float))

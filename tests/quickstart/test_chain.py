@@ -43,7 +43,7 @@ def test_the_whole_product_runs_on_the_sample_and_a_second_run_only_asks_again(t
     before, after = json.loads((resolve(tmp_path / "runs" / "results") / "manifest.json").read_text())[
         "figures"
     ].values()
-    assert after["p_mrr"] > before["p_mrr"]
+    assert after["records"]["p-MRR"] > before["records"]["p-MRR"]
     firsts = [line for line in first.stdout.splitlines() if re.match(r"│ 1 ", line)]
     assert len(firsts) == 1
     assert "databases-02/positive  <- what was asked for" in firsts[0]

@@ -3,17 +3,10 @@ from html.parser import HTMLParser
 from infembed_ray.quickstart.report import write_report
 from tests.quickstart.test_rankings import ranking
 
+NAMES = ("p-MRR", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
 FIGURES = {
-    "before": {
-        "p_mrr": 0.2,
-        "map_at_1000": 0.5,
-        "ndcg_at_10": {"positive": 0.5, "negative_instruction": 0.6, "negative_query": 0.7},
-    },
-    "after": {
-        "p_mrr": 0.45,
-        "map_at_1000": 0.6,
-        "ndcg_at_10": {"positive": 0.8, "negative_instruction": 0.6, "negative_query": 0.65},
-    },
+    "before": dict(zip(NAMES, (0.2, 0.5, 0.6, 0.7, 0.5), strict=True)),
+    "after": dict(zip(NAMES, (0.45, 0.8, 0.6, 0.65, 0.6), strict=True)),
 }
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from infembed_ray.config import SweepSettings
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation import results
 from infembed_ray.records import columns_of
 from infembed_ray.sweeps.distributed import run
 from tests.modeling import backbones
@@ -89,10 +90,11 @@ def test_a_killed_sweep_repeats_nothing_and_ends_in_the_table(published, killed,
     assert [(r["row"], r["model"], r["seed"]) for r in rows] == [
         (objective, "tiny", seed) for objective in values["objectives"] for seed in ("1", "2")
     ]
-    cells = json.loads((published.path / "results.json").read_text())
-    for cell, own in zip(cells, (rows[:2], rows[2:]), strict=True):
-        figures = [float(r["nDCG@10 (I+,Q+)"]) for r in own]
-        assert cell["measures"]["nDCG@10 (I+,Q+)"]["values"] == figures
+    found = results.read(published.path)
+    assert list(found.models) == [f"{r['row']}, tiny, seed {r['seed']}" for r in rows]
+    assert found.models["uni{P}, tiny, seed 2"]["train"]["objective"] == "uni{P}"
+    for row, figures in zip(rows, found.figures.values(), strict=True):
+        assert figures["records"]["nDCG@10 (I+,Q+)"] == float(row["nDCG@10 (I+,Q+)"])
     markdown = (published.path / "table.md").read_text()
     assert "| uni{P} |" in markdown
     assert " ± " in markdown

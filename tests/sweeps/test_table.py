@@ -6,7 +6,9 @@ import statistics
 
 import pytest
 
-from infembed_ray.sweeps.table import MEASURES, Outcome, as_csv, as_markdown, as_plain, measures_of
+from infembed_ray.sweeps.table import Outcome, as_csv, as_markdown, measures_of
+
+MEASURES = ("p-MRR x100", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
 
 
 def outcome(row, model, seed, value, failure=None):
@@ -35,20 +37,24 @@ def test_cells_hold_mean_and_spread_over_seeds_and_say_what_failed():
     assert "over seeds 1, 2, 3" in text
 
 
-def test_csv_has_a_line_a_trial_and_json_a_cell_each():
+def test_csv_has_a_line_a_trial():
     rows = list(csv.DictReader(io.StringIO(as_csv(OUTCOMES))))
     assert [row["row"] for row in rows] == [o.row for o in OUTCOMES]
+    assert [row["seed"] for row in rows] == ["", "", "1", "2", "3", "1", "2", "1"]
+    assert float(rows[2][MEASURES[0]]) == pytest.approx(0.1)
     assert rows[6]["failure"] == "OSError: disk full"
-    cells = as_plain(OUTCOMES)
-    cell = next(c for c in cells if (c["row"], c["model"]) == ("uni{P}", "A"))
-    assert cell["measures"][MEASURES[0]]["values"] == pytest.approx([0.1, 0.2, 0.3])
-    assert cell["seeds"] == [1, 2, 3]
-    failed = next(c for c in cells if (c["row"], c["model"]) == ("uni{P}", "B"))
-    assert failed["failures"] == {"2": "OSError: disk full"}
-    assert failed["seeds"] == [1]
 
 
 def test_figures_of_an_evaluation_become_measures():
-    figures = {"p_mrr": 0.25, "ndcg_at_10": {"a": 0.1, "b": 0.2, "c": 0.3}, "map_at_1000": 0.4}
-    assert measures_of(figures) == dict(zip(MEASURES, [25.0, 0.1, 0.2, 0.3, 0.4], strict=True))
-    assert MEASURES[0] not in measures_of(figures | {"p_mrr": None})
+    figures = dict(zip(["p-MRR", *MEASURES[1:]], [0.25, 0.1, 0.2, 0.3, 0.4], strict=True))
+    assert measures_of({"records": figures}) == dict(zip(MEASURES, [25.0, 0.1, 0.2, 0.3, 0.4], strict=True))
+    assert MEASURES[0] not in measures_of({"records": figures | {"p-MRR": None}})
+
+
+def test_measures_of_several_tasks_are_told_apart():
+    figures = {"followir/core17": {"MAP@1000": 0.2, "p-MRR": 0.05}, "followir/news21": {"nDCG@5": 0.3, "p-MRR": None}}
+    assert measures_of(figures) == {
+        "followir/core17 MAP@1000": 0.2,
+        "followir/core17 p-MRR x100": 5.0,
+        "followir/news21 nDCG@5": 0.3,
+    }

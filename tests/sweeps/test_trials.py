@@ -10,6 +10,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.records import columns_of
 from infembed_ray.storage import Step
 from infembed_ray.sweeps.trials import BASE, inputs, trials
+from tests.evaluation import published
 from tests.modeling import backbones
 from tests.training.test_tuples import record
 
@@ -54,6 +55,28 @@ def test_no_two_trials_share_a_folder_and_the_rest_of_the_sweep_does_not_move_it
     other = trials(SweepSettings.of(values | {"train": values["train"] | {"learning_rate": 2e-4}}))
     trained = {t.evaluate.output for t in other if t.train is not None}
     assert not folders & trained
+
+
+def test_tasks_of_benchmarks_and_of_the_users_are_evaluated_on_and_their_data_decide_what_the_sweep_is(
+    values, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    published.followir_like(tmp_path / "data")
+    mine = published.beir_like(tmp_path / "mine")
+    settings = SweepSettings.of(values | {"evaluate": {"tasks": ["followir", "./mine"], "data": "data"}})
+    asked = trials(settings)[0].evaluate
+    assert asked.tasks == ("followir/robust04", "followir/news21", "followir/core17", str(mine))
+    assert asked.data == str(tmp_path / "data")
+    _, before = inputs(settings, [])
+    assert sum(name.startswith("evaluate.tasks.") for name in before) == 4
+    with (mine / "qrels" / "test.tsv").open("a") as judgements:
+        judgements.write("q0\t9\t0\n")
+    _, after = inputs(settings, [])
+    assert [name for name in before if before[name] != after[name]] == ["evaluate.tasks../mine"]
+    with pytest.raises(
+        InputError, match=r"evaluate\.tasks is empty: set evaluate\.tasks=\[followir\] .* or evaluate\.records"
+    ):
+        trials(SweepSettings.of(values | {"evaluate": {}}))
 
 
 def test_relative_paths_are_the_drivers(values, monkeypatch):

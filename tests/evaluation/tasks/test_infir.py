@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from infembed_ray.evaluation.metrics import Change
-from infembed_ray.evaluation.tasks import instruction_following
+from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.records import Passage, Record
 
 
@@ -22,16 +22,21 @@ def passages(*texts):
     return [Passage(str(number), text) for number, text in enumerate(texts)]
 
 
+def corpus(task):
+    return dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
+
+
 def test_a_record_gives_three_queries_three_passages_and_two_changes():
     task = instruction_following([record("r")], passages("noise"))
-    asked = {(q.instruction, q.query): [task.corpus[d] for d in task.qrels[q.id]] for q in task.queries}
+    texts = corpus(task)
+    asked = {(q.instruction, q.query): [texts[d] for d in task.qrels[q.id]] for q in task.queries}
     assert asked == {
         ("positive instruction of r", "query of r"): ["answer of r"],
         ("poisoned instruction of r", "query of r"): ["answer of r to the poisoned instruction"],
         ("positive instruction of r", "poisoned query of r"): ["answer of r to the poisoned query"],
     }
-    assert task.corpus["distractor/0"] == "noise"
-    assert len(task.corpus) == 4
+    assert texts["distractor/0"] == "noise"
+    assert len(texts) == task.corpus.num_rows == 4
     positive, poisoned = "record/r/positive", "record/r/negative_instruction"
     assert task.changes == (Change(positive, poisoned, (positive,)), Change(poisoned, positive, (poisoned,)))
 
@@ -39,15 +44,15 @@ def test_a_record_gives_three_queries_three_passages_and_two_changes():
 def test_equal_texts_stand_once_in_the_corpus_and_answer_every_query_they_answer():
     shared = replace(record("b"), document_positive="answer of a")
     task = instruction_following([record("a"), shared], passages("answer of a", "noise", "noise"))
-    assert len(task.corpus) == len(set(task.corpus.values())) == 6
-    assert task.distractors == 1
+    assert task.corpus.num_rows == len(set(corpus(task).values())) == 6
+    assert task.about == {"records": 2, "distractors": 1}
     assert task.qrels["record/b/positive"] == {"record/a/positive": 1}
 
 
 def test_the_first_distractors_that_are_no_answers_are_taken():
     task = instruction_following([record("r")], passages("answer of r", "one", "one", "two", "three"), 2)
-    assert [t for d, t in task.corpus.items() if d.startswith("distractor/")] == ["one", "two"]
-    assert instruction_following([record("r")], passages("one"), 0).distractors == 0
+    assert [t for d, t in corpus(task).items() if d.startswith("distractor/")] == ["one", "two"]
+    assert instruction_following([record("r")], passages("one"), 0).about["distractors"] == 0
 
 
 def test_two_queries_of_the_same_text_share_their_answers():

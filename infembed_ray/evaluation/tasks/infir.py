@@ -1,13 +1,18 @@
-"""Retrieval tasks: a corpus, queries under instructions, judgements, and what a change of the instruction changes."""
+"""The retrieval task in a set of InF-IR records."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from infembed_ray.evaluation.metrics import Change, Qrels
+import pyarrow as pa
+
+from infembed_ray.evaluation.metrics import Change
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 from infembed_ray.records import SCENARIOS, Passage, Record
+
+TASK = "records"
+"""Its name, unless another is given."""
 
 POSITIVE, NEGATIVE_INSTRUCTION, NEGATIVE_QUERY = SCENARIOS
 
@@ -15,34 +20,20 @@ NOTATION = {POSITIVE: "(I+,Q+)", NEGATIVE_INSTRUCTION: "(I-,Q+)", NEGATIVE_QUERY
 """Kind of query -> how the paper writes it."""
 
 
-@dataclass(frozen=True)
-class Query:
-    """One query under one instruction."""
-
-    id: str
-    query: str
-    instruction: str
-    kind: str
-    """One of `records.SCENARIOS`."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is searched, what is asked, and what is right."""
-
-    corpus: Mapping[str, str]
-    """Document id -> text, all different."""
-    queries: tuple[Query, ...]
-    qrels: Qrels
-    changes: tuple[Change, ...]
-    distractors: int
-    """Passages of the corpus that answer nothing."""
+FIGURES = (
+    Figure("p-MRR", "p-MRR"),
+    *(Figure(f"nDCG@10 {notation}", "nDCG@10", kind) for kind, notation in NOTATION.items()),
+    Figure("MAP@1000", "MAP@1000"),
+)
 
 
 def instruction_following(
-    records: Sequence[Record], distractors: Sequence[Passage] = (), max_distractors: int | None = None
+    records: Sequence[Record],
+    distractors: Sequence[Passage] = (),
+    max_distractors: int | None = None,
+    name: str = TASK,
 ) -> Task:
-    """The retrieval task in a set of InF-IR records.
+    """What a set of records asks, about all its passages and the distractors.
 
     - Corpus: `document_positive`, `hard_negative_document_1` and `hard_negative_document_2` of all records, then the
       first `max_distractors` distractors; of equal texts only the first stands in it.
@@ -57,7 +48,7 @@ def instruction_following(
     """
     ids: dict[str, str] = {}  # text -> id
     queries: list[Query] = []
-    right: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    right: dict[tuple[str | None, str], dict[str, int]] = defaultdict(dict)
     changes: list[tuple[Query, Query]] = []
     for record in records:
         good, bad = record.instruction_positive, record.instruction_negative
@@ -68,9 +59,9 @@ def instruction_following(
         }
         of_record = {}
         for kind, (instruction, query, answer) in asked.items():
-            name = f"record/{record.id}/{kind}"
-            right[instruction, query][ids.setdefault(answer, name)] = 1
-            of_record[kind] = Query(name, query, instruction, kind)
+            own = f"record/{record.id}/{kind}"
+            right[instruction, query][ids.setdefault(answer, own)] = 1
+            of_record[kind] = Query(own, query, instruction, kind, group=record.id)
         queries += of_record.values()
         original, changed = of_record[POSITIVE], of_record[NEGATIVE_INSTRUCTION]
         changes += [(original, changed), (changed, original)]
@@ -83,9 +74,11 @@ def instruction_following(
 
     qrels = {q.id: right[q.instruction, q.query] for q in queries}
     return Task(
-        corpus={name: text for text, name in ids.items()},
+        name=name,
+        corpus=pa.table({"id": list(ids.values()), "text": list(ids)}, schema=CORPUS),
         queries=tuple(queries),
         qrels=qrels,
+        figures=FIGURES,
         changes=tuple(Change(a.id, b.id, tuple(d for d in qrels[a.id] if d not in qrels[b.id])) for a, b in changes),
-        distractors=len(ids) - answers,
+        about={"records": len(records), "distractors": len(ids) - answers},
     )

@@ -1,0 +1,1 @@
+"""From published results to the paper's tables and figures."""

@@ -1,0 +1,93 @@
+"""The numbers of the paper's tables: data of the package (`paper.yaml`), with what is known to be wrong in print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number of the paper."""
+
+    value: float | None
+    """As it should read, x100; None where the paper gives none."""
+    printed: str | None = None
+    """What stands there instead, where that is known to be wrong."""
+    remark: str | None = None
+    """Why it is corrected, or what it contradicts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table."""
+
+    name: str
+    section: str
+    """The heading it stands under; may be empty."""
+    numbers: tuple[Printed, ...]
+    """Of all columns; where there are several backbones, all columns of the first, then of the next."""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of the paper."""
+
+    number: str
+    title: str
+    of: str
+    """What its rows are: models, objectives, designs."""
+    columns: tuple[str, ...]
+    """Names in `COLUMNS`."""
+    backbones: tuple[str, ...]
+    """Each has all columns; empty where the rows are models themselves."""
+    rows: tuple[Row, ...]
+
+
+def _part(column: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    if "task" in column:
+        return ((column["task"], column["figure"]),)
+    return tuple(BENCHMARKS[column["benchmark"]].averages[column["average"]].items())
+
+
+def _table(number: str, plain: Mapping[str, Any], corrections: Any, doubts: Any) -> PaperTable:
+    columns, backbones = tuple(plain["columns"]), tuple(plain.get("backbones", ()))
+    places = [(backbone, column) for backbone in backbones or (None,) for column in columns]
+    corrected = {
+        (c["row"], c.get("backbone"), c["column"]): Printed(c["reads"], c["printed"], c["why"])
+        for c in corrections
+        if c["table"] == number
+    }
+    doubted = {
+        (d["row"], d.get("backbone"), column): d["why"]
+        for d in doubts
+        if d["table"] == number
+        for column in d["columns"]
+    }
+    rows = []
+    for group in plain["groups"]:
+        for name, values in group["rows"].items():
+            flat = [v for part in values for v in part] if isinstance(values[0], list) else values
+            numbers = [
+                corrected.get((name, *place), Printed(value, None, doubted.get((name, *place))))
+                for place, value in zip(places, flat, strict=True)
+            ]
+            rows.append(Row(name, group.get("title", ""), tuple(numbers)))
+    return PaperTable(number, plain["title"], plain["rows"], columns, backbones, tuple(rows))
+
+
+_PLAIN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+SOURCE: str = _PLAIN["source"]
+COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {name: _part(column) for name, column in _PLAIN["columns"].items()}
+"""Column -> the figures, task and name, of which it is the unweighted mean."""
+TABLES: Mapping[str, PaperTable] = {
+    number: _table(number, plain, _PLAIN["corrections"], _PLAIN["doubts"]) for number, plain in _PLAIN["tables"].items()
+}
+"""By number: 2 to 6."""

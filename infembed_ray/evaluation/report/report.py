@@ -1,0 +1,65 @@
+"""`infembed report`: published results -> the paper's tables and figures, beside the paper's own numbers."""
+
+from __future__ import annotations
+
+from infembed_ray.config import ReportSettings, nearest
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation import results, tables
+from infembed_ray.evaluation.report import figures, formats, page, paper, sheets
+from infembed_ray.evaluation.report.collection import Collection, collect
+from infembed_ray.evaluation.report.sheets import Sheet
+from infembed_ray.evaluation.results import conventions_of
+from infembed_ray.progress import say
+from infembed_ray.storage import Published, Step, existing
+
+PAGE, MARKDOWN, CSV, LATEX = "report.html", "report.md", "tables.csv", "tables.tex"
+
+
+def run(settings: ReportSettings) -> Published:
+    """Publish `report.html`, `report.md`, `tables.csv` and `tables.tex`.
+
+    Raises:
+        InputError: an output is none of `infembed evaluate` or `infembed sweep`, was made by other conventions, or does not
+            go together with another; or a name in the settings is unknown.
+    """
+    if not settings.results:
+        raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
+    for label in settings.unfiltered:
+        if label not in settings.results:
+            raise InputError(f"unfiltered={label}: no output is called so; {nearest(label, settings.results)}")
+    paths = {label: existing(value, f"results.{label}") for label, value in settings.results.items()}
+    # The position is part of the identity: it is that of the models in the tables.
+    inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
+    step = Step("report", settings, settings.output, inputs)
+    if done := step.finished():
+        return done
+    collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
+    if settings.baseline is not None:
+        collection = collection.against(settings.baseline)
+    own, papers = sheets.ours(collection), sheets.papers(collection, settings.rows)
+    charts = figures.figure_5(collection, settings.rows)
+    panels = figures.figure_6(collection, settings.unfiltered)
+    with step.publish() as staging:
+        html = page.render(settings.results, collection, own, papers, charts, panels)
+        (staging.path / PAGE).write_text(html, encoding="utf-8")
+        markdown = _markdown(collection, own, papers)
+        (staging.path / MARKDOWN).write_text(markdown, encoding="utf-8")
+        (staging.path / CSV).write_text(formats.as_csv([*own, *papers]), encoding="utf-8")
+        latex = formats.as_latex([*own, *papers], tables.note(page.baselines(collection)))
+        (staging.path / LATEX).write_text(latex, encoding="utf-8")
+        staging.counts = {"models": len(collection.models), "tasks": len(collection.results.tasks)}
+        staging.facts = {"tables_with_ours": [sheet.name for sheet in papers if sheet.ours]}
+    told = ", ".join(sheet.name for sheet in papers if sheet.ours) or "no row of the paper's tables"
+    say(f"report: models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {told}")
+    return step.published()
+
+
+def _markdown(collection: Collection, own: list[Sheet], papers: list[Sheet]) -> str:
+    parts = ["# Evaluation report"]
+    parts += [f"## {sheet.name}\n\n{formats.as_markdown(sheet)}" for sheet in own]
+    for sheet in sorted(papers, key=lambda sheet: not sheet.ours):
+        mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
+        parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
+    conventions = [f"- {name}: {text}" for name, text in conventions_of(collection.results.measures).items()]
+    parts += [tables.note(page.baselines(collection)), "\n".join(conventions), f"The paper: {paper.SOURCE}."]
+    return "\n\n".join(parts) + "\n"

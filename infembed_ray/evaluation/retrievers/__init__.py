@@ -1,0 +1,1 @@
+"""What ranks documents: encoders, BM25, rerankers and remote embedders."""

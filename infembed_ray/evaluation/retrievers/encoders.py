@@ -1,0 +1,224 @@
+"""Encoders on this machine: checkpoints through `InstructionEncoder`, others through sentence-transformers.
+
+`InstructionEncoder` loads most models and gives the same numbers. sentence-transformers is for models with modules of
+its own (Dense layers: INSTRUCTOR), and for those whose embeddings are no unit vectors (Contriever). Neither ever runs
+code that comes with a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from infembed_ray.config import RetrieverSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.retrievers import formats
+from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.modeling import checkpoint
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
+
+
+class CheckpointEncoder:
+    """An `InstructionEncoder` that reads texts by its own template, or by given formats.
+
+    Args:
+        settings: resolved, of kind `encoder`.
+        device: of torch.
+        batch_tokens: most tokens of a forward pass, padding included.
+        identity: hash of all that decides its embeddings.
+
+    Raises:
+        InputError: the model cannot be loaded, or is not as the settings want it.
+    """
+
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
+        assert settings.model is not None
+        self.identity = identity
+        self._settings = settings
+        self._batch_tokens = batch_tokens
+        path = checkpoint.at_revision(settings.model, settings.revision)
+        formatted = settings.instructed_query is not None
+        self.encoder = InstructionEncoder.from_pretrained(
+            path,
+            template=None if checkpoint.is_own(path) else settings.template,
+            pooling=settings.pooling,
+            query_prefix="" if formatted else None,
+            passage_prefix="" if settings.passage is not None else None,
+            query_length=settings.query_length,
+            passage_length=settings.passage_length,
+            append_eos=settings.append_eos,
+            bidirectional=settings.bidirectional,
+            dimensions=settings.dimensions,
+            dtype=getattr(torch, settings.dtype),
+        )
+        if any(backbone.config.is_encoder_decoder for backbone in self.encoder.backbones):
+            raise InputError(
+                f"kind=encoder, model={settings.model}: has an encoder and a decoder, which are no embedder; set "
+                "kind=sentence_transformers if that library made it one, or kind=seq2seq for a reranker"
+            )
+        if settings.adapter is not None:
+            adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
+            self.encoder.backbone = with_adapters(self.encoder.backbone, adapter)
+        if formatted and self.encoder.interaction is not None:
+            raise InputError(
+                f"model={settings.model}: reads instruction and query apart, so no format can hold both; "
+                "drop instructed_query and plain_query"
+            )
+        if not settings.pool_prompt and self.encoder.pooling != "mean":
+            raise InputError(
+                f"pool_prompt=false: model={settings.model} pools by {self.encoder.pooling}; set pooling=mean"
+            )
+        self.encoder.to(device)
+
+    def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
+        """(n, d) float32 unit vectors."""
+        if self._settings.instructed_query is None:
+            texts, instructions = [query.query for query in queries], [query.instruction for query in queries]
+            return self.encoder.embed(self.encoder.tokenize_queries(texts, instructions), self._batch_tokens)
+        wholes = [formats.query_text(self._settings, query) for query in queries]
+        tokens = self.encoder.tokenize_queries(wholes, [None] * len(wholes))
+        if self._settings.pool_prompt:
+            return self.encoder.embed(tokens, self._batch_tokens)
+        prompts = [
+            formats.split(formats.query_format(self._settings, q), "query", instruction=q.instruction or "")[0]
+            for q in queries
+        ]
+        return self._embed_without(prompts, wholes, tokens, self.encoder.text.query_length)
+
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        """(n, d) float32 unit vectors."""
+        wholes = [formats.passage_text(self._settings, text) for text in texts]
+        tokens = self.encoder.tokenize_passages(wholes)
+        if self._settings.pool_prompt or self._settings.passage is None:
+            return self.encoder.embed(tokens, self._batch_tokens)
+        prompt, _ = formats.split(self._settings.passage, "passage")
+        return self._embed_without([prompt] * len(wholes), wholes, tokens, self.encoder.text.passage_length)
+
+    @torch.inference_mode()
+    def _embed_without(
+        self, prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[Tokens], length: int
+    ) -> np.ndarray:
+        """Embeddings of texts, whose prompts are attended to but are no part of the mean (GritLM, arXiv 2402.09906)."""
+        if not texts:
+            return np.zeros((0, self.encoder.dimension), dtype=np.float32)
+        encoded = self.encoder.tokenizer(list(texts), truncation=True, max_length=length)
+        left_out = [_tokens_of(encoded, row, prompt, len(tokens[row])) for row, prompt in enumerate(prompts)]
+        embeddings = np.zeros((len(texts), self.encoder.dimension), dtype=np.float32)
+        self.encoder.eval()
+        for rows in length_sorted_batches([len(text) for text in tokens], self._batch_tokens):
+            layout = padded([tokens[row] for row in rows], int(self.encoder.tokenizer.pad_token_id))
+            layout = _pooled_after(layout, torch.tensor([left_out[row] for row in rows]))
+            embeddings[rows] = self.encoder(layout.to(self.encoder.device)).cpu().numpy()
+        return embeddings
+
+
+def _tokens_of(encoded: Any, row: int, prompt: str, length: int) -> int:
+    """How many tokens of a text come before the end of its prompt: special ones too, but never all."""
+    if not prompt:
+        return 0
+    first = encoded.char_to_token(row, len(prompt))
+    if first is None:  # a space that is part of no token; or the text was cut within its prompt
+        first = encoded.char_to_token(row, len(prompt) + 1)
+    return min(length - 1, length if first is None else first)
+
+
+def _pooled_after(layout: Layout, left_out: torch.Tensor) -> Layout:
+    """The same padded layout, of each text of which so many leading tokens are not pooled."""
+    starts = torch.repeat_interleave(layout.lengths.cumsum(0) - layout.lengths, layout.lengths)
+    within = torch.arange(len(layout.tokens)) - starts
+    kept = within >= torch.repeat_interleave(left_out, layout.lengths)
+    return replace(layout, tokens=layout.tokens[kept], lengths=layout.lengths - left_out)
+
+
+def with_adapters(model: Any, path: str) -> Any:
+    """A model into whose weights saved LoRA adapters are merged.
+
+    Raises:
+        InputError: they are none, or none of this model.
+    """
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, path).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise InputError(
+            f"adapter={path}: no adapters of this model ({' '.join(str(error).split())[:160]}); give the adapters' "
+            "directory, with *.safetensors, and the model they were trained over"
+        ) from error
+
+
+class SentenceTransformersEncoder:
+    """A model that sentence-transformers loads, with prompts of ours.
+
+    Args:
+        settings: resolved, of kind `sentence_transformers`.
+        device: of torch.
+        batch_tokens: most tokens of a forward pass, by the longest there may be.
+        identity: hash of all that decides its embeddings.
+
+    Raises:
+        InputError: the model cannot be loaded, or only by running code of its own.
+    """
+
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self.identity = identity
+        self._settings = settings
+        self._batch_tokens = batch_tokens
+        try:
+            self.model = SentenceTransformer(
+                settings.model,
+                revision=settings.revision,
+                device=device,
+                trust_remote_code=False,
+                truncate_dim=settings.dimensions,
+                model_kwargs={"dtype": getattr(torch, settings.dtype), "use_safetensors": True},
+            )
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise checkpoint.unloadable(f"model={settings.model}", error) from error
+        self.model.set_pooling_include_prompt(settings.pool_prompt)
+        self._longest = self.model.max_seq_length or 512
+
+    def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
+        """(n, d) float32."""
+        parts = []
+        for query in queries:
+            prompt, rest = formats.split(
+                formats.query_format(self._settings, query), "query", instruction=query.instruction or ""
+            )
+            parts.append((prompt, query.query + rest))
+        return self._encode(parts, "query", self._settings.query_length)
+
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        """(n, d) float32."""
+        prompt, rest = formats.split(self._settings.passage or "{passage}", "passage")
+        return self._encode([(prompt, text + rest) for text in texts], "passage", self._settings.passage_length)
+
+    def _encode(self, parts: Sequence[tuple[str, str]], side: Side, length: int | None) -> np.ndarray:
+        """Embeddings of (prompt, text) pairs, those of one prompt at a time."""
+        self.model.max_seq_length = min(length or self._longest, self._longest)
+        rows: dict[str, list[int]] = {}
+        for row, (prompt, _) in enumerate(parts):
+            rows.setdefault(prompt if not self._settings.pool_prompt else "", []).append(row)
+        embeddings: np.ndarray | None = None
+        for prompt, of_prompt in rows.items():
+            texts = [parts[row][1] if prompt else "".join(parts[row]) for row in of_prompt]
+            some = self.model.encode(
+                texts,
+                prompt=prompt,
+                batch_size=max(1, self._batch_tokens // self.model.max_seq_length),
+                normalize_embeddings=self._settings.normalize,
+                show_progress_bar=False,
+                convert_to_tensor=True,
+            )
+            if embeddings is None:
+                embeddings = np.empty((len(parts), some.shape[1]), dtype=np.float32)
+            embeddings[of_prompt] = some.float().cpu().numpy()
+        return np.empty((0, 0), dtype=np.float32) if embeddings is None else embeddings

@@ -1,0 +1,66 @@
+"""A data set of the user's, laid out as BEIR's are: `corpus.jsonl`, `queries.jsonl`, `qrels/<split>.tsv`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.tasks.checks import judgements
+from infembed_ray.evaluation.tasks.corpus import mapped
+from infembed_ray.evaluation.tasks.mteb_layout import titled
+from infembed_ray.evaluation.tasks.repository import rows
+from infembed_ray.evaluation.tasks.task import Figure, Query, Task
+
+FIGURES = tuple(Figure(measure, measure) for measure in ("nDCG@10", "recall@100", "MAP@1000", "MRR@10"))
+_SPLIT = "qrels/test.tsv"
+
+
+def read(name: str) -> Task:
+    """The task of one split.
+
+    - `corpus.jsonl`: `_id`, `title` (may be empty or missing), `text`.
+    - `queries.jsonl`: `_id`, `text`, and an `instruction` if the query has one. It serves all splits: queries without
+      a line in the split's judgements are not asked.
+    - the split: lines of `query-id`, `corpus-id`, `score`, under a header that says so.
+
+    Args:
+        name: the directory, whose split is `qrels/test.tsv`; or the file of another split.
+
+    Raises:
+        InputError: a file or a column is missing, a value is a list, or a score is no whole number.
+    """
+    corpus, queries, split = files(name)
+    judged = rows([split], name, ("query-id", "corpus-id", "score"))
+    qrels = judgements(name, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
+    return Task(
+        name=name,
+        corpus=mapped(
+            name, [corpus], lambda: ((str(row["_id"]), titled(row)) for row in rows([corpus], name, ("_id", "text")))
+        ),
+        queries=tuple(
+            Query(str(row["_id"]), str(row["text"]), row.get("instruction") or None)
+            for row in rows([queries], name, ("_id", "text"))
+            if str(row["_id"]) in qrels
+        ),
+        qrels=qrels,
+        figures=FIGURES,
+    )
+
+
+def files(name: str) -> list[Path]:
+    """The corpus, the queries and the split's judgements.
+
+    Raises:
+        InputError: one of them is missing.
+    """
+    given = Path(name).expanduser().absolute()
+    split = given if given.suffix == ".tsv" else given / _SPLIT
+    root = split.parent.parent
+    found = [root / "corpus.jsonl", root / "queries.jsonl", split]
+    for file in found:
+        if not file.is_file():
+            raise InputError(
+                f"tasks={name}: no {file.relative_to(root)} in {root}; give a task of the catalogue, or a directory "
+                f"with corpus.jsonl, queries.jsonl and {_SPLIT}"
+            )
+    return found

@@ -1,0 +1,285 @@
+"""Small data sets in the layouts in which the benchmarks are published on the Hugging Face hub.
+
+Every function writes repositories below the root of a mirror (`root/<owner>/<name>`), with the card (`README.md`) whose
+`configs` say which files are which split. So our tasks and `datasets.load_dataset(path, config, split)`, and with it
+mteb, read the very same files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from infembed_ray.evaluation.tasks.task import Task
+
+TOPICS = (
+    ("coffee and sleep", "caffeine delays the onset of deep sleep by about forty minutes"),
+    ("electric buses", "battery buses cut the fuel cost of a city fleet by half"),
+    ("salt marshes", "salt marshes store carbon ten times faster than upland forests"),
+    ("ransomware in hospitals", "attackers encrypt patient records and ask to be paid in bitcoin"),
+    ("urban beekeeping", "hives on rooftops compete with wild bees for the same flowers"),
+    ("concussion in football", "repeated blows to the head change the white matter of players"),
+)
+SOURCES = (
+    ("clinical trial", "A randomised trial with 240 participants reports that"),
+    ("government report", "The ministry's annual report to parliament finds that"),
+    ("newspaper article", "In Tuesday's paper our correspondent writes that"),
+    ("vendor page", "Our product page explains, with a discount until Friday, that"),
+)
+YEARS = (1998, 2009, 2021)
+PLACES = ("Norway", "Chile")
+
+FOLLOWIR = {
+    "robust04": "mteb/Robust04InstructionRetrieval",
+    "news21": "mteb/News21InstructionRetrieval",
+    "core17": "mteb/Core17InstructionRetrieval",
+}
+"""Task -> its repository, as mteb names it."""
+MAIR_QUERIES, MAIR_DOCS = "MAIR-Bench/MAIR-Queries", "MAIR-Bench/MAIR-Docs"
+MAIR = {
+    "dd-15": "DD_2015",
+    "dd-16": "DD_2016",
+    "dd-17": "DD_2017",
+    "fr-21": "FairRanking_2021",
+    "fr-22": "FairRanking_2022",
+}
+"""Task -> its configuration of both repositories."""
+BRIGHT = "mteb/BRIGHT"
+INSTRUCTIR = "mteb/InstructIR-mteb"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One made-up text and what it is about."""
+
+    number: int
+    topic: int
+    source: int
+    year: int
+    place: str
+
+    @property
+    def title(self) -> str:
+        return f"{TOPICS[self.topic][0].capitalize()} in {self.place}, {self.year}"
+
+    @property
+    def text(self) -> str:
+        _, fact = TOPICS[self.topic]
+        return f"{SOURCES[self.source][1]} {fact}. The figures are for {self.place} and date from {self.year}."
+
+
+DOCUMENTS = tuple(
+    Document(number, topic, source, year, place)
+    for number, (topic, source, year, place) in enumerate(
+        product(range(len(TOPICS)), range(len(SOURCES)), YEARS, PLACES)
+    )
+)
+"""144 texts: every topic in every kind of source, year and country."""
+
+
+def followir_like(root: Path) -> Path:
+    """The three tasks of FollowIR: candidates, two instructions a query, and the documents that the second excludes."""
+    for shift, repository in enumerate(FOLLOWIR.values()):
+        ids = {d: f"{1_000_000 + 7 * d.number}_{d.number % 3}" for d in DOCUMENTS}
+        queries, instructions, qrels, ranked, differences = [], [], [], [], []
+        for topic, (name, _) in enumerate(TOPICS):
+            number = str(310 + 11 * topic + shift)
+            source = (topic + shift) % len(SOURCES)
+            narrower = {
+                "og": f"Relevant documents report measurements about {name}; a vendor's own page is not relevant.",
+                "changed": f"Relevant documents report measurements about {name} and were written after 2000; a "
+                f"{SOURCES[source][0]} is not relevant.",
+            }
+            relevant = {
+                "og": {d for d in DOCUMENTS if d.topic == topic and d.source != 3},
+                "changed": {d for d in DOCUMENTS if d.topic == topic and d.source not in (3, source) and d.year > 2000},
+            }
+            pool = [d for d in DOCUMENTS if d.topic in (topic, (topic + 1) % len(TOPICS))]
+            for version, instruction in narrower.items():
+                query = f"{number}-{version}"
+                queries.append({"_id": query, "text": f"What is known about {name}?"})
+                instructions.append({"query-id": query, "instruction": instruction})
+                ranked.append({"query-id": query, "corpus-ids": [ids[d] for d in pool]})
+                qrels += [
+                    {"query-id": query, "corpus-id": ids[d], "score": float(_grade(d) if d in relevant[version] else 0)}
+                    for d in DOCUMENTS
+                    if d.topic == topic
+                ]
+            gone = [ids[d] for d in DOCUMENTS if d in relevant["og"] - relevant["changed"]]
+            differences.append({"query-id": number, "corpus-ids": gone})
+        _write_mteb(
+            root / repository,
+            {
+                "corpus": ("corpus", [{"_id": ids[d], "title": d.title, "text": d.text} for d in DOCUMENTS]),
+                "queries": ("queries", queries),
+                "default": ("test", qrels),
+                "top_ranked": ("top_ranked", ranked),
+                "instruction": ("instruction", instructions),
+                "qrel_diff": ("qrel_diff", differences),
+            },
+        )
+    return root
+
+
+def mair_like(root: Path) -> Path:
+    """MAIR's five default tasks, and `Twofold`, which has a corpus for each of its two splits, as CQADupStack has."""
+    configs: dict[str, dict[str, dict[str, str]]] = {MAIR_QUERIES: {}, MAIR_DOCS: {}}
+    for shift, config in enumerate(MAIR.values()):
+        kept = [d for d in DOCUMENTS if d.number % 5 != shift]
+        _write_mair(root, config, "", kept, shift)
+        configs[MAIR_QUERIES][config] = {"queries": f"{config}/queries.jsonl"}
+        configs[MAIR_DOCS][config] = {"docs": f"{config}/docs.jsonl"}
+    halves = {"norway": "Norway", "chile": "Chile"}
+    for half, place in halves.items():
+        _write_mair(root, "Twofold", f"{half}_", [d for d in DOCUMENTS if d.place == place], 0)
+    configs[MAIR_QUERIES]["Twofold"] = {f"{half}_queries": f"Twofold/{half}_queries.jsonl" for half in halves}
+    configs[MAIR_DOCS]["Twofold"] = {f"{half}_docs": f"Twofold/{half}_docs.jsonl" for half in halves}
+    for repository, of_repository in configs.items():
+        _write_card(root / repository, of_repository)
+    return root
+
+
+def bright_like(root: Path, subsets: Sequence[str] = ("biology", "leetcode")) -> Path:
+    """Subsets of BRIGHT: posts as queries; in `leetcode` a query's own source may not stand in its ranking."""
+    files: dict[str, dict[str, str]] = {"documents": {}, "examples": {}}
+    for subset in subsets:
+        ids = {d: f"{TOPICS[d.topic][0].replace(' ', '_')}/{subset}_{d.number}.txt" for d in DOCUMENTS}
+        examples = []
+        for topic, (name, fact) in enumerate(TOPICS):
+            own = next(d for d in DOCUMENTS if d.topic == topic and d.source == 3)
+            gold = [ids[d] for d in DOCUMENTS if d.topic == topic and d.source < 2]
+            examples.append(
+                {
+                    "query": f"A friend told me that {fact}. I could not find where this comes from. Is there any "
+                    f"study or official source about {name}, and not an advertisement?",
+                    "reasoning": f"The question asks for primary sources about {name}.",
+                    "id": str(topic),
+                    "excluded_ids": [ids[own]] if subset == "leetcode" else ["N/A"],
+                    "gold_ids_long": ["N/A"],
+                    "gold_ids": gold,
+                    "gold_answer": "N/A",
+                }
+            )
+        documents = [{"id": ids[d], "content": d.text} for d in DOCUMENTS]
+        for config, rows in (("documents", documents), ("examples", examples)):
+            _write_parquet(root / BRIGHT / config / f"{subset}-00000-of-00001.parquet", rows)
+            files[config][subset] = f"{config}/{subset}-*"
+    _write_card(root / BRIGHT, files)
+    return root
+
+
+def instructir_like(root: Path) -> Path:
+    """InstructIR: the same query under several instructions, each of which has its own right document."""
+    corpus = [{"_id": f"{7_865_137 + d.topic}_{d.number}", "title": "", "text": d.text} for d in DOCUMENTS]
+    queries, instructions, qrels = [], [], []
+    for topic, (name, _) in enumerate(TOPICS):
+        answers = [d for d in DOCUMENTS if d.topic == topic and d.year == YEARS[topic % 3] and d.place == PLACES[0]]
+        for number, answer in enumerate(answers, start=1):
+            query = f"{1_078_446 + topic}_{number}"
+            queries.append({"_id": query, "text": name})
+            wish = f"I collect what each kind of source says about {name}. Find me a {SOURCES[answer.source][0]} from "
+            instructions.append({"query-id": query, "instruction": f"{wish}{answer.place}, {answer.year}."})
+            qrels.append({"query-id": query, "corpus-id": corpus[answer.number]["_id"], "score": 1})
+    _write_mteb(
+        root / INSTRUCTIR,
+        {
+            "corpus": ("corpus", corpus),
+            "queries": ("queries", queries),
+            "default": ("test", qrels),
+            "instruction": ("instruction", instructions),
+        },
+    )
+    return root
+
+
+def beir_like(directory: Path, instructions: bool = True) -> Path:
+    """A directory as BEIR lays it out, by itself: `corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`, `qrels/dev.tsv`."""
+    corpus = [{"_id": str(d.number), "title": d.title, "text": d.text, "metadata": {}} for d in DOCUMENTS]
+    queries: list[dict[str, Any]] = [
+        {"_id": f"q{topic}", "text": f"evidence about {name}"} for topic, (name, _) in enumerate(TOPICS)
+    ]
+    for topic, query in enumerate(queries):
+        if instructions and topic % 2 == 0:
+            query["instruction"] = "Only official reports count."
+    _write_jsonl(directory / "corpus.jsonl", corpus)
+    _write_jsonl(directory / "queries.jsonl", queries)
+    for split, topics in (("test", (0, 1, 2, 3)), ("dev", (4, 5))):
+        rows = [f"q{d.topic}\t{d.number}\t{_grade(d)}" for d in DOCUMENTS if d.topic in topics and d.source < 2]
+        path = directory / "qrels" / f"{split}.tsv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(["query-id\tcorpus-id\tscore", *rows]) + "\n", encoding="utf-8")
+    return directory
+
+
+def texts(task: Task) -> dict[str, str]:
+    """The corpus of a task: document id -> text."""
+    return dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
+
+
+def edit(file: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Write a Parquet or JSONL file anew, with other rows."""
+    if file.suffix == ".parquet":
+        _write_parquet(file, change(pq.read_table(file).to_pylist()))
+    else:
+        _write_jsonl(file, change([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]))
+
+
+def _grade(document: Document) -> int:
+    return 2 if document.source == 0 else 1
+
+
+def _write_mair(root: Path, config: str, prefix: str, documents: Sequence[Document], shift: int) -> None:
+    queries = []
+    for topic, (name, _) in enumerate(TOPICS):
+        source = (topic + shift) % len(SOURCES)
+        right = [d for d in documents if d.topic == topic and d.source == source]
+        queries.append(
+            {
+                "qid": f"{config}-{topic}",
+                "instruction": f"You search an archive. Retrieve every {SOURCES[source][0]} that answers the query; "
+                "documents of another kind are not relevant.",
+                "query": name,
+                "labels": [{"id": f"{config}-{d.number}", "score": 2 if d.year > 2000 else 1} for d in right],
+            }
+        )
+    _write_jsonl(root / MAIR_QUERIES / config / f"{prefix}queries.jsonl", queries)
+    docs = [{"id": f"{config}-{d.number}", "doc": f"{d.title}\n{d.text}"} for d in documents]
+    _write_jsonl(root / MAIR_DOCS / config / f"{prefix}docs.jsonl", docs)
+
+
+def _write_mteb(directory: Path, configs: Mapping[str, tuple[str, list[dict[str, Any]]]]) -> None:
+    """Configuration -> its one split and the rows of it. The default one lies in `data/`, as `push_to_hub` puts it."""
+    card = {}
+    for config, (split, rows) in configs.items():
+        folder = "data" if config == "default" else config
+        _write_parquet(directory / folder / f"{split}-00000-of-00001.parquet", rows)
+        card[config] = {split: f"{folder}/{split}-*"}
+    _write_card(directory, card)
+
+
+def _write_card(directory: Path, configs: Mapping[str, Mapping[str, str]]) -> None:
+    """Configuration -> split -> the files that hold it."""
+    listed = [
+        {"config_name": config, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
+        for config, splits in configs.items()
+    ]
+    front = yaml.safe_dump({"language": ["en"], "configs": listed}, sort_keys=False)
+    (directory / "README.md").write_text(f"---\n{front}---\n# {directory.name}\n\nMade by a test.\n", encoding="utf-8")
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,239 @@
+"""What a setting of a model means; and that every baseline is as its source documents it."""
+
+import re
+
+import pytest
+
+from infembed_ray.config import RetrieverSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.report.paper import TABLES
+from infembed_ray.evaluation.retrievers import baselines, formats
+from infembed_ray.evaluation.tasks.task import Query
+from tests.modeling import backbones
+
+QUERY, PLAIN = Query("1", "Q", "I"), Query("2", "Q")
+WEB = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+BGE = "Represent this sentence for searching relevant passages: Q"
+
+DOCUMENTED = {  # name -> query under an instruction, query, passage; None: the checkpoint's own
+    "bm25": ("Q I", "Q", "P"),
+    "bm25-query-only": ("Q", "Q", "P"),
+    "e5-base-v2": ("query: Q I", "query: Q", "passage: P"),
+    "e5-large-v2": ("query: Q I", "query: Q", "passage: P"),
+    "contriever": ("Q I", "Q", "P"),
+    "bge-base-en": (f"{BGE} I", BGE, "P"),
+    "bge-base-en-v1.5": (f"{BGE} I", BGE, "P"),
+    "bge-large-en": (f"{BGE} I", BGE, "P"),
+    "instructor-base": (
+        "I Q",
+        "Represent the question for retrieving supporting documents: Q",
+        "Represent the document for retrieval: P",
+    ),
+    "tart-contriever": ("I [SEP] Q", "Q", "P"),
+    "e5-mistral": ("Instruct: I\nQuery: Q", f"{WEB} Q", "P"),
+    "gritlm-7b": ("<|user|>\nI\n<|embed|>\nQ", "<|embed|>\nQ", "<|embed|>\nP"),
+    "nv-embed-v1": ("Instruct: I\nQuery: Q", "Q", "P"),
+    "repllama-v1-7b": ("query: Q I", "query: Q", "passage: P"),
+    "promptriever-llama2-7b": ("query:  Q I", "query:  Q", "passage:  P"),
+    "promptriever-llama3.1-8b": ("query:  Q I", "query:  Q", "passage:  P"),
+    "qwen3-embedding-0.6b": ("Instruct: I\nQuery:Q", f"{WEB}Q", "P"),
+    "openai-v3-large": ("Q I", "Q", "P"),
+    "cohere-embed-english-v3.0": ("Q I", "Q", "P"),
+    "google-gecko": ("I Q", "Q", "P"),
+    "modernbert-base": None,
+    "llama-3.2-1b": None,
+    "random": None,
+}
+QWEN3_SYSTEM = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+PAIRS = {  # name -> what it reads of the query under its instruction and the passage, and its answers
+    "monobert": ("Q I", None),
+    "tart-flan-t5-xl": ("I [SEP] Q", None),
+    "monot5-base": ("Query: Q I Document: P Relevant:", ("▁true", "▁false")),
+    "flan-t5-base": ("Is the following passage relevant to the query?\nQuery: Q I\nPassage: P", ("▁yes", "▁no")),
+    "followir-7b": (
+        "<s> [INST] You are an expert Google searcher, whose job is to determine if the following document is relevant to "
+        "the query (true/false). Answer using only one word, one of those two choices.\n\nQuery: Q I\nDocument: P\n"
+        'Relevant (only output one word, either "true" or "false"): [/INST] ',
+        ("true", "false"),
+    ),
+    "qwen3-reranker-0.6b": (
+        f"{QWEN3_SYSTEM}<Instruct>: I\n<Query>: Q\n<Document>: P{QWEN3_END}",
+        ("yes", "no"),
+    ),
+}
+SAME = {
+    "instructor-xl": "instructor-base",
+    **dict.fromkeys(("qwen3-embedding-4b", "qwen3-embedding-8b"), "qwen3-embedding-0.6b"),
+    **dict.fromkeys(("qwen3-reranker-4b", "qwen3-reranker-8b"), "qwen3-reranker-0.6b"),
+    "monot5-3b": "monot5-base",
+    "flan-t5-large": "flan-t5-base",
+    "llama-3.2-1b-instruct": "llama-3.2-1b",
+    **{f"qwen2.5-{size}": "llama-3.2-1b" for size in ("1.5b", "1.5b-instruct", "3b", "3b-instruct", "7b")},
+}
+
+
+def entry(name):
+    return baselines.entries()[name]
+
+
+@pytest.mark.parametrize("name", baselines.entries())
+def test_every_baseline_resolves_or_says_why_not_and_what_to_do(name):
+    if entry(name).refused is None:
+        assert baselines.resolve("x", name).baseline == name
+        return
+    with pytest.raises(InputError, match=rf"^models\.x={re.escape(name)}: .*; .*give \{{") as refused:
+        baselines.resolve("x", name)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", baselines.entries())
+def test_prompts_render_as_documented(name):
+    settings, documented_as = entry(name).settings, SAME.get(name, name)
+    if documented_as in PAIRS:
+        text, answers = PAIRS[documented_as]
+        asked = formats.query_text(settings, QUERY)
+        passage = formats.passage_text(settings, "P")
+        read = asked if settings.pair is None else formats.fill(settings.pair, query=asked, passage=passage)
+        assert (read, settings.answers) == (text, answers)
+        return
+    documented = DOCUMENTED[documented_as]
+    if documented is None:
+        assert (settings.instructed_query, settings.plain_query, settings.passage) == (None, None, None)
+        return
+    written = (
+        formats.query_text(settings, QUERY),
+        formats.query_text(settings, PLAIN),
+        formats.passage_text(settings, "P"),
+    )
+    assert written == documented
+
+
+def test_tables_2_and_5_are_complete():
+    rows = {row.name for number in ("2", "5") for row in TABLES[number].rows}
+    trained = {row for row in rows if row.startswith("InF-Embed (")}
+    assert {row for name in baselines.entries() for row in entry(name).rows} == rows - trained
+
+
+@pytest.mark.parametrize("name", baselines.entries())
+def test_revisions_are_commits_or_marked_as_unknown(name):
+    settings = entry(name).settings
+    for model, revision in ((settings.model, settings.revision), (settings.adapter, settings.adapter_revision)):
+        if revision is not None:
+            assert re.fullmatch("[0-9a-f]{40}", revision)
+        elif model is not None:
+            assert re.search("revision not known|nor the revision|no revision|Vertex", entry(name).source)
+
+
+def test_a_nearby_name_is_suggested():
+    with pytest.raises(InputError, match=r"^models\.x=e5-base: no such baseline, did you mean e5-base-v2\?; or give"):
+        baselines.resolve("x", "e5-base")
+    with pytest.raises(InputError, match=r"models\.x=monot5: no such baseline"):
+        baselines.resolve("x", {"baseline": "monot5"})
+
+
+def test_settings_build_on_a_baseline_down_to_the_parts_of_its_api(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # workers have other directories, so paths come out absolute
+    mine = baselines.resolve("x", {"baseline": "cohere-embed-english-v3.0", "dimensions": 256, "api": {"journal": "j"}})
+    assert (mine.api.protocol, mine.api.endpoint.api_key_env, mine.api.journal) == (
+        "cohere",
+        "COHERE_API_KEY",
+        str(tmp_path / "j"),
+    )
+    assert mine.plain_query == "{query}"
+    again = baselines.resolve("x", mine)
+    assert again == mine
+
+
+def test_the_revision_of_a_baseline_is_that_of_no_other_model():
+    assert baselines.resolve("x", {"baseline": "e5-base-v2"}).revision is not None
+    assert baselines.resolve("x", {"baseline": "e5-base-v2", "model": "someone/copy"}).revision is None
+    assert (
+        baselines.resolve("x", {"baseline": "e5-base-v2", "model": "someone/copy", "revision": "abc"}).revision == "abc"
+    )
+
+
+def test_a_refused_baseline_works_with_a_model_given(minilm):
+    assert baselines.resolve("x", {"baseline": "tart-contriever", "model": minilm}).instructed_query == (
+        "{instruction} [SEP] {query}"
+    )
+
+
+def test_a_directory_is_a_checkpoint_whose_latest_is_followed(tmp_path, monkeypatch):
+    backbones.write("llama", tmp_path / "out" / "1234")
+    (tmp_path / "out" / "latest").write_text("1234\n")
+    monkeypatch.chdir(tmp_path)
+    for given in ("out", "./out", str(tmp_path / "out"), {"model": "out"}):
+        settings = baselines.resolve("x", given)
+        assert settings.model == str(tmp_path / "out" / "1234")
+        paths, names = baselines.inputs(settings)
+        assert paths == {"model": tmp_path / "out" / "1234"}
+        assert names.keys() == {"retriever"}
+
+
+def test_adapters_are_looked_for_before_work_starts(minilm, tmp_path):
+    settings = baselines.resolve("x", {"model": minilm, "adapter": str(tmp_path)})
+    for missing in ("adapter_config.json", "adapter_model.safetensors"):
+        with pytest.raises(InputError, match=rf"models\.x\.adapter=.*no {re.escape(missing)}"):
+            baselines.inputs(settings, "models.x")
+        (tmp_path / missing).touch()
+    assert baselines.inputs(settings)[0].keys() == {"model", "adapter"}
+
+
+def test_a_hub_name_is_taken_as_it_is_with_its_revision():
+    settings = baselines.resolve("x", {"model": "org/model", "revision": "abc"})
+    with pytest.raises(InputError, match=r"models\.x\.model=org/model: neither a model directory here nor"):
+        baselines.inputs(settings, "models.x")
+
+
+def test_the_identity_of_a_hub_model_is_that_of_the_commit_it_means_now(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--tiny"
+    (cached / "refs").mkdir(parents=True)
+    commits = ["a" * 40, "b" * 40]
+    seen = []
+    for commit in commits:
+        backbones.write("llama", cached / "snapshots" / commit)
+        (cached / "refs" / "main").write_text(commit)
+        seen.append(baselines.inputs(baselines.resolve("x", "org/tiny"))[1]["model"])
+    assert seen == [f"org/tiny@{commit}" for commit in commits]
+    pinned = baselines.resolve("x", {"model": "org/tiny", "revision": commits[0]})
+    assert baselines.inputs(pinned)[1]["model"] == seen[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "/nowhere"}, r"models\.x\.model=/nowhere: no such model directory"),
+        ("./nowhere", r"models\.x\.model=\./nowhere: no such model directory"),
+        ({}, r"models\.x\.model is missing: kind encoder needs it"),
+        ({"kind": "seq2seq", "model": "a/b"}, r"models\.x\.instructed_query is missing: kind seq2seq needs it"),
+        ({"kind": "monot5"}, r"models\.x: kind='monot5'"),
+        ({"model": "a/b", "prompt": "x"}, r"models\.x: unknown key prompt"),
+        ({"model": "a/b", "pair": "{query} {passage}"}, r"models\.x\.pair: not a setting of kind encoder; drop it"),
+        ({"baseline": "bm25", "dtype": "float16"}, r"models\.x\.dtype: not a setting of kind bm25"),
+        ({"model": "a/b", "plain_query": "{query}"}, "give instructed_query and plain_query both, or neither"),
+        ({"baseline": "bm25", "plain_query": "{query} {instruction}"}, r"plain_query=.*: write it with \{query\}"),
+        ({"baseline": "e5-base-v2", "passage": "passage: "}, r"passage='passage: ': write it with \{passage\}"),
+        ({"baseline": "bm25", "instructed_query": "{query} {query}"}, r"each once"),
+        ({"baseline": "monot5-base", "pair": "{query} {text}"}, r"pair=.*write it with \{passage\} and \{query\}"),
+        ({"baseline": "bge-base-en", "pool_prompt": False}, r"pool_prompt=false: is about a mean"),
+        ({"model": "a/b", "pool_prompt": False}, r"pool_prompt=false: says nothing without formats"),
+        ({"baseline": "e5-base-v2", "template": "query_first"}, r"template=query_first: formats say how"),
+        (
+            {"baseline": "openai-v3-large", "api": {"journal": "s3://b/j"}},
+            r"models\.x\.api\.journal=s3://b/j: must be a path",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_one_line(given, said):
+    with pytest.raises(InputError, match=said) as refused:
+        baselines.resolve("x", given)
+    assert "\n" not in str(refused.value)
+
+
+def test_defaults_are_not_taken_for_settings_of_another_kind():
+    assert baselines.resolve("x", RetrieverSettings(kind="random", pooling="auto")).kind == "random"

@@ -1,0 +1,282 @@
+"""Encoders with formats of their own against sentence-transformers and plain transformers."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer, models
+from transformers import AutoModel, AutoTokenizer
+
+from infembed_ray.config import Lora, RetrieverSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers.retriever import Encoder
+from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.modeling import adapters
+from infembed_ray.modeling.encoder import InstructionEncoder
+from tests.evaluation.retrievers import models as tiny
+from tests.modeling import backbones
+
+QUERIES = [
+    Query("1", "how is aspirin dosed", "for nurses, in plain words"),
+    Query("2", "what is bread"),
+    Query("3", "how is bread baked, and why does it rise at all", "no brand names"),
+]
+PASSAGES = ["aspirin is a drug", "bread is baked from flour and water " * 9, "a passage about bread"]
+E5 = {
+    "instructed_query": "query: {query} {instruction}",
+    "plain_query": "query: {query}",
+    "passage": "passage: {passage}",
+}
+GRIT = {
+    "instructed_query": "For: {instruction}\nsay {query}",
+    "plain_query": "say {query}",
+    "passage": "a passage: {passage}",
+}
+E5_TEXTS = [
+    "query: how is aspirin dosed for nurses, in plain words",
+    "query: what is bread",
+    "query: how is bread baked, and why does it rise at all no brand names",
+]
+
+
+def load(batch_tokens=64, **settings):
+    encoder = baselines.load(baselines.resolve("x", RetrieverSettings(**settings)), "cpu", batch_tokens)
+    assert isinstance(encoder, Encoder)
+    return encoder
+
+
+def close(actual, expected, atol=2e-6):
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def their_minilm(minilm):
+    return SentenceTransformer(minilm, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def with_dense(minilm, tmp_path_factory):
+    """A model with a Dense layer, like INSTRUCTOR's."""
+    torch.manual_seed(0)
+    path = str(tmp_path_factory.mktemp("dense"))
+    words = models.Transformer(minilm, max_seq_length=64)
+    dense = models.Dense(384, 48, bias=False, activation_function=torch.nn.Identity())
+    SentenceTransformer(modules=[words, models.Pooling(384, "mean"), dense, models.Normalize()], device="cpu").save(
+        path
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["encoder", "sentence_transformers"])
+def test_formats_give_the_embeddings_of_the_texts_they_stand_for(minilm, their_minilm, kind):
+    encoder = load(kind=kind, model=minilm, **E5)
+    close(encoder.encode_queries(QUERIES), their_minilm.encode(E5_TEXTS, normalize_embeddings=True))
+    texts = [f"passage: {passage}" for passage in PASSAGES]
+    close(encoder.encode_passages(PASSAGES), their_minilm.encode(texts, normalize_embeddings=True))
+
+
+def test_without_formats_a_plain_model_reads_by_the_given_template(minilm, their_minilm):
+    texts = ["how is aspirin dosed for nurses, in plain words", "what is bread"]
+    for model in (minilm, {"model": minilm}):
+        settings = baselines.resolve("x", model, template="query_first")
+        close(
+            baselines.load(settings).encode_queries(QUERIES[:2]), their_minilm.encode(texts, normalize_embeddings=True)
+        )
+
+
+@pytest.mark.parametrize("how", [{}, {"share_encoder": False}, {"interaction": "cross_attention"}])
+def test_our_checkpoints_embed_as_they_do_themselves_whatever_the_template_given(minilm, tmp_path, how):
+    torch.manual_seed(0)
+    own = InstructionEncoder.from_pretrained(minilm, template="instruct_query", query_prefix="q: ", **how)
+    if own.passage_backbone is not None:
+        with torch.no_grad():
+            own.passage_backbone.embeddings.word_embeddings.weight.mul_(1.1)
+    own.save_pretrained(tmp_path)
+    encoder = baselines.load(baselines.resolve("x", str(tmp_path), template="query_first"))
+    queries, instructions = [q.query for q in QUERIES], [q.instruction for q in QUERIES]
+    close(encoder.encode_queries(QUERIES), own.encode_queries(queries, instructions))
+    close(encoder.encode_passages(PASSAGES), own.encode_passages(PASSAGES))
+
+
+def test_cross_attention_takes_no_formats(minilm, tmp_path):
+    InstructionEncoder.from_pretrained(minilm, interaction="cross_attention").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="reads instruction and query apart, so no format can hold both"):
+        load(model=str(tmp_path), **E5)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "sentence_transformers"])
+def test_a_prompt_that_is_not_pooled_is_attended_to_but_no_part_of_the_mean(minilm, kind):
+    tokenizer, model = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm)
+
+    def expected(prompt: str, text: str) -> np.ndarray:
+        ids = tokenizer(prompt + text, return_tensors="pt").input_ids
+        left_out = len(tokenizer(prompt).input_ids) - 1  # its [SEP] is not there
+        with torch.inference_mode():
+            states = model(ids).last_hidden_state[0]
+        return torch.nn.functional.normalize(states[left_out:].mean(0), dim=0).numpy()
+
+    encoder = load(kind=kind, model=minilm, pool_prompt=False, **GRIT)
+    prompts = ["For: for nurses, in plain words\nsay ", "say ", "For: no brand names\nsay "]
+    wanted = [expected(prompt, query.query) for prompt, query in zip(prompts, QUERIES, strict=True)]
+    close(encoder.encode_queries(QUERIES), wanted)
+    close(encoder.encode_passages(PASSAGES), [expected("a passage: ", passage) for passage in PASSAGES])
+
+
+def test_gritlm_is_a_bidirectional_decoder_of_which_the_prompt_is_not_pooled(tmp_path):
+    model = backbones.write("mistral", tmp_path)
+    encoder = load(baseline="gritlm-7b", model=model, dtype="float32")
+    tokenizer, plain = (
+        AutoTokenizer.from_pretrained(model),
+        AutoModel.from_pretrained(model, attn_implementation="eager"),
+    )
+    expected = []
+    for query, prompt in zip(
+        QUERIES,
+        ["<|user|>\nfor nurses, in plain words\n<|embed|>\n", "<|embed|>\n", "<|user|>\nno brand names\n<|embed|>\n"],
+        strict=True,
+    ):
+        ids = tokenizer(prompt + query.query, return_tensors="pt").input_ids
+        all_attend_all = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
+        with torch.inference_mode():
+            states = plain(ids, attention_mask=all_attend_all).last_hidden_state[0]
+        left_out = len(tokenizer(prompt).input_ids)
+        expected.append(torch.nn.functional.normalize(states[left_out:].mean(0), dim=0).numpy())
+    close(encoder.encode_queries(QUERIES), expected)
+
+
+def test_a_text_that_is_cut_within_its_prompt_still_has_an_embedding(minilm):
+    encoder = load(model=minilm, pool_prompt=False, query_length=6, **GRIT)
+    assert np.isfinite(encoder.encode_queries(QUERIES)).all()
+
+
+def test_e5_mistral_ends_texts_with_eos_and_pools_it(tmp_path):
+    model = backbones.write("mistral", tmp_path)
+    encoder = load(baseline="e5-mistral", model=model, dtype="float32")
+    tokenizer, plain = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model)
+    text = "Instruct: for nurses, in plain words\nQuery: how is aspirin dosed"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
+    with torch.inference_mode():
+        last = plain(ids).last_hidden_state[0, -1]
+    close(encoder.encode_queries(QUERIES[:1])[0], torch.nn.functional.normalize(last, dim=0).numpy())
+
+
+def test_saved_adapters_are_merged_into_the_model_they_were_trained_over(tmp_path):
+    base = backbones.write("llama", tmp_path / "base")
+    tuned = InstructionEncoder.from_pretrained(base, append_eos=True)
+    adapters.add(tuned, Lora(rank=2, alpha=8, target_modules=("q_proj", "down_proj")))
+    torch.manual_seed(1)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    adapters.save(tuned, tmp_path / "adapter")
+    encoder = load(baseline="repllama-v1-7b", model=base, adapter=str(tmp_path / "adapter"), dtype="float32")
+    texts = ["query: how is aspirin dosed for nurses, in plain words", "query: what is bread"]
+    close(encoder.encode_queries(QUERIES[:2]), tuned.encode_queries(texts), atol=1e-5)
+    without = load(kind="encoder", model=base, **E5).encode_queries(QUERIES[:2])
+    assert np.abs(without - encoder.encode_queries(QUERIES[:2])).max() > 0.01
+
+
+def test_adapters_of_another_model_are_refused(minilm, tmp_path):
+    tuned = InstructionEncoder.from_pretrained(backbones.write("llama", tmp_path / "base"))
+    adapters.add(tuned, Lora(target_modules=("q_proj",)))
+    adapters.save(tuned, tmp_path / "adapter")
+    with pytest.raises(InputError, match="no adapters of this model"):
+        load(kind="encoder", model=minilm, adapter=str(tmp_path / "adapter"))
+
+
+def test_a_model_with_modules_of_its_own_is_for_sentence_transformers(with_dense):
+    with pytest.raises(InputError, match="has a Dense module"):
+        load(kind="encoder", model=with_dense, **E5)
+    formats = {"instructed_query": "{instruction} {query}", "plain_query": "say {query}", "passage": "read: {passage}"}
+    encoder = load(kind="sentence_transformers", model=with_dense, pool_prompt=False, **formats)
+    theirs = SentenceTransformer(with_dense, device="cpu")
+    theirs.set_pooling_include_prompt(False)
+    prompts = ["for nurses, in plain words ", "say ", "no brand names "]
+    expected = [theirs.encode(q.query, prompt=prompt) for q, prompt in zip(QUERIES, prompts, strict=True)]
+    close(encoder.encode_queries(QUERIES), expected)
+    close(encoder.encode_passages(PASSAGES), theirs.encode(PASSAGES, prompt="read: "))
+    assert encoder.encode_passages(PASSAGES).shape == (3, 48)
+
+
+def test_contriever_ranks_by_the_inner_product_of_plain_means(tmp_path, minilm):
+    AutoModel.from_pretrained(minilm).save_pretrained(tmp_path)  # no modules: what Contriever's repository is
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
+    encoder = load(baseline="contriever", model=str(tmp_path))
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = [
+            model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy() for text in PASSAGES
+        ]
+    close(encoder.encode_passages(PASSAGES), expected, atol=1e-5)
+    assert np.linalg.norm(expected[0]) != pytest.approx(1, abs=0.01)
+
+
+def test_lengths_are_those_of_each_side(minilm, their_minilm):
+    encoder = load(kind="sentence_transformers", model=minilm, query_length=4, passage_length=8, **E5)
+    same = [Query("a", "aspirin and bread"), Query("b", "aspirin")]
+    close(encoder.encode_queries(same)[:1], encoder.encode_queries(same)[1:], atol=1e-5)  # "query", ":" and a word fit
+    assert np.abs(np.subtract(*encoder.encode_passages(["aspirin and bread", "aspirin"]))).max() > 0.01
+
+
+def test_half_precision_is_near_and_the_identity_is_another(minilm):
+    exact, half = (load(model=minilm, dtype=dtype, **E5) for dtype in ("float32", "bfloat16"))
+    cosines = (exact.encode_queries(QUERIES) * half.encode_queries(QUERIES)).sum(1)
+    assert cosines.min() > 0.99
+    assert exact.identity != half.identity
+
+
+def test_an_encoder_decoder_is_no_encoder(tmp_path):
+    with pytest.raises(InputError, match=r"kind=encoder, model=.*an encoder and a decoder.*kind=seq2seq"):
+        load(model=tiny.t5(tmp_path), **E5)
+
+
+def test_no_texts_have_no_embeddings(minilm):
+    for kind in ("encoder", "sentence_transformers"):
+        for pool_prompt in (True, False):
+            encoder = load(kind=kind, model=minilm, pool_prompt=pool_prompt, **E5)
+            assert len(encoder.encode_queries([])) == len(encoder.encode_passages([])) == 0
+
+
+def test_a_missing_package_is_named_before_work_starts(minilm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    settings = baselines.resolve("x", RetrieverSettings(kind="sentence_transformers", model=minilm, **E5))
+    with pytest.raises(InputError, match=r"models\.x=.*needs the package.*infembed-ray\[sentence-transformers\]"):
+        baselines.inputs(settings, "models.x")
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path, minilm):
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w').close()\nclass Config: pass\nclass Model: pass\n"
+    (tmp_path / "odd.py").write_text(code)
+    classes = {"AutoConfig": "odd.Config", "AutoModel": "odd.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": classes}))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
+    for kind in ("encoder", "sentence_transformers"):
+        settings = baselines.resolve("x", RetrieverSettings(kind=kind, model=str(tmp_path), **E5))
+        with pytest.raises(InputError, match=r"models\.x\.model=.*never run here; serve it behind"):
+            baselines.inputs(settings, "models.x")
+    assert not ran.exists()
+
+
+def test_the_identity_is_that_of_the_weights_and_of_how_they_are_asked(tmp_path):
+    backbones.write("llama", tmp_path / "a")
+    backbones.write("llama", tmp_path / "b")
+
+    def of(**settings):
+        return baselines.identity(baselines.resolve("x", RetrieverSettings(**settings)))
+
+    same = of(model=str(tmp_path / "a"))
+    assert same == of(model=str(tmp_path / "b"))
+    assert len({same, of(model=str(tmp_path / "a"), **E5), of(model=str(tmp_path / "a"), query_length=9)}) == 3
+    weights = load_file(tmp_path / "b" / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.pi
+    save_file(weights, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    assert same != of(model=str(tmp_path / "b"))

@@ -1,0 +1,15 @@
+"""What tests of tasks share: a scratch directory of their own for the corpora."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.object_store import SCRATCH
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    return tmp_path / "scratch"

@@ -1,0 +1,111 @@
+"""A corpus is written once, read from the map of a file, and its ids are each one text's."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.tasks.corpus import mapped
+from infembed_ray.object_store import SCRATCH
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file that the documents come from, as far as `mapped` knows."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("1", encoding="utf-8")
+    return path
+
+
+def test_it_is_written_once_for_the_same_files(source: Path) -> None:
+    first = mapped("task", [source], lambda: iter([("a", " one\n"), ("b", "two")]))
+
+    def again() -> Iterator[tuple[str, str]]:
+        raise AssertionError("read again")
+
+    assert mapped("task", [source], again).equals(first)
+    assert first.to_pylist() == [{"id": "a", "text": "one"}, {"id": "b", "text": "two"}]
+
+
+def test_it_is_written_anew_when_a_file_changes(source: Path) -> None:
+    mapped("task", [source], lambda: iter([("a", "old")]))
+    os.utime(source, ns=(1, 1))
+
+    assert mapped("task", [source], lambda: iter([("a", "new")]))["text"].to_pylist() == ["new"]
+
+
+def test_a_reading_that_fails_leaves_nothing(source: Path, scratch: Path) -> None:
+    def documents() -> Iterator[tuple[str, str]]:
+        yield "a", "one"
+        raise InputError("line 2 is damaged")
+
+    with pytest.raises(InputError, match="line 2 is damaged"):
+        mapped("task", [source], documents)
+
+    assert not list((scratch / "corpora").iterdir())
+
+
+def test_two_that_write_it_at_the_same_time_both_get_it(source: Path, scratch: Path) -> None:
+    both_are_at_it = Barrier(2, timeout=10)
+
+    def documents() -> Iterator[tuple[str, str]]:
+        yield "a", "one"
+        both_are_at_it.wait()
+        yield "b", "two"
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: mapped("task", [source], documents), range(2))
+
+    assert first.equals(second)
+    assert first["id"].to_pylist() == ["a", "b"]
+    assert len(list((scratch / "corpora").iterdir())) == 1
+
+
+def test_texts_are_never_all_in_memory(source: Path) -> None:
+    size, length = 30_000, 1000
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+
+    corpus = mapped("task", [source], lambda: ((str(n), f"{n:0{length}}") for n in range(size)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert len(corpus) == size
+    assert corpus["text"][size - 1].as_py() == f"{size - 1:0{length}}"
+    assert peak < size * length / 3
+    assert pa.total_allocated_bytes() - before < size * length / 10
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12))
+def test_copies_of_a_document_are_left_out(numbers: list[int]) -> None:
+    source = Path(os.environ[SCRATCH]).parent / "corpus.jsonl"
+    source.write_text(str(numbers), encoding="utf-8")
+
+    corpus = mapped("task", [source], lambda: ((f"d{n}", f"text {n}") for n in numbers))
+
+    assert corpus["id"].to_pylist() == [f"d{n}" for n in dict.fromkeys(numbers)]
+    assert corpus["text"].to_pylist() == [f"text {n}" for n in dict.fromkeys(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "the corpus is empty"),
+        ([("a", "one"), ("", "two")], "document 2 has an empty id"),
+        ([("a", "one"), ("b", "two"), ("a", "three")], "two documents have the id a"),
+    ],
+)
+def test_what_is_no_corpus_is_refused(source: Path, documents: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(InputError, match=f"tasks=task: {message}"):
+        mapped("task", [source], lambda: iter(documents))

@@ -1,0 +1,109 @@
+"""Files of a data set are found by its card, as `datasets.load_dataset` finds them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.tasks.repository import Repository, configs, matching
+from tests.evaluation import published
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mirror")
+    published.followir_like(root)
+    published.mair_like(root)
+    return published.bright_like(root)
+
+
+@pytest.mark.parametrize(
+    "name", [published.FOLLOWIR["core17"], published.MAIR_QUERIES, published.MAIR_DOCS, published.BRIGHT]
+)
+def test_rows_are_those_that_load_dataset_gives(
+    root: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    repository = Repository(root, name, "task")
+    read = 0
+    for config in repository.configs:
+        for split in repository.splits(config):
+            theirs = datasets.load_dataset(str(root / name), config, split=split, cache_dir=str(tmp_path))
+            assert list(repository.rows(config, split, ())) == theirs.to_list()
+            read += len(theirs)
+    assert read > 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("data/test-*", ["data/test-00000-of-00002.parquet", "data/test-00001-of-00002.parquet"]),
+        ("data/test-00000*.parquet", ["data/test-00000-of-00002.parquet"]),
+        ("*.jsonl", ["corpus.jsonl"]),
+        ("**/*.jsonl", ["corpus.jsonl", "data/old/test-x.jsonl"]),
+        ("./corpus.jsonl", ["corpus.jsonl"]),
+        ("data/**", ["data/old/test-x.jsonl", "data/test-00000-of-00002.parquet", "data/test-00001-of-00002.parquet"]),
+        ("train/*", []),
+    ],
+)
+def test_a_star_stays_within_a_folder_and_two_do_not(pattern: str, found: list[str]) -> None:
+    names = ["corpus.jsonl", "data/test-00001-of-00002.parquet", "data/test-00000-of-00002.parquet"]
+
+    assert matching([pattern], [*names, "data/old/test-x.jsonl"]) == found
+
+
+@pytest.mark.parametrize(
+    ("data_files", "splits"),
+    [
+        ("data/*.jsonl", {"train": ["data/*.jsonl"]}),
+        (["a.jsonl", "b.jsonl"], {"train": ["a.jsonl", "b.jsonl"]}),
+        ([{"split": "test", "path": ["a.jsonl", "b.jsonl"]}], {"test": ["a.jsonl", "b.jsonl"]}),
+        ([{"split": "x", "path": "x-*"}, {"split": "y", "path": "y-*"}], {"x": ["x-*"], "y": ["y-*"]}),
+    ],
+)
+def test_a_card_lists_files_in_any_of_the_ways_of_the_hub(data_files: object, splits: dict[str, list[str]]) -> None:
+    card = f"---\nconfigs: {json.dumps([{'config_name': 'c', 'data_files': data_files}])}\n---\n# Title\n"
+
+    assert configs(card, "card") == {"c": splits}
+
+
+@pytest.mark.parametrize(
+    "card", ["# No front matter\n", "---\nlicense: mit\n---\n", "---\nconfigs: [1]\n---\n", "---\n{\n---\n"]
+)
+def test_a_card_without_a_list_of_files_is_refused(card: str) -> None:
+    with pytest.raises(InputError, match=r"README\.md lists no `configs`"):
+        configs(card, "README.md")
+
+
+def test_a_repository_that_is_not_there_says_which_command_brings_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as told:
+        Repository(tmp_path, "mteb/BRIGHT", "bright/pony").files("documents", "pony")
+
+    assert str(told.value) == (
+        f"tasks=bright/pony: data={tmp_path} has no mteb/BRIGHT/README.md; fetch it where there is internet: "
+        f"infembed data fetch {tmp_path} bright/pony"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "split", "message"),
+    [
+        ("corpora", None, "lists no configuration corpora .found: documents, examples"),
+        ("documents", "physics", "has the splits biology, leetcode, not physics"),
+    ],
+)
+def test_a_part_that_the_card_does_not_list_is_refused(
+    root: Path, config: str, split: str | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Repository(root, published.BRIGHT, "task").files(config, split)
+
+
+def test_the_only_split_need_not_be_named(root: Path) -> None:
+    repository = Repository(root, published.FOLLOWIR["core17"], "task")
+
+    assert repository.files("corpus", "test") == repository.files("corpus", "corpus") == repository.files("corpus")

@@ -1,0 +1,70 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from infembed_ray.evaluation import chunks
+from infembed_ray.evaluation.chunks import Pairs, Passages, Queries, share, shared
+from infembed_ray.evaluation.tasks.task import CORPUS, Query
+
+
+def corpus(count, batch):
+    ids, texts = [f"d{n}" for n in range(count)], [f"text {n}" for n in range(count)]
+    table = pa.table({"id": ids, "text": texts}, schema=CORPUS)
+    return pa.concat_tables([table.slice(start, batch) for start in range(0, count, batch)])
+
+
+class Lengths:
+    """A retriever of both kinds whose numbers tell what it was given."""
+
+    identity = "lengths"
+
+    def encode_passages(self, texts):
+        return np.array([[len(text), 0] for text in texts], dtype=np.float32)
+
+    def encode_queries(self, queries):
+        return np.array([[len(q.query), len(q.instruction or "")] for q in queries], dtype=np.float32)
+
+    def score(self, pairs):
+        return np.array([len(q.query) * len(text) for q, text in pairs], dtype=np.float32)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(chunks, "TEXTS", 4)
+    monkeypatch.setattr(chunks, "PAIRS", 3)
+
+
+def test_a_shared_corpus_is_one_file_however_the_table_is_divided(tmp_path):
+    file = share(corpus(10, 3), tmp_path)
+    assert share(corpus(10, 10), tmp_path) == file
+    assert share(corpus(9, 3), tmp_path) != file
+    assert shared(file).equals(corpus(10, 1))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_chunks_of_passages_and_queries_are_all_of_them_in_order(small, tmp_path):
+    file = share(corpus(10, 3), tmp_path)
+    parts = Passages.of(file)
+    assert [part.size for part in parts] == [4, 4, 2]
+    assert [text for part in parts for _, text in part.texts()] == corpus(10, 10)["text"].to_pylist()
+    queries = [Query(str(n), "q" * n, "i" if n else None) for n in range(5)]
+    asked = Queries.of(queries)
+    assert [q for part in asked for q in part.queries] == queries
+    assert [row.tolist() for part in asked for row in part.compute(Lengths())] == [[n, min(n, 1)] for n in range(5)]
+    assert [len(part.compute(Lengths())) for part in parts] == [4, 4, 2]
+
+
+def test_pairs_do_not_depend_on_the_order_of_a_ranking(small, tmp_path):
+    file = share(corpus(12, 5), tmp_path)
+    parts = Pairs.of(Query("1", "ab"), file, [9, 10, 0, 3])
+    assert parts == Pairs.of(Query("1", "ab"), file, [3, 0, 10, 9])
+    assert [part.rows for part in parts] == [(0, 3, 9), (10,)]
+    assert parts[1].texts() == [("pair", "ab", None, "text 10")]
+    assert np.concatenate([part.compute(Lengths()) for part in parts]).tolist() == [12, 12, 12, 14]
+
+
+def test_the_same_text_as_query_and_as_passage_is_two_things(small, tmp_path):
+    table = pa.table({"id": ["a"], "text": ["same"]}, schema=CORPUS)
+    (passage,), (query,) = Passages.of(share(table, tmp_path)), Queries.of([Query("q", "same")])
+    assert passage.texts() != query.texts()
+    assert Queries.of([Query("q", "same", "under one")])[0].texts() != query.texts()

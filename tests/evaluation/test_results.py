@@ -1,0 +1,190 @@
+import json
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation import results
+from infembed_ray.evaluation.metrics import CONVENTIONS, Change
+from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Asked, Results
+from infembed_ray.evaluation.scoring import score
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+
+TASK = Task(
+    name="small",
+    corpus=pa.table({"id": ["a", "b"], "text": ["x", "y"]}, schema=CORPUS),
+    queries=(Query("1-og", "q", "i", "og", "1"), Query("1-changed", "q", "j", "changed", "1"), Query("2", "r")),
+    qrels={"1-og": {"a": 1}, "1-changed": {"b": 1}, "2": {"a": 1}},
+    figures=(Figure("p-MRR", "p-MRR"), Figure("nDCG@10 og", "nDCG@10", "og"), Figure("MAP@1000", "MAP@1000")),
+    changes=(Change("1-og", "1-changed", ("a",)),),
+    about={"data": "made up"},
+)
+RUNS = {
+    "base": {q: {"a": 2.0, "b": 1.0} for q in TASK.qrels},
+    "ours": {"1-og": {"a": 2.0, "b": 1.0}, "1-changed": {"a": 1.0, "b": 2.0}, "2": {"b": 1.0}},
+}
+
+
+def made(**change):
+    scores = {label: {"small": score(TASK, run)} for label, run in RUNS.items()}
+    values = {"tasks": {"small": Asked.of(TASK, "0f3a")}, "models": {"base": {"model": "m"}, "ours": {"model": "n"}}}
+    return Results(**(values | {"scores": scores, "depth": 1000} | change))
+
+
+@pytest.fixture
+def written(tmp_path):
+    results.write(tmp_path, made())
+    return tmp_path
+
+
+def edit(directory, **change):
+    file = directory / RESULTS_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+def replace_rows(directory, edited):
+    file = directory / PER_QUERY_FILE
+    rows = pq.read_table(file).to_pylist()
+    pq.write_table(pa.Table.from_pylist(edited(rows), schema=results.PER_QUERY), file)
+
+
+def test_results_come_back_as_they_were_written(written):
+    back = results.read(written)
+    assert back == made()
+    assert list(back.models) == ["base", "ours"]  # the first is the baseline
+    assert back.figures["ours"]["small"]["p-MRR"] == pytest.approx(0.5)
+
+
+def test_every_value_of_a_figure_is_one_row_with_its_group(written):
+    rows = pq.read_table(written / PER_QUERY_FILE).to_pylist()
+    assert {(r["query"], r["group"]) for r in rows if r["figure"] == "MAP@1000"} == {
+        ("1-og", "1"),
+        ("1-changed", "1"),
+        ("2", None),
+    }
+    assert len(rows) == 2 * (1 + 1 + 3)
+
+
+def test_the_file_names_the_conventions_of_its_measures_and_no_others(written):
+    plain = json.loads((written / RESULTS_FILE).read_text())
+    assert plain["conventions"] == {kind: CONVENTIONS[kind] for kind in ("ranking", "nDCG", "MAP", "p-MRR")}
+    assert plain["depth"] == 1000
+    assert plain["tasks"]["small"]["content"] == "0f3a"
+    assert plain["tasks"]["small"]["about"] == {
+        "queries": 3,
+        "passages": 2,
+        "judgements": 3,
+        "changed_queries": 1,
+        "data": "made up",
+    }
+
+
+def test_a_figure_over_nothing_is_null(tmp_path):
+    nothing = {label: {"small": {"p-MRR": {}}} for label in RUNS}
+    asked = Asked(TASK.figures[:1], {})
+    results.write(tmp_path, made(tasks={"small": asked}, scores=nothing))
+    assert json.loads((tmp_path / RESULTS_FILE).read_text())["figures"]["base"]["small"]["p-MRR"] is None
+    assert results.read(tmp_path).scores == nothing
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=30))
+def test_values_survive_to_the_last_bit(tmp_path_factory, values):
+    directory = tmp_path_factory.mktemp("results")
+    scores = {"m": {"t": {"nDCG@10": {str(n): value for n, value in enumerate(values)}}}}
+    asked = {"t": Asked((Figure("nDCG@10", "nDCG@10"),), {})}
+    results.write(directory, Results(asked, {"m": {}}, scores, 10))
+    assert results.read(directory).scores == scores
+
+
+def test_another_format_is_refused(written):
+    edit(written, format="infembed-results/0")
+    with pytest.raises(
+        InputError, match=r"results.json: format is 'infembed-results/0', expected 'infembed-results/1'"
+    ):
+        results.read(written)
+
+
+def test_another_convention_is_refused_by_name(written):
+    ours = dict(json.loads((written / RESULTS_FILE).read_text())["conventions"])
+    edit(written, conventions=ours | {"MAP": "cut at 10"})
+    with pytest.raises(
+        InputError, match=r"results.json: convention of MAP is 'cut at 10', expected 'trec_eval map_cut"
+    ):
+        results.read(written)
+    edit(written, conventions={k: v for k, v in ours.items() if k != "p-MRR"})
+    with pytest.raises(InputError, match="convention of p-MRR is None, expected"):
+        results.read(written)
+
+
+def test_a_convention_that_no_figure_uses_is_no_reason_to_refuse(written):
+    ours = json.loads((written / RESULTS_FILE).read_text())["conventions"]
+    edit(written, conventions=ours | {"Robustness": "another"})
+    assert results.read(written) == made()
+
+
+def test_a_measure_of_another_version_is_refused(written):
+    plain = json.loads((written / RESULTS_FILE).read_text())
+    plain["tasks"]["small"]["figures"][0]["measure"] = "ERR@20"
+    edit(written, **plain)
+    with pytest.raises(InputError, match="measure 'ERR@20' is unknown"):
+        results.read(written)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+def test_a_value_that_is_no_number_is_named(written, value):
+    replace_rows(written, lambda rows: [*rows[:-1], rows[-1] | {"value": value}])
+    with pytest.raises(
+        InputError, match=r"per_query.parquet: model 'ours', task 'small', figure 'MAP@1000', query '2'"
+    ):
+        results.read(written)
+
+
+def test_a_value_given_twice_is_named(written):
+    replace_rows(written, lambda rows: [*rows, rows[0]])
+    with pytest.raises(InputError, match="model 'base', task 'small', figure 'p-MRR', query '1-og': stands twice"):
+        results.read(written)
+
+
+def test_a_query_without_a_value_of_every_model_is_named(written):
+    replace_rows(written, lambda rows: rows[:-1])
+    with pytest.raises(InputError, match="figure 'MAP@1000': query '2' has no value of every model"):
+        results.read(written)
+
+
+def test_a_mean_that_is_not_that_of_its_values_is_named(written):
+    plain = json.loads((written / RESULTS_FILE).read_text())
+    plain["figures"]["ours"]["small"]["p-MRR"] = 0.9
+    edit(written, **plain)
+    with pytest.raises(InputError, match=r"model 'ours', task 'small', figure 'p-MRR' is 0\.9, but its values"):
+        results.read(written)
+
+
+def test_rows_of_a_model_that_the_results_do_not_name_are_refused(written):
+    replace_rows(written, lambda rows: [*rows, rows[0] | {"model": "other"}])
+    with pytest.raises(InputError, match=r"results\.json has no model 'other'"):
+        results.read(written)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "infembed-results/1"}'])
+def test_a_damaged_file_is_refused_in_one_line(written, content):
+    (written / RESULTS_FILE).write_text(content)
+    with pytest.raises(InputError) as caught:
+        results.read(written, "results.0")
+    assert str(caught.value).startswith("results.0=")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_are_refused(written):
+    (written / PER_QUERY_FILE).write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="not the values of results"):
+        results.read(written)
+    (written / PER_QUERY_FILE).unlink()
+    with pytest.raises(InputError, match=r"per_query\.parquet: no such file"):
+        results.read(written)
+    (written / RESULTS_FILE).unlink()
+    with pytest.raises(InputError, match="no results there"):
+        results.read(written)
