@@ -287,7 +287,10 @@ def test_embeddings_that_are_not_finite_are_refused_and_nothing_is_published(ray
         ({"split": "nowhere"}, "no row has split=nowhere"),
         ({"embeddings": "s3://bucket/embeddings"}, "embeddings=s3://bucket/embeddings: must be a path"),
         ({"first_stage": "bm26"}, "first_stage=bm26: no label of models"),
-        ({"first_stage": None}, "models.chance: a reranker, and bright/leetcode does not say which 1000 documents or fewer"),
+        (
+            {"first_stage": None},
+            "models.chance: a reranker, and bright/leetcode does not say which 1000 documents or fewer",
+        ),
         ({"first_stage": "chance"}, "first_stage=chance: a reranker itself"),
     ],
 )
