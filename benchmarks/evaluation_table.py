@@ -2,13 +2,12 @@
 
     python benchmarks/evaluation_table.py --data DIRECTORY [--trained CHECKPOINT] [--output DIRECTORY]
 
-`DIRECTORY` holds `cranfield/` (1,400 abstracts, 225 queries, 1,837 judgements), `infir_mini/` (InF-IR records) and
+`DIRECTORY` holds `cranfield/` (1,398 abstracts, 225 queries), `infir_mini/` (InF-IR records) and
 `msmarco_seeds/` (distractors). Without `--trained`, MiniLM is trained first, on infir_mini/train.jsonl by multi{P,I}. The random
 reranker ranks the 100 documents that BM25 finds.
 
 The last line is one JSON object:
     figures     label -> task -> figure -> mean
-    bm25        nDCG@10, MAP@1000 and recall@100 of BM25 on Cranfield, beside what others publish
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ import material
 
 from infembed_ray.storage import resolve
 
-PUBLISHED = {
-    "source": "see benchmarks/results/2026-11-21-evaluation_table.md",
-}
 TRAINING = {"objective": "multi{P,I}", "instruction_negatives": 1, "records_per_step": 4, "workers": 1, "zero_stage": 0}
 
 
 def cranfield(data: Path, directory: Path) -> Path:
-    """Cranfield as a BEIR directory. Its queries are numbered by their place, as in the judgements."""
+    """Cranfield as a BEIR directory, without documents 471 and 995, which are empty, and the judgements of them.
+
+    Its queries are numbered by their place, as in the judgements.
+    """
     (directory / "qrels").mkdir(parents=True, exist_ok=True)
     documents = re.findall(
         r"<docno>\s*(\d+)\s*</docno>.*?<title>(.*?)</title>.*?<text>(.*?)</text>",
         (data / "cran.all.1400.xml").read_text(encoding="utf-8"),
         re.DOTALL,
     )
+    # An abstract begins with its title: once is enough.
+    texts = {number: " ".join((text or title).split()) for number, title, text in documents}
+    texts = {number: text for number, text in texts.items() if text}
     with (directory / "corpus.jsonl").open("w", encoding="utf-8") as out:
-        for number, title, text in documents:
-            # An abstract begins with its title: once is enough.
-            parts = {"title": "", "text": " ".join((text or title).split())}
-            out.write(json.dumps({"_id": number, **parts}) + "\n")
+        for number, text in texts.items():
+            out.write(json.dumps({"_id": number, "text": text}) + "\n")
     queries = re.findall(r"<title>(.*?)</title>", (data / "cran.qry.xml").read_text(encoding="utf-8"), re.DOTALL)
     with (directory / "queries.jsonl").open("w", encoding="utf-8") as out:
         for number, query in enumerate(queries, start=1):
             out.write(json.dumps({"_id": str(number), "text": " ".join(query.split())}) + "\n")
     judged = (line.split() for line in (data / "cranqrel.trec.txt").read_text().splitlines())
-    known = {number for number, _, _ in documents}
-    lines = [f"{query}\t{document}\t{grade}" for query, _, document, grade in judged if document in known]
+    lines = [f"{query}\t{document}\t{grade}" for query, _, document, grade in judged if document in texts]
     (directory / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n")
     return directory
 

@@ -319,7 +319,7 @@ def require_writable(root: Path, name: str) -> None:
     """Make the directory that the setting `name` gives; InputError if nothing can be written there."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".probe-{os.getpid()}"
+        probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may be at it
         probe.touch()
         probe.unlink()
     except OSError as error:

@@ -5,6 +5,8 @@ A chunk says where its texts are, so that it travels to another node without the
 
 from __future__ import annotations
 
+import os
+import platform
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from infembed_ray.errors import InputError
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Ranker, Reranker
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
@@ -61,16 +64,28 @@ def share(corpus: pa.Table, directory: Path) -> Path:
     if not file.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{secrets.token_hex(4)}.partial")
-        with pa.ipc.new_file(partial, CORPUS) as writer:
-            for batch in _batches(corpus):
-                writer.write_batch(batch)
+        with partial.open("wb") as target:
+            with pa.ipc.new_file(target, CORPUS) as writer:
+                for batch in _batches(corpus):
+                    writer.write_batch(batch)
+            target.flush()
+            os.fsync(target.fileno())
         partial.replace(file)
     return file
 
 
 @cache
 def shared(file: Path) -> pa.Table:
-    """A corpus that `share` wrote, memory-mapped."""
+    """A corpus that `share` wrote, memory-mapped.
+
+    Raises:
+        InputError: this node does not see it.
+    """
+    if not file.is_file():
+        raise InputError(
+            f"embeddings={file.parent.parent}: node {platform.node()} does not see {file.name}, which the driver wrote "
+            "there; give a directory that all nodes share"
+        )
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
@@ -159,5 +174,5 @@ class Pairs:
         return retriever.score([(self.query, passage) for passage in self._passages()])
 
     def _passages(self) -> list[str]:
-        passages: list[str] = shared(self.corpus)["text"].take(pa.array(self.rows)).to_pylist()
-        return passages
+        passages = shared(self.corpus)["text"]
+        return [passages[row].as_py() for row in self.rows]  # `take` copies the whole column, and fails beyond 2 GB

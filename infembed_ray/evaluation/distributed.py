@@ -9,7 +9,6 @@ what another task or run has left in the store is not computed again.
 from __future__ import annotations
 
 import json
-import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
@@ -194,6 +192,8 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tas
     """There is something to rank for every reranker."""
     kinds = {model.label: model.retriever.kind for model in models}
     first = settings.first_stage
+    if settings.rerank > settings.depth:
+        raise InputError(f"rerank={settings.rerank}: rankings end at depth={settings.depth}; set rerank to it or less")
     if first is not None and (first not in kinds or kinds[first] not in (*_ENCODERS, *_RANKERS)):
         why = "a reranker itself" if first in kinds else "no label of models"
         raise InputError(f"first_stage={first}: {why}; give the label of an encoder or of bm25")
@@ -301,8 +301,9 @@ def _reranked(
     files = _computed("rerank", settings, model, _flat(pairs.values()), store)
     for task in tasks:
         found: dict[str, dict[str, float]] = {query.id: {} for query in task.task.queries}
+        ids = task.task.corpus["id"]
         for chunk in pairs[task.name]:
-            documents = task.task.corpus["id"].take(pa.array(chunk.rows)).to_pylist()
+            documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
             scores = _stored(files[chunk], chunk.size).tolist()
             found[chunk.query.id] |= zip(documents, scores, strict=True)
         yield task, found
@@ -388,13 +389,7 @@ class Compute:
         return {"id": row["id"], "file": str(file), "computed": computed, "fault": ""}
 
     def _see_to(self, chunk: Chunk) -> tuple[Path, bool]:
-        try:
-            texts = chunk.texts()
-        except FileNotFoundError as error:
-            raise InputError(
-                f"embeddings={self._store.directory.parent}: node {platform.node()} does not see what the driver wrote "
-                "there; give a directory that all nodes share"
-            ) from error
+        texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
         if self._store.read(file, chunk.size) is not None:
             return file, False

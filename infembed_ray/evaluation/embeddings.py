@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+VERSION = 1
+"""Raise it when the same model makes something else of the same text: of a mistake in pooling, say, that is mended."""
 _CHECKSUM_BYTES = 16
 
 
@@ -30,7 +32,7 @@ class Store:
     """
 
     def __init__(self, root: Path, identity: str) -> None:
-        self.directory = root / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.directory = root / hashlib.sha256(f"{VERSION}\0{identity}".encode()).hexdigest()[:16]
 
     def file(self, texts: Iterable[str | None]) -> Path:
         """Where the array of these texts, in this order, is or would be."""

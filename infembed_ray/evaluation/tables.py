@@ -83,7 +83,7 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
             return {}
         groups = results.tasks[task].groups
         values = np.array([[of_one[query] for of_one in of_model] for query in queries])
-        strata.append(Stratum.of(values, [groups.get(query, query) for query in queries]))
+        strata.append(Stratum.of(values, [(query in groups, groups.get(query, query)) for query in queries]))
     compared = compare(strata)
     adjusted: list[float | None] = [None, *holm([c.p for c in compared if c.p is not None])]
     return {model: Cell(c, p) for model, c, p in zip(models, compared, adjusted, strict=True)}

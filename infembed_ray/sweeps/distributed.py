@@ -18,7 +18,7 @@ import ray
 from ray import tune
 
 from infembed_ray import storage
-from infembed_ray.config import SweepSettings
+from infembed_ray.config import RetrieverSettings, SweepSettings
 from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
@@ -118,7 +118,7 @@ def _drive(config: dict[str, Any]) -> dict[str, Any]:
     """One trial, in a process of its own on some node; it starts Ray Train and Ray Data as any driver does."""
     trial: Trial = config["trial"]
     try:
-        model = trial.backbone
+        model: RetrieverSettings | str | None = trial.untrained
         if trial.train is not None:
             published = train(trial.train)
             assert published is not None

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infembed_ray.config import EvaluateSettings, SweepSettings, TrainSettings, nearest
+from infembed_ray.config import EvaluateSettings, RetrieverSettings, SweepSettings, TrainSettings, nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
+from infembed_ray.modeling.template import render
 from infembed_ray.storage import existing, fingerprint_files
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.objectives import Objective
 from infembed_ray.training.validation import held_out_files
 
+EMBEDDINGS = "embeddings"
+"""Folder in the output, of what the evaluations of all trials share."""
 BASE = "base"
 """Row of the backbones as they are."""
 _GIVEN = ("model", "output", "seed")
@@ -38,7 +41,7 @@ class Trial:
         seed: None: nothing is trained.
         train: its training; None: the backbone is evaluated as it is.
         evaluate: its evaluation, once `models` says of what.
-        backbone: directory or hub name.
+        untrained: the backbone, read as its trainings read it; None: the model is a trained one.
     """
 
     row: str
@@ -46,7 +49,7 @@ class Trial:
     seed: int | None
     train: TrainSettings | None
     evaluate: EvaluateSettings
-    backbone: str
+    untrained: RetrieverSettings | None
 
     @property
     def name(self) -> str:
@@ -101,11 +104,11 @@ def trials(settings: SweepSettings) -> list[Trial]:
     for label, model in settings.models.items():
         backbone = locate(model, f"models.{label}").path
         if settings.base:
-            found.append(_trial(settings, BASE, label, backbone, None, None))
+            found.append(_trial(settings, BASE, label, None, None, untrained(settings.train, backbone)))
         for row, design in designs.items():
             for seed in settings.seeds:
                 train = design.model_copy(update={"model": backbone, "seed": seed})
-                found.append(_trial(settings, row, label, backbone, seed, train))
+                found.append(_trial(settings, row, label, seed, train, None))
     return found
 
 
@@ -178,6 +181,9 @@ def _anchored(settings: SweepSettings) -> SweepSettings:
             if name != "embeddings":  # may not be there yet
                 existing(path, f"evaluate.{name}")
             evaluate[name] = _absolute(path)
+    evaluate.setdefault(
+        "embeddings", f"{_absolute(settings.output)}/{EMBEDDINGS}"
+    )  # one copy of a corpus for all trials
     return settings.model_copy(
         update={
             "train": settings.train.model_copy(update=train),
@@ -211,12 +217,13 @@ def _trial(
     settings: SweepSettings,
     row: str,
     model: str,
-    backbone: str,
     seed: int | None,
     train: TrainSettings | None,
+    untrained: RetrieverSettings | None,
 ) -> Trial:
     # A folder each: `latest` of a folder that two trials share would be written by both at once.
-    decides = [model, seed, None if train is None else train.identity(), settings.evaluate.identity()]
+    of_model = train or untrained
+    decides = [model, seed, of_model and of_model.identity(), settings.evaluate.identity()]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
     folder = f"{settings.output.rstrip('/')}/trials/{readable}-{digest}"
@@ -225,4 +232,21 @@ def _trial(
     )
     if train is not None:
         train = train.model_copy(update={"output": f"{folder}/checkpoint"})
-    return Trial(row, model, seed, train, evaluate, backbone)
+    return Trial(row, model, seed, train, evaluate, untrained)
+
+
+def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
+    """A backbone as it is, reading texts as its trainings do: a gain is not one of prompts or lengths.
+
+    Args:
+        train: what the trainings of the sweep have in common.
+        backbone: directory or hub name.
+    """
+    names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
+    reads: dict[str, Any] = {name: getattr(train, name) for name in names}
+    if (train.template, train.query_prefix, train.passage_prefix) != (None, None, None):
+        before = train.query_prefix or ""
+        instructed = render(train.template or "instruction_first", "{instruction}", "{query}")
+        reads |= {"instructed_query": before + instructed, "plain_query": f"{before}{{query}}"}
+        reads["passage"] = f"{train.passage_prefix or ''}{{passage}}"
+    return RetrieverSettings(model=backbone, **reads)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -61,6 +63,16 @@ def test_pairs_do_not_depend_on_the_order_of_a_ranking(small, tmp_path):
     assert [part.rows for part in parts] == [(0, 3, 9), (10,)]
     assert parts[1].texts() == [("pair", "ab", None, "text 10")]
     assert np.concatenate([part.compute(Lengths()) for part in parts]).tolist() == [12, 12, 12, 14]
+
+
+def test_pairs_are_read_from_a_corpus_that_fits_into_no_single_array(monkeypatch):
+    part = pa.array([f"{n:04}" * 1024 for n in range(1024)])
+    large = pa.table({"text": pa.chunked_array([part] * 600)})  # 2.5 GB, of which 4 MB are there
+    monkeypatch.setattr(chunks, "shared", lambda file: large)
+    held = pa.total_allocated_bytes()
+    (pairs,) = Pairs.of(Query("1", "ab"), Path("corpus"), [5, 1024 * 599 + 7])
+    assert [text[:4] for *_, text in pairs.texts()] == ["0005", "0007"]
+    assert pa.total_allocated_bytes() - held < 1 << 20
 
 
 def test_the_same_text_as_query_and_as_passage_is_two_things(small, tmp_path):

@@ -286,6 +286,7 @@ def test_embeddings_that_are_not_finite_are_refused_and_nothing_is_published(ray
         ({"distractors": "/no/such/passages.jsonl"}, "distractors=/no/such/passages.jsonl: no such file"),
         ({"split": "nowhere"}, "no row has split=nowhere"),
         ({"embeddings": "s3://bucket/embeddings"}, "embeddings=s3://bucket/embeddings: must be a path"),
+        ({"rerank": 2000}, "rerank=2000: rankings end at depth=1000"),
         ({"first_stage": "bm26"}, "first_stage=bm26: no label of models"),
         (
             {"first_stage": None},

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from infembed_ray.config import PlanTrainSettings, SweepSettings, TrainSettings
+from infembed_ray.evaluation.report.paper import COLUMNS, TABLES
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.planning.backbones import known, load
 from infembed_ray.planning.capacity import GIB
 from infembed_ray.planning.train import plan
@@ -54,3 +56,6 @@ def test_a_sweep_has_the_rows_and_backbones_of_its_table(path):
         assert len(settings.models) == 7
     assert set(settings.models.values()) <= set(known())
     assert settings.train.workers * settings.train.gpus_per_worker == 8
+    columns = TABLES[path.stem.removeprefix("table")].columns
+    needed = {task for column in columns for task, _ in COLUMNS[column]}
+    assert needed <= set(catalogue.expand(settings.evaluate.tasks))

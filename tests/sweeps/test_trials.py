@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from infembed_ray.config import SweepSettings
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
 from infembed_ray.storage import Step
 from infembed_ray.sweeps.trials import BASE, inputs, trials
@@ -87,8 +91,31 @@ def test_relative_paths_are_the_drivers(values, monkeypatch):
     for trial in made:
         assert Path(trial.evaluate.records) == here / "records.jsonl"
         assert Path(trial.evaluate.output).is_relative_to(here)
-        assert Path(trial.backbone) == here / "model"
+        assert Path((trial.untrained or trial.train).model) == here / "model"
+        assert Path(trial.evaluate.embeddings) == here / "output" / "embeddings"
     assert Path(made[1].train.records) == here / "records.jsonl"
+
+
+def test_the_base_reads_texts_as_the_trainings_do(values):
+    """By the checkpoint that a training of no step would write, as the oracle."""
+    reads = {"query_prefix": "query: ", "passage_prefix": "passage: ", "pooling": "mean", "query_length": 12}
+    train = values["train"] | reads | {"template": "query_first"}
+    base, *_ = trials(SweepSettings.of(values | {"train": train}))
+    found = baselines.load(baselines.resolve("base", base.untrained), "cpu")
+    expected = InstructionEncoder.from_pretrained(
+        base.untrained.model,
+        template="query_first",
+        query_prefix="query: ",
+        passage_prefix="passage: ",
+        pooling="mean",
+        query_length=12,
+    )
+    asked = [("how is aspirin dosed", "for children, in short words"), ("bread", None)]
+    queries = found.encode_queries([Query("q", query, instruction) for query, instruction in asked])
+    np.testing.assert_allclose(queries, expected.encode_queries(*map(list, zip(*asked, strict=True))), atol=1e-6)
+    np.testing.assert_allclose(found.encode_passages(["a loaf"]), expected.encode_passages(["a loaf"]), atol=1e-6)
+    plain, *_ = trials(SweepSettings.of(values))
+    assert plain.evaluate.output != base.evaluate.output
 
 
 def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):

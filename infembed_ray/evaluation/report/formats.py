@@ -67,7 +67,8 @@ def _latex(sheet: Sheet) -> str:
             lines.append(f"\\multicolumn{{{wide + 1}}}{{l}}{{\\textit{{{_escaped(section)}}}}} \\\\")
         for line in of_section:
             bold = line.ours and sheet.mixed
-            label = f"\\textbf{{{_escaped(line.label)}}}" if bold else _escaped(line.label)
+            # A row that began with a bracket or a star would be an argument of the \\ before it.
+            label = f"\\textbf{{{_escaped(line.label)}}}" if bold else "{}" + _escaped(line.label)
             lines.append(" & ".join([label, *(_latex_number(n, bold) for n in line.numbers)]) + " \\\\")
     remarks = [f"\\par\\footnotesize $\\dagger$ {_escaped(remark)}" for remark in sheet.remarks]
     caption = ": ".join(filter(None, (sheet.name, sheet.title)))

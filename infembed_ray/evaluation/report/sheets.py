@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from infembed_ray.config import nearest
+from infembed_ray.config import RetrieverSettings, nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.report.collection import BASE, Collection, Model
@@ -153,13 +153,19 @@ def stands_for(model: Model, row: str, rows: Mapping[str, str]) -> bool:
     return plain(row) in map(plain, names)
 
 
+_PLAYS_NO_PART = {"baseline", "model", "dtype", "api"}
+"""Of the settings of a retriever: in whether it is what a row of the paper is of."""
+
+
 def _is(model: Model, entry: baselines.Baseline) -> bool:
-    """Is the model this baseline, with the weights that it has there?"""
-    about, settings = model.about, entry.settings
+    """Is the model this baseline, with the weights that it has there, and asked as it is there?"""
+    about, settings = model.about, entry.settings.model_dump(mode="json", exclude_defaults=True)
     return (
-        about.get("baseline") in (None, entry.name)
-        and about.get("kind", "encoder") == settings.kind
-        and (about["model"][0], about.get("adapter")) == (settings.model, settings.adapter)
+        about.get("baseline") == entry.name
+        and about["model"][0] == settings.get("model")
+        and all(
+            about.get(name) == settings.get(name) for name in RetrieverSettings.model_fields.keys() - _PLAYS_NO_PART
+        )
     )
 
 

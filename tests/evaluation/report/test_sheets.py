@@ -109,6 +109,16 @@ def test_every_baseline_stands_for_its_row(collection):
         assert bool(rows) == bool(entry.rows), name
 
 
+def test_the_same_weights_asked_in_another_way_are_not_the_papers_row(collection):
+    entry = baselines.entries()["e5-large-v2"]
+    about = entry.settings.model_dump(mode="json", exclude_defaults=True)
+    unprompted = about | {"plain_query": "{query}"}
+    hub = {"model": about["model"], "identity": "x"}
+    for asked, stands in ((about | {"dtype": "bfloat16"}, True), (unprompted, False), (hub, False)):
+        model = replace(collection.models["trained"], label="any", about=asked | {"model": [asked["model"]]})
+        assert stands_for(model, "e5-large-v2", {}) is stands, asked
+
+
 def test_unknown_names_are_refused(collection):
     with pytest.raises(InputError, match=r"rows\.traned: no model is called so; did you mean trained\?"):
         papers(collection, {"traned": "e5-base-v2"})
