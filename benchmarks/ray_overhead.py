@@ -34,6 +34,8 @@ from infembed_ray.training.metrics import read_metrics
 
 WARM_UP = 10
 """Steps that are not counted."""
+RECORDS = 200
+"""Of an epoch; there are as many epochs as the steps take."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def train(launcher: str, options: argparse.Namespace, records: Path, output: Pat
         "workers": options.workers,
         "records_per_step": options.records,
         "instruction_negatives": 2,
-        "epochs": 1,
+        "epochs": -(-options.steps * options.records // RECORDS),
         "zero_stage": options.zero_stage,
         "checkpoint_every": 10**6,
     }
@@ -93,7 +95,7 @@ def main() -> None:
     runs: dict[str, list[Run]] = {"ray": [], "torchrun": []}
     with tempfile.TemporaryDirectory() as directory:
         records = Path(directory, "records.jsonl")
-        chosen, source = material.records(options.steps * options.records)
+        chosen, source = material.records(RECORDS)
         records.write_text("".join(json.dumps(columns_of(record)) + "\n" for record in chosen), encoding="utf-8")
         for number in range(options.rounds):
             for launcher in list(runs)[:: -1 if number % 2 else 1]:
