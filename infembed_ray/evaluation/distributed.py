@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import mteb_adapter, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, share, shared
 from infembed_ray.evaluation.embeddings import Store, digest
-from infembed_ray.evaluation.metrics import Run
+from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.results import Asked, Results
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Ranker
@@ -103,6 +103,11 @@ class Model:
     retriever: RetrieverSettings
     inputs: Mapping[str, Path]
     names: Mapping[str, str]
+
+    @cached_property
+    def identity(self) -> str:
+        """Of its retriever. It takes reading all weights, so it is found once."""
+        return baselines.identity(self.retriever)
 
     @property
     def where(self) -> str:
@@ -225,22 +230,17 @@ def _evaluate(settings: EvaluateSettings, models: Sequence[Model], tasks: Sequen
         scores[model.label] = {}
         for task, found in _rankings(settings, model, tasks, store, first):
             if model.label == settings.first_stage:
-                first[task.name] = {q.id: _best(found[q.id], settings.rerank) for q in task.task.queries}
+                first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in task.task.queries}
             scores[model.label][task.name] = score(task.task, found)
     return Results(
         tasks={task.name: Asked.of(task.task, task.identity) for task in tasks},
         models={
-            model.label: model.retriever.model_dump(mode="json", exclude_defaults=True)
-            | {"identity": baselines.identity(model.retriever)}
+            model.label: model.retriever.model_dump(mode="json", exclude_defaults=True) | {"identity": model.identity}
             for model in models
         },
         scores={model.label: scores[model.label] for model in models},
         depth=settings.depth,
     )
-
-
-def _best(ranking: Mapping[str, float], count: int) -> list[str]:
-    return sorted(ranking, key=lambda document: (ranking[document], document), reverse=True)[:count]
 
 
 def _rankings(
@@ -321,10 +321,9 @@ def _pairs(task: Shared, first: Mapping[str, Sequence[str]] | None) -> list[Pair
 
 
 def _ranked(settings: EvaluateSettings, model: Model, tasks: Sequence[Shared]) -> Iterator[tuple[Shared, Run]]:
-    identity = baselines.identity(model.retriever)
     with track(f"rank {model.label}", len(tasks)) as advance:
         ranking = [
-            _rank.remote(model.retriever, identity, _only(task.task), task.corpus, _depth(settings, task.task))
+            _rank.remote(model.retriever, model.identity, _only(task.task), task.corpus, _depth(settings, task.task))
             for task in tasks
         ]
         for task, found in zip(tasks, ranking, strict=True):
@@ -420,7 +419,7 @@ def _computed(
         Compute,
         fn_constructor_args=(
             model,
-            baselines.identity(model.retriever),
+            model.identity,
             store,
             ray.put(distinct),
             "cuda" if gpus else "cpu",

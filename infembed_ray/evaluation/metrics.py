@@ -118,7 +118,7 @@ def rank_change(original: int, changed: int) -> float:
 
 
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:
-    """Document id -> 1-based rank, ties broken by document id, descending."""
+    """Document id -> 1-based rank, best first; ties broken by document id, descending."""
     ordered = sorted(scores, key=lambda document: (scores[document], document), reverse=True)
     return {document: rank for rank, document in enumerate(ordered, start=1)}
 
