@@ -269,6 +269,7 @@ def _under_torchrun(settings: TrainSettings) -> Published:
         _meet(settings)
         work: Any = from_first(None)
         if isinstance(work, int):
+            dist.destroy_process_group()
             raise SystemExit(work)
         _train_here(*work)
         raise SystemExit(0)
@@ -292,6 +293,7 @@ def _under_torchrun(settings: TrainSettings) -> Published:
         if not met:
             _meet(settings)
             from_first(status)
+            dist.destroy_process_group()  # its threads would now and then abort an exit that finds them running
 
 
 def _meet(settings: TrainSettings) -> None:
