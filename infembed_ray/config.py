@@ -724,17 +724,45 @@ class SweepSettings(Settings):
 # ----------------------------------------------------------------------------------------- retrieval, serving
 
 
+FieldType = Literal["string", "integer", "number", "boolean", "date"]
+"""Of a metadata column; a date is written as in ISO 8601."""
+
+
 class IndexSettings(Settings):
     """`infembed index`: checkpoint + corpus -> FAISS shards with their passages."""
 
-    corpus: str = place(description="passages: JSONL or Parquet with id and text (or passage)")
+    corpus: str = place(
+        description="passages: JSONL, Parquet or CSV with id and text (or passage); a file, a directory or an object-store URI"
+    )
     columns: dict[str, str] = Field({}, description="our column name -> the name in the corpus file")
+    metadata: dict[str, FieldType] = Field(
+        {}, description="further columns of the corpus that searches return and filter by -> their type"
+    )
     model: str = place(description="checkpoint directory or hub name of the encoder")
     output: str = place(description="directory for the published index")
     shards: int = Field(2, ge=1, description="index shards; passages are dealt out by id")
+    dimensions: int | None = Field(None, ge=1, description="of the embeddings (Matryoshka); null: the model's")
+    factory: str | None = Field(
+        None,
+        description="of every shard, as faiss.index_factory spells it; null: chosen by count, dimension and memory",
+    )
+    memory_gib: float | None = Field(
+        None, gt=0, description="most memory of a shard's vectors while it is searched; null: no limit"
+    )
+    recall_floor: float = Field(
+        0.95, ge=0, le=1, description="recall@10 against exact search below which nothing is published"
+    )
     batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
     actors: int = place(1, ge=1, description="encoding actors")
     gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor")
+    gpus_per_shard: float = place(0.0, ge=0, description="GPUs per task that builds a shard")
+
+
+class CompactSettings(Settings):
+    """`infembed index compact`: an index and the changes made to it since -> its next version."""
+
+    index: str = place(description="the output directory of `infembed index`; or a version of it")
+    gpus_per_shard: float = place(0.0, ge=0, description="GPUs per task that builds a shard")
 
 
 class ServeSettings(Settings):
@@ -750,12 +778,34 @@ class ServeSettings(Settings):
     api_keys_env: str | None = Field(
         "INFEMBED_API_KEYS", description="environment variable with comma-separated API keys; unset: open"
     )
+    api_keys_file: str | None = Field(
+        None, description="file of hashed API keys, as `infembed key` writes it; read again when it changes"
+    )
+    ha_proxy: bool = Field(
+        False, description="HAProxy before the ingress: several times the throughput; it listens on all interfaces"
+    )
+    ingress_replicas: int = Field(1, ge=1, description="replicas of the HTTP API")
     encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder")
+    max_encoder_replicas: int | None = Field(
+        None, ge=1, description="as many when there is much to do, encoder_replicas when there is little; null: fixed"
+    )
     shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
     gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs per encoder replica, and its threads")
+    gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica")
+    cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; at least one thread each")
+    runtime: Literal["auto", "torch", "onnx"] = Field(
+        "auto", description="what runs the encoder; auto: ONNX Runtime on CPUs where it is equal and faster"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the encoder's weights and activations")
+    prefix_cache_mib: int = Field(
+        256, ge=0, description="memory of an encoder replica for encoded instructions, of causal backbones; 0: none"
+    )
     batch_tokens: int = Field(4096, ge=64, description="padded tokens per encoding batch")
     max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica before 429")
+    request_timeout_s: float = Field(30.0, gt=0, description="after which a request is answered 504")
+    max_body_mib: float = Field(8.0, gt=0, description="of a request; more is answered 413")
+    writable: bool = Field(True, description="may documents be put and deleted through the API?")
     wait: bool = place(True, description="stay in the foreground until interrupted; false: leave it running and return")
 
 
