@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -252,7 +253,8 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
         options: for `AutoModel.from_pretrained`.
 
     Raises:
-        InputError: no such model, or a directory without weights or with a tokenizer that knows no places of tokens.
+        InputError: no such model, or a directory without weights, with damaged ones, or with a tokenizer that knows no
+            places of tokens.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, subfolder=towers[0])
@@ -262,7 +264,7 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
             with torch.device("meta"):
                 configs = [AutoConfig.from_pretrained(model, subfolder=tower) for tower in towers]
                 backbones = [AutoModel.from_config(config, **options) for config in configs]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             f"model={model}: cannot be loaded ({' '.join(str(error).split())[:200]}); "
             "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
