@@ -13,9 +13,12 @@ from typing import Any
 from infembed_ray import __version__
 from infembed_ray.config import (
     AnalyzeSettings,
+    CompactSettings,
     EvaluateSettings,
     ExportSettings,
     IndexSettings,
+    PlanIndexSettings,
+    PlanServeSettings,
     PlanTrainSettings,
     ReportSettings,
     ServeSettings,
@@ -36,6 +39,7 @@ class Verb:
     settings: type[Settings]
     module: str
     help: str
+    function: str = "run"
 
 
 VERBS = {
@@ -49,25 +53,40 @@ VERBS = {
         ReportSettings, "infembed_ray.evaluation.report.report", "results -> the paper's tables and figures"
     ),
     "index": Verb(IndexSettings, "infembed_ray.retrieval.distributed", "checkpoint + corpus -> FAISS shards"),
-    "serve": Verb(ServeSettings, "infembed_ray.serving.deployments", "checkpoint + index -> HTTP API"),
+    "serve": Verb(ServeSettings, "infembed_ray.serving.distributed", "checkpoint + index -> HTTP API"),
 }
+
+UPKEEP = {
+    "index compact": Verb(
+        CompactSettings,
+        "infembed_ray.retrieval.distributed",
+        "an index + the changes made to it -> its next version",
+        "compact",
+    ),
+}
+"""Steps whose verb has two words; they go through the job of the first."""
+
+INDEX_VERBS = ("index versions", "index use", "index verify")
+"""Verbs of two words that are quick and need no job; `infembed index` with anything else is the build."""
 
 PLANS = {
     "train": Verb(PlanTrainSettings, "infembed_ray.planning.train", "memory, time and cost of a training"),
+    "index": Verb(PlanIndexSettings, "infembed_ray.planning.index", "types, memory, disk, time and cost of an index"),
+    "serve": Verb(PlanServeSettings, "infembed_ray.planning.serve", "replicas, nodes and cost a month of an API"),
 }
 """What `infembed plan` plans. Nothing is run or written: `run(settings, as_json)` prints."""
 
 
 def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
     """Load the verb's settings and run it; says so when there is nothing to do."""
-    entry = VERBS[verb]
+    entry = (VERBS | UPKEEP)[verb]
     try:
         settings = entry.settings.load(config, overrides)
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # torchrun's first process says it for all
             raise SystemExit(2) from None
         raise
-    result = importlib.import_module(entry.module).run(settings)
+    result = getattr(importlib.import_module(entry.module), entry.function)(settings)
     if isinstance(result, Published):
         for line in result.account.splitlines():
             say(f"{verb}: {line}")
@@ -75,6 +94,9 @@ def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for a user's mistake, in one line on stderr)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if " ".join(arguments[:2]) in (*UPKEEP, *INDEX_VERBS):
+        arguments[:2] = [" ".join(arguments[:2])]
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork after the first use
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours are the only ones
@@ -87,6 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             entry = PLANS[options.what]
             settings = entry.settings.load(options.config, options.overrides)
             importlib.import_module(entry.module).run(settings, as_json=options.json)
+        elif options.verb in INDEX_VERBS:
+            from infembed_ray.retrieval import upkeep
+
+            upkeep.run(options.verb.split()[1], options.directory, getattr(options, "version", None))
         elif options.verb == "journal":
             from infembed_ray.synthesis import journal_upkeep
 
@@ -95,6 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from infembed_ray.evaluation import mirror
 
             return mirror.run(options.action, options.directory, options.tasks)
+        elif options.verb == "key":
+            from infembed_ray.serving.auth import new_key
+
+            print(new_key(options.name, options.file))
+            print(
+                f"This key is shown once. Serve with api_keys_file={options.file}; delete its line there to revoke it.",
+                file=sys.stderr,
+            )
         elif options.verb == "mteb":
             from infembed_ray.evaluation import mteb_adapter
 
@@ -116,8 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infembed_ray {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, verb in VERBS.items():
+    for name, verb in (VERBS | UPKEEP).items():
         _settings_parser(verbs, name, verb)
+    listed = verbs.add_parser("index versions", help="the versions of an index, and which is the latest")
+    used = verbs.add_parser("index use", help="roll an index back to a version, or forward again")
+    verified = verbs.add_parser("index verify", help="read all of an index and the changes to it: is it whole?")
+    for index in (listed, used, verified):
+        index.add_argument("directory", metavar="DIR", help="the output of `infembed index`")
+    used.add_argument("version", metavar="VERSION", help="its id, or how that begins")
     plan = verbs.add_parser("plan", help="what a run needs and costs, before anyone pays for it")
     plans = plan.add_subparsers(dest="what", required=True, metavar="VERB")
     for name, verb in PLANS.items():
@@ -134,6 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("action", choices=("fetch", "verify"))
     data.add_argument("directory", metavar="DIR", help="the mirror's directory: `data` of `infembed evaluate`")
     data.add_argument("tasks", metavar="TASK", nargs="*", help="followir, mair/dd-15, mair/CAsT_*, bright/biology, ...")
+    key = verbs.add_parser("key", help="make an API key for `infembed serve`: prints it, and keeps its hash in a file")
+    key.add_argument("name", metavar="NAME", help="whose key it is, or what for")
+    key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; made if it is not there")
     mteb = verbs.add_parser("mteb", help="mteb's command line, with models of ours: mteb run -m CHECKPOINT -t TASK")
     mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="as of mteb; try: mteb run --help")
     return parser

@@ -755,6 +755,9 @@ class IndexSettings(Settings):
     batch_tokens: int = place(4096, ge=64, description="padded tokens per encoding batch")
     actors: int = place(1, ge=1, description="encoding actors")
     gpus_per_actor: float = place(0.0, ge=0, description="GPUs per encoding actor")
+    cpus_per_shard: float = place(
+        1.0, gt=0, description="CPUs per task that builds a shard, and its threads; graphs of several differ by the run"
+    )
     gpus_per_shard: float = place(0.0, ge=0, description="GPUs per task that builds a shard")
 
 
@@ -762,6 +765,7 @@ class CompactSettings(Settings):
     """`infembed index compact`: an index and the changes made to it since -> its next version."""
 
     index: str = place(description="the output directory of `infembed index`; or a version of it")
+    cpus_per_shard: float = place(1.0, gt=0, description="CPUs per task that builds a shard, and its threads")
     gpus_per_shard: float = place(0.0, ge=0, description="GPUs per task that builds a shard")
 
 
@@ -801,12 +805,55 @@ class ServeSettings(Settings):
     prefix_cache_mib: int = Field(
         256, ge=0, description="memory of an encoder replica for encoded instructions, of causal backbones; 0: none"
     )
-    batch_tokens: int = Field(4096, ge=64, description="padded tokens per encoding batch")
+    batch_tokens: int = Field(4096, ge=64, description="most tokens of an encoding batch; fewer where that is as fast")
     max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica before 429")
     request_timeout_s: float = Field(30.0, gt=0, description="after which a request is answered 504")
     max_body_mib: float = Field(8.0, gt=0, description="of a request; more is answered 413")
     writable: bool = Field(True, description="may documents be put and deleted through the API?")
+    config_file: str | None = place(
+        None, description="write a config file for `serve deploy` there and start nothing; null: serve"
+    )
     wait: bool = place(True, description="stay in the foreground until interrupted; false: leave it running and return")
+
+
+class PlannedCollection(Settings):
+    """What an index is planned for."""
+
+    passages: int = Field(1_000_000, ge=1, description="passages of the corpus")
+    passage_tokens: int = Field(75, ge=1, description="the model's tokens of a passage, mean")
+    passage_bytes: int = Field(400, ge=1, description="bytes of a passage's text and metadata, mean")
+    matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="fewer dimensions that the model was trained to be cut to; []: none, so none is chosen"
+    )
+    node: str | None = Field(None, description="a CPU node of planning/hardware.yaml; null: whichever is cheapest")
+    tokens_per_s: float | None = Field(
+        None, gt=0, description="that a GPU was measured to encode; null: an assumed share of its peak"
+    )
+
+
+class PlanIndexSettings(PlannedCollection, IndexSettings):
+    """`infembed plan index`: an index' own settings, and how much it is to hold."""
+
+    corpus: str = place("", description="the index'")
+    output: str = place("", description="the index'")
+    shards: int = Field(0, ge=0, description="of the index; 0: as few as fit")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="that the encoder computes in")
+    hardware: Hardware = Field(Hardware(), description="GPUs that are to encode the corpus")
+
+
+class PlanServeSettings(PlannedCollection, ServeSettings):
+    """`infembed plan serve`: the API's own settings, and what it is to bear."""
+
+    index: str = place("", description="one that is there already is planned for as it is, instead of `passages`")
+    shards: int = Field(0, ge=0, description="of the index; 0: as few as fit, or more where that is faster")
+    dimensions: int | None = Field(None, ge=1, description="of the index; null: the model's, or one of `matryoshka`")
+    factory: str | None = Field(None, description="of every shard, as faiss.index_factory spells it; null: any")
+    recall_floor: float = Field(0.95, ge=0, le=1, description="least recall@10 against exact search")
+    qps: float = Field(50.0, gt=0, description="searches a second, at the busiest hour")
+    p99_ms: float = Field(250.0, gt=0, description="milliseconds within which 99 of 100 searches are answered")
+    query_tokens: int = Field(59, ge=1, description="the model's tokens of an instruction with its query, mean")
+    least_replicas: int = Field(2, ge=1, description="of everything, so that one may fail")
+    device: str = Field("l40s-48g", description="a GPU of planning/hardware.yaml, where GPUs are considered")
 
 
 # -------------------------------------------------------------------------------------------------- analysis

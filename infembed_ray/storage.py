@@ -93,6 +93,16 @@ def resolve(path: Path) -> Path:
     return path
 
 
+def point(root: Path, identity: str) -> None:
+    """Let `latest` of an output directory name one of its outputs, in one piece."""
+    partial = root / f"{LATEST}.{secrets.token_hex(4)}.partial"
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(identity + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(root / LATEST)
+
+
 def fingerprint(path: Path) -> str:
     """SHA-256 (first 16 hex digits) of a file's bytes, or of the names and bytes of a directory's files.
 
@@ -133,7 +143,12 @@ def read_manifest(path: Path, name: str) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
-    manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(
+            f"{name}={path}: {MANIFEST} is damaged ({error}); restore it, or delete this directory and make it again"
+        ) from error
     return manifest
 
 
@@ -186,6 +201,9 @@ class Step:
         inputs: input name -> path. Their contents decide the path, not their names.
         names: input name -> identity, for inputs that are no path of this machine (hub names).
         uris: may `output` be in an object store? Where all that is written is written by the caller of `publish`.
+
+    Attributes:
+        contents: input name -> what its content is known by.
     """
 
     def __init__(
@@ -203,8 +221,8 @@ class Step:
         self._settings = settings
         self._inputs = {name: {"path": str(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()}
         self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
-        contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
-        decides = {"stage": stage, "settings": settings.identity(), "inputs": contents}
+        self.contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
+        decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
         require_writable(self.root, "output")
@@ -277,9 +295,7 @@ class Step:
             with told(self._remote_root.base, "output"):
                 self._remote_root.write(LATEST, self.identity + "\n")
             return
-        partial = self.root / f"{LATEST}.partial"
-        partial.write_text(self.identity + "\n", encoding="utf-8")
-        partial.replace(self.root / LATEST)
+        point(self.root, self.identity)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:

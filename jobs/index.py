@@ -1,4 +1,7 @@
-"""Submit with: ray job submit --working-dir . -- python jobs/index.py --config FILE key=value ..."""
+"""Submit with: ray job submit --working-dir . -- python jobs/index.py --config FILE key=value ...
+
+With `compact index=DIR` after jobs/index.py, an index and the changes made to it become its next version.
+"""
 
 import sys
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -85,6 +85,8 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
                 raise InputError(
                     f"{setting}={model}: no *.safetensors in this directory; convert the weights to safetensors"
                 )
+            for weights in folder.glob("*.safetensors"):
+                _require_whole(weights, f"{setting}={model}")
         _require_loadable(str(path), f"{setting}={model}")
         return Located(str(path), {setting: path}, {})
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
@@ -93,6 +95,17 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
         )
     _require_loadable(model, f"{setting}={model}", revision)
     return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
+
+
+def _require_whole(weights: Path, setting: str) -> None:
+    """Read the header of a file of weights, which says how long it is."""
+    try:
+        with safe_open(weights, "pt"):
+            pass
+    except SafetensorError as error:
+        raise InputError(
+            f"{setting}: {weights.name} is no whole safetensors file ({error}); copy or download it again"
+        ) from error
 
 
 def _require_loadable(model: str, setting: str, revision: str | None = None) -> None:

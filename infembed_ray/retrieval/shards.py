@@ -1,42 +1,54 @@
-"""One shard of an index: FAISS vectors and, row for row, their passages in a memory-mapped Arrow file.
+"""One shard of an index: vectors in a FAISS index and, row for row, their passages in a memory-mapped Arrow file.
 
-Both files are mapped, not read: opening a shard costs no memory, and replicas on one machine share the page cache.
+Both files are mapped, not read: opening a shard costs no memory, and replicas on one machine share the page cache. A
+type that does not hold the vectors as they are has them in a third file beside it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from infembed_ray import records
+from infembed_ray.config import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval.passages import batches, open_passages, row_of, schema, write_passages
+from infembed_ray.retrieval.searcher import Searcher, calibrate
 from infembed_ray.storage import fingerprint
 
 INDEX_FILE = "index.faiss"
 PASSAGES_FILE = "passages.arrow"
+VECTORS_FILE = "vectors.npy"
 
-HNSW_FROM = 10_000
-"""Passages from which a shard is searched by an HNSW graph; below, exact search is as fast and exact."""
-HNSW_EF = 128
-"""Candidates kept while building and searching the graph (efConstruction, efSearch)."""
-RECALL_QUERIES = 256
-ARROW_BATCH_ROWS = 1 << 14  # far below what overflows the 2 GiB of a string column
+_ROWS_AT_ONCE = 1 << 14
+_NO_METADATA: Mapping[str, Any] = {}
+_TAKE = pc.get_function("take")
+"""Called by itself, because what `Array.take` does around it costs more than the few rows of a search."""
 
 
-@dataclass(frozen=True)
-class Hit:
-    """One passage found; `score` is the inner product of unit vectors, in [-1, 1]."""
+class Hit(NamedTuple):
+    """One passage found.
+
+    Attributes:
+        score: the inner product of unit vectors, in [-1, 1].
+        metadata: the index' columns: text, numbers, true or false, days as in ISO 8601; None where there is none.
+    """
 
     id: str
     score: float
     text: str
+    metadata: Mapping[str, str | int | float | bool | None] = _NO_METADATA
 
 
 def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
@@ -44,9 +56,27 @@ def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
     return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
 
 
-def factory_string(passages: int) -> str:
-    """The FAISS index of a shard with this many passages, as `faiss.index_factory` spells it."""
-    return "HNSW32" if passages >= HNSW_FROM else "Flat"
+def shard_of(passage_id: str, shards: int) -> int:
+    """The shard a passage belongs to: the same in every run and process, whatever else the corpus holds."""
+    digest = hashlib.blake2b(passage_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % shards
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a shard's index is made.
+
+    Attributes:
+        factory: FAISS's name of its type; None: chosen.
+        memory_gib: see `factory.choose`.
+        recall_floor: recall@10 below which there is no shard.
+        gpu: train on this process' GPUs.
+    """
+
+    factory: str | None = None
+    memory_gib: float | None = None
+    recall_floor: float = 0.0
+    gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +87,12 @@ class ShardFacts:
     """Its directory inside the index."""
     passages: int
     factory: str
+    search: Mapping[str, int]
+    """Parameters that it is searched with: efSearch of graphs, nprobe of lists, rerank (candidates a hit) of lossy types."""
     recall_at_10: float
     """Against exact search, with passages of the shard as queries and themselves left out; 1 by definition for Flat."""
+    bytes: int
+    """Of its files."""
     checksums: Mapping[str, str]
     """File name -> `storage.fingerprint`."""
 
@@ -66,98 +100,224 @@ class ShardFacts:
 class Shard:
     """An open shard. `Shard.write` makes one on disk, `Shard.open` opens it.
 
-    Args:
-        index: FAISS index of n vectors under the inner product.
-        passages: n rows `id`, `text`; row i is the passage of vector i.
+    Attributes:
+        passages: n rows `id`, `text`, metadata; row i is the passage of vector i. Ids ascend. Memory-mapped.
     """
 
-    def __init__(self, index: faiss.Index, passages: pa.Table) -> None:
-        self._index = index
-        self._ids = passages.column("id")
-        self._texts = passages.column("text")
+    def __init__(self, searcher: Searcher, passages: pa.Table) -> None:
+        self._searcher = searcher
+        self.passages = passages
+        (self._batch,) = passages.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], passages.schema)]
 
     def __len__(self) -> int:
-        return int(self._index.ntotal)
+        return len(self._searcher)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of the passages."""
+        return self.passages.schema
+
+    # ----------------------------------------------------------------------------------------------- on disk
 
     @staticmethod
-    def write(directory: Path, ids: Sequence[str], texts: Sequence[str], vectors: np.ndarray) -> ShardFacts:
-        """Write a shard.
+    def write(
+        directory: Path,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        vectors: np.ndarray,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+        types: Mapping[str, FieldType] | None = None,
+        build: Build = Build(),
+    ) -> ShardFacts:
+        """Write a shard of what is in memory. Its rows are the passages by id.
 
         Args:
             directory: is made; its name is the shard's.
-            ids, texts: n passages.
+            ids, texts: n passages, in any order.
             vectors: (n, d) float32, finite unit vectors; n may be 0.
+            metadata: column -> n values, of the types that `types` gives.
+
+        Raises:
+            ValueError: not as many of each, or an id stands twice.
+            InputError: see `build_index`.
         """
         if not len(ids) == len(texts) == len(vectors):
             raise ValueError(f"{len(ids)} ids, {len(texts)} texts, {len(vectors)} vectors: must be as many")
+        order = sorted(range(len(ids)), key=lambda row: ids[row])
+        columns = {"id": ids, "text": texts, **(metadata or {})}
+        table = pa.table({n: [v[row] for row in order] for n, v in columns.items()}, schema=schema(types or {}))
         directory.mkdir(parents=True, exist_ok=True)
-        table = pa.table({"id": ids, "text": texts}, schema=records.PASSAGE)
-        with pa.ipc.new_file(directory / PASSAGES_FILE, records.PASSAGE) as writer:
-            writer.write_table(table, max_chunksize=ARROW_BATCH_ROWS)
-
-        factory = factory_string(len(ids))
-        index: Any = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
-        if factory.startswith("HNSW"):
-            index.hnsw.efConstruction = index.hnsw.efSearch = HNSW_EF
-        index.add(np.ascontiguousarray(vectors, dtype=np.float32))
-        faiss.write_index(index, str(directory / INDEX_FILE))
-        return ShardFacts(
-            name=directory.name,
-            passages=len(ids),
-            factory=factory,
-            recall_at_10=1.0 if factory == "Flat" else recall_at_10(index, vectors),
-            checksums={name: fingerprint(directory / name) for name in (INDEX_FILE, PASSAGES_FILE)},
-        )
+        write_passages(directory / PASSAGES_FILE, table.schema, batches(table, _ROWS_AT_ONCE))
+        write_vectors(directory / VECTORS_FILE, [vectors[order]] if order else [], len(ids), vectors.shape[1])
+        return build_shard(directory, build)
 
     @classmethod
-    def open(cls, root: Path, facts: ShardFacts) -> Shard:
+    def open(cls, root: Path, facts: ShardFacts, gpu: bool = False) -> Shard:
         """Map the shard `facts` describes in the index directory `root`.
+
+        Args:
+            gpu: search on this process' GPUs; graphs are searched by the CPU all the same.
 
         Raises:
             InputError: a file is missing or is not, byte for byte, the one that was written.
         """
-        for name, checksum in facts.checksums.items():
-            file = root / facts.name / name
-            if not file.is_file():
-                raise InputError(f"index={root}: {facts.name}/{name} is missing; restore it or build the index again")
-            if fingerprint(file) != checksum:
-                raise InputError(
-                    f"index={root}: {facts.name}/{name} is corrupted (its checksum is not the manifest's); "
-                    "restore it or build the index again"
-                )
-        index = faiss.read_index(str(root / facts.name / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
-        return cls(index, pa.ipc.open_file(pa.memory_map(str(root / facts.name / PASSAGES_FILE))).read_all())
+        verify(root, facts)
+        directory = root / facts.name
+        index = faiss.read_index(str(directory / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
+        originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
+        return cls(Searcher(index, originals, facts.search, gpu), open_passages(directory / PASSAGES_FILE))
 
-    def search(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
+    # ------------------------------------------------------------------------------------------------ search
+
+    def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
         """The best passages of each query by inner product, best first; equal scores by id, descending.
 
         Args:
             vectors: (queries, d) float32.
             k: most hits a query; fewer come if the shard has fewer.
+            keep: (n,) bool: rows that may be found; None: all.
         """
-        scores, rows = self._index.search(np.ascontiguousarray(vectors, dtype=np.float32), k)
-        return [
-            merge([[self._hit(int(r), float(s)) for r, s in zip(*found, strict=True) if r >= 0]], k)
-            for found in zip(rows, scores, strict=True)
-        ]
+        scores, rows = self.search_rows(vectors, k, keep)
+        return self.hits(rows, scores)
 
-    def _hit(self, row: int, score: float) -> Hit:
-        return Hit(self._ids[row].as_py(), score, self._texts[row].as_py())
+    def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The same as (queries, k) float32 scores and int64 rows; row -1 where there are no more."""
+        return self._searcher.search(vectors, k, keep)
+
+    def hits(self, rows: np.ndarray, scores: np.ndarray) -> list[list[Hit]]:
+        """The passages of (queries, k) rows with their scores; rows below 0 are left out."""
+        queries, k = rows.shape
+        ends = range(k, queries * k + 1, k)
+        if rows.size and rows.min() < 0:
+            found = rows >= 0
+            ends = np.cumsum(found.sum(axis=1)).tolist()
+            rows, scores = rows[found], scores[found]
+        every = hits_of(self._batch, rows.ravel(), scores.ravel())
+        return [every[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
+
+    def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
+        """(rows, d) float32: vectors of passages as they were encoded."""
+        return self._searcher.vectors(rows)
+
+    def row_of(self, id: str) -> int | None:
+        """The row of a passage; None: it is not here."""
+        return row_of(self.passages, id)
 
 
-def recall_at_10(index: faiss.Index, vectors: np.ndarray) -> float:
-    """Share of the exact 10 nearest neighbours that the index finds, over a fixed sample of its own vectors.
+def hits_of(passages: pa.RecordBatch, rows: np.ndarray, scores: np.ndarray) -> list[Hit]:
+    """The passages of m rows as hits with these scores."""
+    wanted = pa.array(rows)
+    ids, texts, *columns = (_TAKE.call([column, wanted]) for column in passages.columns)
+    metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
+    if columns:
+        values = zip(*(_as_json(column).to_pylist() for column in columns), strict=True)
+        names = passages.schema.names[2:]
+        metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
+    return list(
+        map(Hit, ids.to_numpy(zero_copy_only=False), scores.tolist(), texts.to_numpy(zero_copy_only=False), metadata)
+    )
+
+
+def _as_json(column: Any) -> Any:
+    """Days as text."""
+    return column.cast(pa.string()) if pa.types.is_date(column.type) else column
+
+
+# ----------------------------------------------------------------------------------------------------- writing
+
+
+def write_vectors(file: Path, blocks: Iterable[np.ndarray], count: int, dimension: int) -> None:
+    """Write (count, dimension) float32 vectors that come some at a time; the file appears whole or not at all.
+
+    Raises:
+        ValueError: there are not so many, or one is not finite.
+        OSError: the disk is full.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    header = {"descr": "<f4", "fortran_order": False, "shape": (count, dimension)}
+    written = 0
+    with partial.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        for block in blocks:
+            if block.ndim != 2 or block.shape[1] != dimension or not np.isfinite(block).all():
+                raise ValueError(f"vectors {written} and on: must be finite, {dimension} numbers each")
+            stream.write(np.ascontiguousarray(block, dtype="<f4").data)
+            written += len(block)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if written != count:
+        raise ValueError(f"{written} vectors came instead of {count}")
+    partial.replace(file)
+
+
+def build_shard(directory: Path, build: Build) -> ShardFacts:
+    """Make the index of a shard whose passages and vectors are written.
 
     Args:
-        index: holds `vectors`, in their order.
-        vectors: (n, d) float32, n > 10. A vector is not counted among its own neighbours.
+        directory: holds `PASSAGES_FILE` and `VECTORS_FILE`, row for row. The vectors are deleted if the index holds them.
+
+    Raises:
+        InputError: nothing fits the memory, the given type cannot be made of so many vectors, or its recall is below the
+            floor.
+        OSError: the disk is full.
     """
-    sample = np.random.default_rng(0).choice(len(vectors), min(RECALL_QUERIES, len(vectors)), replace=False)
-    _, exact = faiss.knn(vectors[sample], vectors, 11, faiss.METRIC_INNER_PRODUCT)
-    _, found = index.search(vectors[sample], 11)
+    passages = open_passages(directory / PASSAGES_FILE).num_rows
+    vectors = np.load(directory / VECTORS_FILE, mmap_mode="r")
+    if len(vectors) != passages:
+        raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must be as many")
+    factory = build.factory or factories.choose(len(vectors), vectors.shape[1], build.memory_gib)
+    if not passages:
+        factory = "Flat"
+    index = factories.build(factory, vectors, build.gpu)
+    searcher = Searcher(index, vectors)
+    parameters, recall = calibrate(searcher)
+    if recall < build.recall_floor:
+        raise InputError(
+            f"recall_floor={build.recall_floor:g}: {directory.name} as {factory} finds {recall:.1%} of the 10 nearest, at "
+            f"best ({_told(parameters)}); allow it more memory_gib, give another factory, or lower the floor"
+        )
+    _write_index(index, directory / INDEX_FILE)
+    names = [INDEX_FILE, PASSAGES_FILE, VECTORS_FILE]
+    if factories.holds_originals(index):
+        (directory / VECTORS_FILE).unlink()
+        names.remove(VECTORS_FILE)
+    return ShardFacts(
+        name=directory.name,
+        passages=passages,
+        factory=factory,
+        search=parameters,
+        recall_at_10=recall,
+        bytes=sum((directory / name).stat().st_size for name in names),
+        checksums={name: fingerprint(directory / name) for name in names},
+    )
 
-    def neighbours(row: int, ranking: np.ndarray) -> set[int]:
-        return set([int(other) for other in ranking if other != row][:10])
 
-    shares = [len(neighbours(r, e) & neighbours(r, f)) / 10 for r, e, f in zip(sample, exact, found, strict=True)]
-    return round(float(np.mean(shares)), 4)
+def _told(parameters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in parameters.items())
+
+
+def _write_index(index: Any, file: Path) -> None:
+    """Write an index through a stream of ours: FAISS's own closes without an error what the disk had no room for."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("wb") as stream:
+        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+
+
+def verify(root: Path, facts: ShardFacts) -> None:
+    """Read a shard's files whole, in bounded memory.
+
+    Raises:
+        InputError: one is missing, or not the one that was written.
+    """
+    for name, checksum in facts.checksums.items():
+        file = root / facts.name / name
+        if not file.is_file():
+            raise InputError(f"index={root}: {facts.name}/{name} is missing; restore it or build the index again")
+        if fingerprint(file) != checksum:
+            raise InputError(
+                f"index={root}: {facts.name}/{name} is corrupted (its checksum is not the manifest's); "
+                "restore it or build the index again"
+            )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -10,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infembed_ray.cli import main
 from infembed_ray.config import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval import distributed
-from infembed_ray.retrieval.distributed import run, shard_of
+from infembed_ray.retrieval.changes import ChangeLog, Delete, Put
+from infembed_ray.retrieval.distributed import run
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.shards import shard_of
+from infembed_ray.storage import Published, read_manifest, resolve
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
@@ -27,21 +32,37 @@ def write_corpus(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     return str(path)
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> str:
-    return write_corpus(tmp_path / "corpus.jsonl", ({"id": i, "text": t} for i, t in PASSAGES.items()))
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> IndexSettings:
+    root = tmp_path_factory.mktemp("build")
+    rows = ({"id": i, "text": t, "words": len(t.split()), "kind": i[:3]} for i, t in PASSAGES.items())
+    return IndexSettings(
+        corpus=write_corpus(root / "corpus.jsonl", rows),
+        model=minilm,
+        output=str(root / "index"),
+        shards=3,
+        metadata={"topic": "string", "words": "integer"},
+        columns={"topic": "kind"},
+        dimensions=128,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(settings: IndexSettings, ray_cluster: None) -> Published:
+    """An index that was built without an incident."""
+    return run(settings)
 
 
 @pytest.mark.ray
 def test_an_index_holds_every_passage_and_searches_as_the_encoder_does(
-    tmp_path: Path, corpus: str, minilm: str, ray_cluster: None
+    made: Published, settings: IndexSettings, ray_cluster: None
 ) -> None:
-    settings = IndexSettings(corpus=corpus, model=minilm, output=str(tmp_path / "index"), shards=3)
-    made = run(settings)
     assert made.fresh
     assert made.manifest["counts"] == {"passages": len(PASSAGES), "shards": 3}
-    encoder = InstructionEncoder.from_pretrained(minilm)
+    encoder = InstructionEncoder.from_pretrained(settings.model, dimensions=128)
     index = Index.open(made.path, encoder.fingerprint())
+    assert (index.facts.dimension, index.facts.dimensions, index.facts.metadata) == (128, 128, settings.metadata)
+    assert index.facts.lineage == index.version == made.path.name
     assert [s.passages for s in index.facts.shards] == [
         sum(shard_of(i, 3) == shard for i in PASSAGES) for shard in range(3)
     ]
@@ -50,80 +71,180 @@ def test_an_index_holds_every_passage_and_searches_as_the_encoder_does(
     exact = dict(zip(ids, vectors @ query[0], strict=True))
     hits = index.search(query, len(PASSAGES))[0]
     assert {hit.id: hit.text for hit in hits} == PASSAGES
+    assert all(hit.metadata == {"topic": hit.id[:3], "words": len(hit.text.split())} for hit in hits)
     np.testing.assert_allclose([hit.score for hit in hits], [exact[hit.id] for hit in hits], atol=1e-5)
     assert hits[0].id.startswith("esp")
+    assert {hit.id[:3] for hit in index.search(query, 3, {"topic": "tax"})[0]} == {"tax"}
     assert sorted(p.name for p in made.path.iterdir()) == ["manifest.json"] + [f"shard-0000{n}" for n in range(3)]
+    assert [p.name for p in made.path.parent.glob(".*") if p.is_dir()] == []
 
     again = run(settings)
     assert not again.fresh
     assert again.path == made.path
 
 
+def files_of(root: Path) -> dict[str, bytes]:
+    """The content of an index."""
+    return {str(file.relative_to(root)): file.read_bytes() for file in root.glob("shard-*/*")}
+
+
 @pytest.mark.ray
-def test_an_interrupted_build_encodes_only_what_is_missing(
-    tmp_path: Path, corpus: str, minilm: str, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+def test_a_build_that_was_interrupted_or_out_of_room_goes_on_to_the_same_bytes(
+    tmp_path: Path, made: Published, settings: IndexSettings, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = IndexSettings(corpus=corpus, model=minilm, output=str(tmp_path / "index"), shards=2)
     monkeypatch.setattr(distributed, "CHUNK_PASSAGES", 4)
-
-    def lose_power(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(distributed, "_write_shards", lose_power)
-        with pytest.raises(KeyboardInterrupt):
-            run(settings)
-    lost, *kept = sorted((tmp_path / "index").glob(f".*.partial/{distributed.ENCODED}/*.arrow"))
-    lost.unlink()
-    assert len(kept) >= 7
-
-    sent: list[dict[str, Any]] = []
+    output = tmp_path / "index"
+    settings = settings.model_copy(update={"output": str(output)})
+    sent: list[str] = []
     from_items = distributed.ray.data.from_items
 
     def spied(items: list[dict[str, Any]], **options: Any) -> Any:
-        sent.extend(items)
+        sent.extend(item["file"] for item in items)
         return from_items(items, **options)
 
     monkeypatch.setattr(distributed.ray.data, "from_items", spied)
-    made = run(settings)
-    assert [Path(item["file"]).name for item in sent] == [lost.name]
-    query = InstructionEncoder.from_pretrained(minilm).encode_queries(["bread"])
-    assert {hit.id for hit in Index.open(made.path).search(query, 100)[0]} == set(PASSAGES)
+
+    def interrupted(**patches: Any) -> None:
+        with monkeypatch.context() as patch:
+            for name, value in patches.items():
+                patch.setattr(distributed, name, value)
+            with pytest.raises(KeyboardInterrupt):
+                run(settings)
+        assert not (output / "latest").exists()
+
+    def lose_power(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    interrupted(_arrange_all=lose_power)
+    interrupted(_encode=lose_power)
+    (room,) = output.glob(".*.encoded")
+
+    def without_room(file: Path) -> None:
+        full = file.with_name(f"{file.name}.partial")
+        full.parent.mkdir(exist_ok=True)
+        full.symlink_to("/dev/full")  # what the system says there, it says of any full disk
+        with pytest.raises(
+            InputError, match=r"^output=\S+: cannot be written \(No space left on device\); make room"
+        ) as told:
+            run(settings)
+        assert "\n" not in str(told.value)
+        assert not (output / "latest").exists()
+        full.unlink()
+
+    without_room(room / "shard-00000" / distributed.ENCODED / f"{0:010d}-4.npy")
+    everything = set(sent)
+    assert len(sent) == len(everything) >= 8
+    encoded = {str(file) for file in room.glob("*/*/*.npy")}
+    sent.clear()
+    without_room(room / "shard-00002" / "vectors.npy")
+    assert set(sent) == everything - encoded
+
+    as_completed = distributed._as_completed
+
+    def up_to_the_first(tasks: Any) -> Any:
+        yield from as_completed(tasks[:1])
+        if tasks:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(distributed.ray.data, "from_items", None)  # nothing is encoded again
+    interrupted(_as_completed=up_to_the_first)
+    shutil.copytree(output, tmp_path / "other")
+    (finished,) = output.glob(".*.partial/shard-00000/index.faiss")
+    inode, written = finished.stat().st_ino, finished.stat().st_mtime_ns
+    resumed = run(settings)
+    now = (resumed.path / "shard-00000" / "index.faiss").stat()
+    assert (now.st_ino, now.st_mtime_ns) == (inode, written)
+    assert files_of(resumed.path) == files_of(made.path)
+    assert resumed.manifest["index"] == made.manifest["index"]
+
+    changes = {"output": str(tmp_path / "other"), "factory": "IVF2,SQ8"}
+    retyped = run(settings.model_copy(update=changes))
+    assert retyped.path.name != made.path.name
+    assert retyped.manifest["index"]["shards"][0]["factory"] == "IVF2,SQ8"
 
 
 @pytest.mark.ray
-def test_embeddings_that_are_not_finite_are_refused_naming_a_passage(
-    tmp_path: Path, corpus: str, minilm: str, ray_cluster: None
+def test_what_only_workers_find_out_is_refused_in_a_line(
+    tmp_path: Path, settings: IndexSettings, minilm: str, ray_cluster: None
 ) -> None:
-    encoder = InstructionEncoder.from_pretrained(minilm)
-    next(encoder.backbone.parameters()).data.fill_(float("nan"))
-    encoder.save_pretrained(tmp_path / "broken")
-    settings = IndexSettings(corpus=corpus, model=str(tmp_path / "broken"), output=str(tmp_path / "index"))
-    with pytest.raises(InputError, match=r"model=.*broken: its embedding of passage \S+ is not finite"):
-        run(settings)
-    assert not (tmp_path / "index" / "latest").exists()
-
-
-def test_bad_input_is_refused_before_any_work(tmp_path: Path, corpus: str, minilm: str) -> None:
     def refuse(message: str, **changes: str) -> None:
-        values = {"corpus": corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
+        values = {"corpus": settings.corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
         with pytest.raises(InputError, match=message) as refusal:
             run(IndexSettings.of(values))
         assert "\n" not in str(refusal.value)
+        assert not (tmp_path / "index" / "latest").exists()
+
+    rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "b", "text": "z"}, {"id": "a", "text": "y"}]
+    refuse("row 3: id a stands twice", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    next(encoder.backbone.parameters()).data.fill_(float("nan"))
+    encoder.save_pretrained(tmp_path / "broken")
+    refuse(r"model=.*broken: its embedding of passage \S+ is not finite", model=str(tmp_path / "broken"))
+
+
+@pytest.mark.ray
+def test_changes_to_a_built_index_are_compacted_into_its_next_version(
+    tmp_path: Path, made: Published, settings: IndexSettings, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "index"
+    shutil.copytree(settings.output, output)
+    command = ["index", "compact", f"index={output}"]
+    assert main(command) == 0
+    assert f"no changes since {made.path.name}" in capsys.readouterr().out
+    assert resolve(output).name == made.path.name
+
+    index = Index.open(output)
+    gone, kept = sorted(PASSAGES)[:2]
+    query = index.shards[shard_of(kept, 3)].vectors(slice(0, 1))
+    changes = [Put("new", "a text", query[0], {"topic": "new", "words": 2}), Delete(gone)]
+    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append(changes)
+    expected = index.search(query, 100)[0]
+    assert {hit.id for hit in expected} == {"new", *PASSAGES} - {gone}
+
+    assert main(command) == 0
+    compacted = Index.open(output)
+    assert str(compacted.path) in capsys.readouterr().out.splitlines()[-1]
+    assert (compacted.facts.folded, compacted.facts.passages) == (1, len(PASSAGES))
+    assert compacted.facts.encoder == index.facts.encoder
+    assert sorted(path.name for path in compacted.path.iterdir()) == sorted(path.name for path in made.path.iterdir())
+    assert read_manifest(compacted.path, "index")["settings"]["recall_floor"] == settings.recall_floor
+    found = compacted.search(query, 100)[0]
+    assert [(hit.id, hit.text, hit.metadata) for hit in found] == [(h.id, h.text, h.metadata) for h in expected]
+    assert main(command) == 0
+    assert resolve(output) == compacted.path
+
+
+def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSettings, minilm: str) -> None:
+    def refuse(message: str, **changes: Any) -> None:
+        values = {"corpus": settings.corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
+        with pytest.raises(InputError, match=message) as refusal:
+            run(IndexSettings.of(values))
+        assert "\n" not in str(refusal.value)
+        assert list((tmp_path / "index").glob("[!.]*")) == []
 
     refuse("corpus=nowhere.jsonl: no such file", corpus="nowhere.jsonl")
     refuse("model=./nowhere: no such model directory", model="./nowhere")
-    rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]
-    refuse("id a stands twice", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
+    refuse("dimensions=385: embeddings of .* have 384; set 1 to 384", dimensions=385)
+    refuse("factory=PQ8: makes a IndexPQ, which cannot search", factory="PQ8")
+    refuse("memory_gib=1e-06: the smallest index of 1\d vectors of 384 dimensions is Flat", memory_gib=1e-6)
+    refuse("metadata.id: this name is taken", metadata={"id": "string"})
+    refuse(r"row 1: column words must be a date as in 2024-05-31, not \d+", metadata={"words": "date"})
+    refuse("gpus_per_shard: this FAISS runs on CPUs only", gpus_per_shard=1)
     refuse("column text is missing", corpus=write_corpus(tmp_path / "no_text.jsonl", [{"id": "a", "body": "x"}]))
     refuse("column text is empty", corpus=write_corpus(tmp_path / "blank.jsonl", [{"id": "a", "text": " "}]))
     refuse("empty, it has no rows", corpus=write_corpus(tmp_path / "empty.jsonl", []))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(minilm, damaged)
+    weights = next(damaged.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refuse(r"model=\S+damaged: model.safetensors is no whole safetensors file", model=str(damaged))
 
 
 def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     ids = [f"passage-{i}" for i in range(1000)]
     here = [shard_of(i, 7) for i in ids]
-    code = "from infembed_ray.retrieval.distributed import shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
+    code = (
+        "from infembed_ray.retrieval.shards import shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
+    )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
     assert json.loads(there) == here
-    assert np.bincount(here, minlength=7).min() > 1000 / 7 * 0.7  # dealt evenly

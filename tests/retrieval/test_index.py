@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,9 @@ from infembed_ray.storage import LATEST, MANIFEST
 from tests.retrieval.vectors import unit_vectors
 
 
-def write_index(root: Path, vectors: np.ndarray, shards: int, encoder: str = "aaaa") -> Path:
+def write_index(
+    root: Path, vectors: np.ndarray, shards: int, encoder: str = "aaaa", lineage: str = "v1", folded: int = 0
+) -> Path:
     """An index over passages p0, p1, ...; row i goes to shard i mod shards."""
     root.mkdir(parents=True)
     facts = []
@@ -24,8 +25,18 @@ def write_index(root: Path, vectors: np.ndarray, shards: int, encoder: str = "aa
         rows = range(shard, len(vectors), shards)
         ids, texts = [f"p{r}" for r in rows], [f"text {r}" for r in rows]
         facts.append(Shard.write(root / f"shard-{shard:05d}", ids, texts, vectors[list(rows)]))
-    index = IndexFacts(encoder, "some/model", "instruction_first", vectors.shape[1], len(vectors), facts)
-    (root / MANIFEST).write_text(json.dumps({"stage": "index", "identity": root.name, "index": asdict(index)}))
+    index = IndexFacts(
+        encoder=encoder,
+        model="some/model",
+        template="instruction_first",
+        dimension=vectors.shape[1],
+        passages=len(vectors),
+        shards=facts,
+        lineage=lineage,
+        folded=folded,
+    )
+    manifest = {"stage": "index", "identity": root.name, "created": f"2026-01-01T00:00:{folded:02d}+00:00"}
+    (root / MANIFEST).write_text(json.dumps({**manifest, "index": index.as_json()}))
     return root
 
 
@@ -52,6 +63,34 @@ def test_an_open_index_says_what_it_is(tmp_path: Path) -> None:
     assert index.version == "v1"
     assert (index.facts.encoder, index.facts.dimension, index.facts.passages) == ("aaaa", 4, 10)
     assert [len(shard) for shard in index.shards] == [4, 3, 3] == [shard.passages for shard in index.facts.shards]
+
+
+def test_facts_survive_the_manifest(tmp_path: Path) -> None:
+    root = write_index(tmp_path / "v1", unit_vectors(10, 4), 3)
+    manifest = json.loads((root / MANIFEST).read_text())["index"]
+    facts = IndexFacts.of(manifest)
+    assert facts.as_json() == manifest
+    assert manifest["recall_at_10"] == 1.0
+    assert manifest["bytes"] == sum(file.stat().st_size for file in root.glob("shard-*/*"))
+    assert [shard["factory"] for shard in manifest["shards"]] == ["Flat"] * 3
+
+
+def test_an_index_of_another_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    root = write_index(tmp_path / "v1", unit_vectors(10, 4), 1)
+    manifest = json.loads((root / MANIFEST).read_text())
+    for written, said in ((None, "format 1"), (3, "format 3")):
+        changed = {**manifest["index"], "format": written}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        (root / MANIFEST).write_text(json.dumps({**manifest, "index": changed}))
+        with pytest.raises(InputError, match=f"an index of {said}, this version .* reads 2; build it again") as refusal:
+            Index.open(root)
+        assert "\n" not in str(refusal.value)
+
+
+def test_changes_lie_beside_the_versions_of_a_lineage(tmp_path: Path) -> None:
+    first = Index.open(write_index(tmp_path / "v1", unit_vectors(10, 4), 1))
+    later = Index.open(write_index(tmp_path / "v2", unit_vectors(10, 4), 1, lineage="v1", folded=7))
+    assert first.changes == later.changes == tmp_path / "changes" / "v1"
 
 
 def test_the_output_directory_stands_for_its_latest_index(tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""Search through a shard of ours beside bare FAISS: the same vectors, the same parameters, the same threads.
+
+    python benchmarks/search.py [--passages N] [--threads N] [--directory DIR]
+
+Two collections, both embedded by MiniLM. `cranfield`: its 1,400 abstracts (elsewhere made-up texts). `large`: N vectors
+between those of some thousand real texts (sentences of Cranfield and MS MARCO) and their neighbours, with noise, so
+clustered as embeddings of text are; with texts of a passage's length. Queries are embeddings of real queries, which no
+parameter was chosen by. The type of the index is the one `infembed index` chooses, built and calibrated as it does.
+
+Ours is `Shard.search`: ids, texts and scores of ten hits. Bare is `index.search` of the same file, read into memory: row
+numbers and scores. They take turns, block by block; figures are medians of the ratios of neighbouring blocks. With
+`--directory` what was embedded and built stays there for another run.
+
+The last line is one JSON object:
+    recall_at_10    of the chosen type against exact search, the least of both collections
+    vs_faiss        queries a second of ours / of bare FAISS, the least of single queries and batches, large collection
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import faiss
+import material
+import numpy as np
+import torch
+
+from infembed_ray import records
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.retrieval.shards import Shard, ShardFacts
+
+SHARED = material.REAL.parents[1]
+K = 10
+BATCHES = (1, 32, 256)
+QUERIES = 1024
+"""Of the large collection."""
+NOISE = 0.35
+"""Length of the noise beside a vector's 1."""
+
+
+def texts() -> tuple[list[str], list[str], list[str], str]:
+    """Passages, sentences, queries, and where they come from."""
+    if not (SHARED / "cranfield").is_dir():
+        made, source = material.records(1000)
+        passages = [text for r in made for text in (r.document_positive, r.hard_negative_document_1)]
+        return passages[:1400], passages[1400:], [r.query_positive for r in made], source
+    root = ElementTree.fromstring("<all>" + (SHARED / "cranfield" / "cran.all.1400.xml").read_text() + "</all>")
+    passages = [
+        " ".join((doc.findtext(".//text") or doc.findtext(".//title") or "none").split()) for doc in root.iter("doc")
+    ]
+    found = ElementTree.fromstring((SHARED / "cranfield" / "cran.qry.xml").read_text())
+    queries = [" ".join((top.findtext("title") or "").split()) for top in found.iter("top")]
+    seeds = records.read(SHARED / "msmarco_seeds" / "seeds.jsonl", records.Seed, "seeds")
+    queries += [seed.query for seed in seeds]
+    sentences = [s for text in [*passages, *(seed.passage for seed in seeds)] for s in re.split(r"(?<=[.!?]) +", text)]
+    sentences = sorted({s for s in sentences if len(s) > 30})
+    return passages, random.Random(0).sample(sentences, min(6000, len(sentences))), queries, "cranfield, msmarco_seeds"
+
+
+def embeddings(directory: Path) -> dict[str, np.ndarray]:
+    file = directory / "embeddings.npz"
+    if not file.is_file():
+        encoder = InstructionEncoder.from_pretrained(material.minilm())
+        passages, sentences, queries, _ = texts()
+        encoded = {"passages": encoder.encode_passages(passages), "sentences": encoder.encode_passages(sentences)}
+        np.savez(file, **encoded, queries=encoder.encode_queries(queries))
+    return dict(np.load(file))
+
+
+def between(real: np.ndarray, count: int) -> np.ndarray:
+    """(count, d) unit vectors: each between a real one and one of its nearest, with noise."""
+    rng = np.random.default_rng(0)
+    _, near = faiss.knn(real, real, 11, faiss.METRIC_INNER_PRODUCT)
+    first = rng.integers(len(real), size=count)
+    second = near[first, rng.integers(1, 11, size=count)]
+    share = rng.random((count, 1), dtype=np.float32) / 2
+    noise = rng.standard_normal((count, real.shape[1]), dtype=np.float32) * NOISE / np.sqrt(real.shape[1])
+    made = real[first] * (1 - share) + real[second] * share + noise
+    return (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
+
+
+def shard(directory: Path, name: str, passages: list[str], vectors: np.ndarray) -> ShardFacts:
+    saved = directory / f"{name}.json"
+    if not saved.is_file():
+        began = time.perf_counter()
+        ids = [f"{name}-{row:07d}" for row in range(len(vectors))]
+        facts = Shard.write(directory / name, ids, passages, vectors)
+        print(f"{name}: {facts.factory} built in {time.perf_counter() - began:.0f} s", flush=True)
+        saved.write_text(json.dumps(asdict(facts)))
+    return ShardFacts(**json.loads(saved.read_text()))
+
+
+def recall(opened: Shard, vectors: np.ndarray, queries: np.ndarray) -> float:
+    scores, _ = opened.search_rows(queries, K)
+    exact, _ = faiss.knn(queries, vectors, K, faiss.METRIC_INNER_PRODUCT)
+    return round(float((scores >= exact[:, -1:] - 1e-6).mean()), 4)
+
+
+def seconds(run: Callable[[np.ndarray], Any], blocks: list[np.ndarray]) -> float:
+    began = time.perf_counter()
+    for block in blocks:
+        run(block)
+    return time.perf_counter() - began
+
+
+def beside(opened: Shard, bare: Any, queries: np.ndarray, batch: int, rounds: int) -> dict[str, float]:
+    """Queries a second of both, and the median of the ratios of neighbouring blocks."""
+    blocks = [queries[start : start + batch] for start in range(0, len(queries) - batch + 1, batch)]
+    runs = {"ours": lambda q: opened.search(q, K), "bare": lambda q: bare.search(q, K)}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for part in range(0, len(blocks), max(1, len(blocks) // 8)):
+            some = blocks[part : part + max(1, len(blocks) // 8)]
+            for name in sorted(runs, reverse=bool(number % 2)):
+                taken[name].append(seconds(runs[name], some) / (len(some) * batch))
+    ratios = [bare / ours for ours, bare in zip(taken["ours"], taken["bare"], strict=True)]
+    rates = {name: round(1 / statistics.median(values), 1) for name, values in taken.items()}
+    return {**rates, "ratio": round(statistics.median(ratios), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passages", type=int, default=200_000, help="of the large collection")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--directory", type=Path, help="for what is embedded and built")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    faiss.omp_set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.directory or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        real = embeddings(directory)
+        passages, _, _, source = texts()
+        vectors = {
+            "cranfield": real["passages"],
+            "large": between(np.concatenate([real["passages"], real["sentences"]]), options.passages),
+        }
+        of_row = {
+            "cranfield": passages,
+            "large": [passages[row % len(passages)][:500] for row in range(options.passages)],
+        }
+        collections: dict[str, Any] = {}
+        for name in vectors:
+            facts = shard(directory, name, of_row[name], vectors[name])
+            opened = Shard.open(directory, facts)
+            bare = faiss.read_index(str(directory / name / "index.faiss"))
+            if "efSearch" in facts.search:
+                bare.hnsw.efSearch = facts.search["efSearch"]
+            queries = real["queries"][:QUERIES]
+            rounds = {batch: beside(opened, bare, queries, batch, options.rounds) for batch in BATCHES}
+            collections[name] = {
+                "passages": facts.passages,
+                "factory": facts.factory,
+                "search": facts.search,
+                "recall_at_10_of_itself": facts.recall_at_10,
+                "recall_at_10": recall(opened, vectors[name], queries),
+                "queries_per_second": rounds,
+            }
+            print(name, collections[name], flush=True)
+    summary = {
+        "recall_at_10": min(found["recall_at_10"] for found in collections.values()),
+        "vs_faiss": min(found["ratio"] for found in collections["large"]["queries_per_second"].values()),
+        "collections": collections,
+        "of": source,
+        "threads": options.threads,
+        "machine": f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}, faiss {faiss.__version__}",
+        "date": date.today().isoformat(),
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

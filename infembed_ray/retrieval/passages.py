@@ -1,0 +1,188 @@
+"""The passages of a shard: id, text and typed metadata in a memory-mapped Arrow file, in the order of their ids.
+
+The order is the id map: a passage is found by bisection, and nothing is held in memory. All rows are one record batch,
+so that a few of them are fetched without a look at the others.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from infembed_ray.config import FieldType
+from infembed_ray.retrieval.filters import Value, typed
+
+TEXT = pa.large_string()  # the offsets of a string end at 2 GiB
+COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
+    "string": TEXT,
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "boolean": pa.bool_(),
+    "date": pa.date32(),
+}
+
+
+def schema(metadata: Mapping[str, FieldType]) -> pa.Schema:
+    """Columns of passages with this metadata; only metadata can be null."""
+    columns = [("id", TEXT), ("text", TEXT), *((name, COLUMN_TYPES[kind]) for name, kind in metadata.items())]
+    return pa.schema(columns)
+
+
+def as_typed(value: Any, kind: FieldType) -> Value | None:
+    """A value of a corpus as its column holds it: text as CSV writes it is read, and empty text is none.
+
+    Raises:
+        ValueError: it is of another type; the message says what the type takes.
+    """
+    if value is None or (value == "" and kind != "string"):
+        return None
+    if isinstance(value, str) and kind in _READ:
+        with contextlib.suppress(ValueError, KeyError):
+            value = _READ[kind](value)
+    elif isinstance(value, datetime) and value.time() == time():
+        value = value.date().isoformat()  # Parquet files have points in time where days are meant
+    elif isinstance(value, date) and not isinstance(value, datetime):
+        value = value.isoformat()
+    return typed(value, kind)
+
+
+_READ: Mapping[FieldType, Callable[[str], Any]] = {
+    "integer": int,
+    "number": float,
+    "boolean": lambda text: {"true": True, "false": False}[text.lower()],
+}
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def open_passages(file: Path) -> pa.Table:
+    """Map a file that `write_passages` wrote."""
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+
+def row_of(passages: pa.Table, id: str) -> int | None:
+    """The row of a passage; None: there is none."""
+    ids = passages.column("id")
+    row = bisect.bisect_left(
+        range(len(ids)), id.encode(errors="surrogatepass"), key=lambda r: ids[r].as_buffer().to_pybytes()
+    )
+    return row if row < len(ids) and ids[row].as_py() == id else None
+
+
+def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Some rows of a table of many chunks, in their order, as one chunk; `Table.take` would copy all chunks for it."""
+    if not len(rows):
+        return passages.schema.empty_table()
+    chunks = passages.to_batches()
+    starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+    of_chunk = np.searchsorted(starts, rows, side="right") - 1
+    by_chunk = np.argsort(of_chunk, kind="stable")
+    found, firsts = np.unique(of_chunk[by_chunk], return_index=True)
+    parts = [
+        chunks[chunk].take(pa.array(rows[some] - starts[chunk]))
+        for chunk, some in zip(found, np.split(by_chunk, firsts[1:]), strict=True)
+    ]
+    place = np.empty(len(rows), np.int64)
+    place[by_chunk] = np.arange(len(rows))
+    return pa.Table.from_batches(parts, passages.schema).combine_chunks().take(pa.array(place))
+
+
+def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
+    """Write passages as one record batch.
+
+    Args:
+        file: appears whole or not at all.
+        schema: see `schema`.
+        tables: the passages, some at a time, by id ascending. Texts are not held in memory.
+
+    Returns:
+        how many.
+
+    Raises:
+        ValueError: ids do not ascend, or stand twice.
+        OSError: the disk is full.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    last: bytes | None = None
+    columns = [_column(field.type, file.parent) for field in schema]
+    rows = 0
+    for table in tables:
+        ids = table.column("id").cast(pa.large_binary()).to_pylist()
+        for id in ids:
+            if last is not None and id <= last:
+                raise ValueError(f"ids must ascend and stand once: {id.decode()!r} comes after {last.decode()!r}")
+            last = id
+        for column, field in zip(columns, schema, strict=True):
+            column.append(table.column(field.name).cast(field.type).combine_chunks())
+        rows += len(ids)
+    batch = pa.RecordBatch.from_arrays([column.array(rows) for column in columns], schema=schema)
+    with partial.open("wb") as stream:
+        with pa.ipc.new_file(stream, schema) as writer:
+            writer.write_batch(batch)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+    return rows
+
+
+def _column(kind: pa.DataType, scratch: Path) -> _Values | _Texts:
+    return _Texts(scratch) if kind == TEXT else _Values(kind)
+
+
+class _Values:
+    """A column whose values take a few bytes each."""
+
+    def __init__(self, kind: pa.DataType) -> None:
+        self._kind = kind
+        self._chunks: list[pa.Array] = []
+
+    def append(self, values: pa.Array) -> None:
+        self._chunks.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
+
+    def array(self, rows: int) -> pa.Array:
+        return pa.concat_arrays(self._chunks) if self._chunks else pa.array([], self._kind)
+
+
+class _Texts:
+    """A column of texts: their bytes go to a file, which is mapped in the end."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._bytes: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - open as long as the column
+        self._lengths: list[np.ndarray] = []
+        self._valid: list[np.ndarray] = []
+
+    def append(self, values: pa.Array) -> None:
+        for chunk in values.chunks if isinstance(values, pa.ChunkedArray) else [values]:
+            offsets = np.frombuffer(chunk.buffers()[1], np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+            if len(chunk) and chunk.buffers()[2] is not None:
+                self._bytes.write(memoryview(chunk.buffers()[2])[offsets[0] : offsets[-1]])
+            self._lengths.append(np.diff(offsets))
+            self._valid.append(chunk.is_valid().to_numpy(zero_copy_only=False))
+
+    def array(self, rows: int) -> pa.Array:
+        self._bytes.flush()
+        lengths = np.concatenate([np.zeros(1, np.int64), *self._lengths])
+        valid = np.concatenate([np.ones(0, bool), *self._valid])
+        size = self._bytes.tell()
+        data = (
+            pa.py_buffer(mmap.mmap(self._bytes.fileno(), size, access=mmap.ACCESS_READ)) if size else pa.py_buffer(b"")
+        )
+        bits = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
+        return pa.LargeStringArray.from_buffers(rows, pa.py_buffer(np.cumsum(lengths)), data, bits)
+
+
+def batches(passages: pa.Table, rows: int) -> Iterator[pa.Table]:
+    """A table some rows at a time."""
+    for start in range(0, passages.num_rows, rows):
+        yield passages.slice(start, rows)

@@ -1,0 +1,91 @@
+"""What a live index must answer: a dictionary of documents and float64 arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infembed_ray.config import FieldType
+from infembed_ray.retrieval.changes import Change, ChangeLog, Put
+from infembed_ray.retrieval.live import LiveShard
+from infembed_ray.retrieval.shards import Build, Hit, Shard, ShardFacts, shard_of
+
+DIMENSION = 6
+METADATA: dict[str, FieldType] = {"year": "integer", "day": "date"}
+
+
+class Oracle:
+    """Documents by id, in every state that they have had."""
+
+    def __init__(self, documents: Sequence[Put]) -> None:
+        self.states: list[dict[str, Put]] = [{document.id: document for document in documents}]
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """The changes of one segment."""
+        state = dict(self.states[-1])
+        for change in changes:
+            if isinstance(change, Put):
+                state[change.id] = change
+            else:
+                state.pop(change.id, None)
+        self.states.append(state)
+
+    def check(self, hits: Sequence[Hit], query: np.ndarray, k: int, sequence: int, since: int | None = None) -> None:
+        """Are these the best of the state at a sequence; with the filter {"year": {"gte": since}}, if that is given?"""
+        state = {
+            id: document
+            for id, document in self.states[sequence].items()
+            if since is None or ((year := document.metadata.get("year")) is not None and year >= since)
+        }
+        exact = {id: float(np.float64(document.vector) @ np.float64(query)) for id, document in state.items()}
+        assert len(hits) == min(k, len(state))
+        assert len({hit.id for hit in hits}) == len(hits)
+        for hit in hits:
+            assert hit.id in state, f"{hit.id} is not there at {sequence}"
+            document = state[hit.id]
+            assert hit.text == document.text
+            assert hit.metadata == {name: document.metadata.get(name) for name in METADATA}
+            np.testing.assert_allclose(hit.score, exact[hit.id], atol=1e-6)
+        np.testing.assert_allclose([h.score for h in hits], sorted(exact.values(), reverse=True)[:k], atol=1e-6)
+        assert [(h.score, h.id) for h in hits] == sorted(((h.score, h.id) for h in hits), reverse=True)
+
+
+def write_shards(root: Path, documents: Sequence[Put], shards: int, factory: str | None = None) -> list[ShardFacts]:
+    """The documents as the shards of an index."""
+    facts = []
+    for number in range(shards):
+        mine = [document for document in documents if shard_of(document.id, shards) == number]
+        facts.append(
+            Shard.write(
+                root / f"shard-{number:05d}",
+                [document.id for document in mine],
+                [document.text for document in mine],
+                np.array([document.vector for document in mine], np.float32).reshape(-1, DIMENSION),
+                {name: [_typed(name, document.metadata) for document in mine] for name in METADATA},
+                METADATA,
+                Build(factory),
+            )
+        )
+    return facts
+
+
+def _typed(name: str, metadata: Mapping[str, Any]) -> Any:
+    value = metadata.get(name)
+    return np.datetime64(value).astype(object) if METADATA[name] == "date" and value is not None else value
+
+
+def open_live(root: Path, facts: Sequence[ShardFacts], directory: Path, folded: int = 0) -> list[LiveShard]:
+    """All shards, live over the log in a directory."""
+    log = ChangeLog(directory, METADATA, DIMENSION)
+    opened = [Shard.open(root, fact) for fact in facts]
+    return [LiveShard(shard, log, number, len(opened), folded) for number, shard in enumerate(opened)]
+
+
+def document(id: str, seed: int, year: int | None = None, text: str | None = None) -> Put:
+    """A document whose vector is a seed's."""
+    vector = np.random.default_rng(seed).standard_normal(DIMENSION).astype(np.float32)
+    day = None if seed % 3 else f"2024-02-{seed % 29 + 1:02d}"
+    return Put(id, text or f"{id} of {seed}", vector / np.linalg.norm(vector), {"year": year, "day": day})

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infembed_ray.config import IndexSettings
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import shards, versions
+from infembed_ray.retrieval.changes import Change, ChangeLog, Delete, LogFault, Put
+from infembed_ray.retrieval.compaction import Compaction
+from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.storage import LATEST, Step, resolve
+from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.vectors import unit_vectors
+
+QUERIES = unit_vectors(3, DIMENSION, seed=5)
+BASE = [document(f"d{n}", n, 2018 + n % 5) for n in range(40)]
+
+
+def publish(output: Path, documents: Sequence[Put] = BASE, **settings: Any) -> Path:
+    """The first version of an index."""
+    asked = IndexSettings(corpus="corpus", model="model", output=str(output), metadata=METADATA, **settings)
+    step = Step("index", asked, str(output), {}, {"corpus": str(len(documents))})
+    with step.publish() as staging:
+        facts = IndexFacts(
+            encoder="aaaa",
+            model="model",
+            template="instruction_first",
+            dimension=DIMENSION,
+            passages=len(documents),
+            metadata=METADATA,
+            shards=write_shards(staging.path, documents, asked.shards),
+            lineage=step.identity,
+        )
+        staging.facts = {"index": facts.as_json()}
+    return step.path
+
+
+def log_of(output: Path) -> ChangeLog:
+    return ChangeLog(Index.open(output).changes, METADATA, DIMENSION)
+
+
+def fold(work: Compaction) -> Path:
+    """All of a compaction but Ray."""
+    step = work.step()
+    work.begin()
+    with step.publish() as staging:
+        written = [work.write_shard(number, staging.path) for number in range(len(work.facts.shards))]
+        staging.facts = {"index": work.finish(staging.path, written).as_json()}
+    work.end()
+    return step.path
+
+
+def check(index: Index, oracle: Oracle, sequence: int) -> None:
+    assert [live.sequence for live in index._live] == [sequence] * len(index.shards)
+    for query, hits in zip(QUERIES, index.search(QUERIES, 100), strict=True):
+        oracle.check(hits, query, 100, sequence)
+    for query, hits in zip(QUERIES, index.search(QUERIES, 7, {"year": {"gte": 2020}}), strict=True):
+        oracle.check(hits, query, 7, sequence, 2020)
+
+
+def changes(seed: int, count: int = 10) -> list[Change]:
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 60, count).tolist()
+    return [Delete(f"d{n}") if rng.random() < 0.4 else document(f"d{n}", 100 * seed + n, 2018 + n % 5) for n in numbers]
+
+
+def test_the_next_version_is_what_a_fresh_build_of_the_same_documents_is(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    oracle = Oracle(BASE)
+    for seed in range(8):
+        oracle.apply(changes(seed))
+        log_of(output).append(changes(seed))
+    check(Index.open(first), oracle, 8)
+    second = fold(Compaction.of(str(output)))
+    index = Index.open(output)
+    assert index.path == second != first
+    assert (index.facts.folded, index.facts.passages) == (8, len(oracle.states[8]))
+    assert index.facts.lineage == Index.open(first).facts.lineage == first.name
+    assert [live.delta for live in index._live] == [0, 0]
+    check(index, oracle, 8)
+    fresh = write_shards(tmp_path / "fresh", list(oracle.states[8].values()), 2)
+    assert [shard.checksums for shard in index.facts.shards] == [shard.checksums for shard in fresh]
+    assert sorted(path.name for path in second.iterdir()) == ["manifest.json", "shard-00000", "shard-00001"]
+
+
+def test_what_is_changed_while_compacting_is_in_the_next_version_too_and_rolling_back_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    oracle, log = Oracle(BASE), log_of(output)
+    applied = threading.Event()
+
+    def write() -> None:
+        for seed in range(60):
+            oracle.apply(changes(seed, 3))
+            log.append(changes(seed, 3))
+            if seed == 10:
+                applied.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    applied.wait(60)
+    work = Compaction.of(str(output))
+    second = fold(work)
+    writer.join()
+    assert work.until > 10
+    assert Index.open(output).facts.folded == work.until
+    for version in (second, first):
+        versions.use(output, version.name)
+        check(Index.open(output), oracle, 60)
+    oracle.apply(changes(99))  # made while the older version serves
+    log.append(changes(99))
+    third = fold(Compaction.of(str(second)))
+    for version in (first, second, third):
+        check(Index.open(version), oracle, 61)
+    assert resolve(output) == third
+
+
+def test_an_interrupted_compaction_goes_on_with_the_shards_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "index"
+    publish(output, shards=3)
+    log_of(output).append(changes(1))
+    work = Compaction.of(str(output))
+    work.begin()
+    with pytest.raises(KeyboardInterrupt), work.step().publish() as staging:
+        work.write_shard(0, staging.path)
+        work.write_shard(1, staging.path)
+        raise KeyboardInterrupt
+    assert (output / LATEST).read_text().strip() == work.version
+    damaged = staging.path / "shard-00001" / shards.PASSAGES_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-1])  # the machine stopped before it was on the disk
+    built: list[str] = []
+    build_shard = shards.build_shard
+    monkeypatch.setattr(
+        "infembed_ray.retrieval.compaction.build_shard",
+        lambda directory, build: (built.append(directory.name), build_shard(directory, build))[1],
+    )
+    log_of(output).append(changes(2))  # is for the next one
+    assert Compaction.of(str(output)) == work
+    fold(Compaction.of(str(output)))
+    assert Compaction.of(str(output)).changes == 1
+    assert built == ["shard-00001", "shard-00002"]
+    oracle = Oracle(BASE)
+    oracle.apply(changes(1))
+    oracle.apply(changes(2))
+    check(Index.open(output), oracle, 2)
+
+
+def test_the_same_changes_to_the_same_version_are_the_same_next_version(tmp_path: Path) -> None:
+    identities = []
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        publish(tmp_path / name)
+        log_of(tmp_path / name).append(changes(seed))
+        identities.append(Compaction.of(str(tmp_path / name)).step().identity)
+    assert identities[0] == identities[1] != identities[2]
+    log_of(tmp_path / "one").append([Delete("d1")])
+    assert Compaction.of(str(tmp_path / "one")).step().identity != identities[0]
+
+
+def test_a_damaged_change_or_base_is_refused_and_the_last_good_version_stays(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log = log_of(output)
+    for seed in range(3):
+        log.append(changes(seed))
+    segment = log.directory / f"{2:012d}.arrow"
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:100] + b"x" + whole[101:])
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+        fold(Compaction.of(str(output)))
+    segment.unlink()
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is missing"):
+        Compaction.of(str(output))
+    segment.write_bytes(whole)
+    vectors = first / "shard-00001" / shards.INDEX_FILE
+    vectors.write_bytes(vectors.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"shard-00001/index\.faiss is corrupted"):
+        fold(Compaction.of(str(output)))
+    assert resolve(output) == first
+
+
+def test_a_version_that_finds_less_than_the_floor_is_not_published(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    documents = [document(f"d{n}", n) for n in range(1500)]
+    first = publish(output, documents, shards=1, factory="PCA1,HNSW32", recall_floor=0.99)
+    log_of(output).append([Delete("d1")])
+    with pytest.raises(InputError, match=r"recall_floor=0\.99: shard-00000 as PCA1,HNSW32 finds"):
+        fold(Compaction.of(str(output)))
+    assert resolve(output) == first
+    log_of(output).append([Delete("d2")])
+    assert Compaction.of(str(output)).until == 2  # another try is made with what was changed since
+
+
+def test_what_is_no_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"index=.*nowhere: no such directory"):
+        Compaction.of(str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match=r"index=.*not a published output"):
+        Compaction.of(str(tmp_path))
+    with pytest.raises(InputError, match="must be a path of this machine"):
+        Compaction.of("s3://bucket/index")
+
+
+def test_a_live_shard_of_the_next_version_reads_on_in_the_same_log(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output, shards=1)
+    log = log_of(output)
+    log.append(changes(1))
+    second = fold(Compaction.of(str(output)))
+    facts = IndexFacts.read(second)
+    (live,) = open_live(second, facts.shards, log.directory, facts.folded)
+    assert (live.sequence, live.refresh()) == (1, False)
+    log.append([document("new", 1)])
+    assert live.refresh()
+    assert live.get("new") is not None

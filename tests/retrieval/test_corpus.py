@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import csv
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infembed_ray.config import FieldType
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import corpus as room
+from infembed_ray.retrieval.corpus import arrange, deal, spool_file
+from infembed_ray.retrieval.passages import open_passages
+from infembed_ray.retrieval.shards import shard_of
+
+TYPES: dict[str, FieldType] = {"year": "integer", "lang": "string"}
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def rows_of(n: int) -> list[dict[str, Any]]:
+    made = [{"id": f"p{i}", "text": f"text {i} " + "x" * (i % 300), "year": i, "lang": None} for i in range(n)]
+    random.Random(0).shuffle(made)
+    return made
+
+
+def read(corpus: Path, shards: int, directory: Path, **settings: Any) -> list[list[dict[str, Any]]]:
+    """The passages of each shard, as they are written in the end."""
+    types = settings.setdefault("metadata", TYPES)
+    sizes = deal(corpus, settings.pop("columns", {}), types, shards, directory / "spool")
+    found = []
+    for shard, size in enumerate(sizes):
+        arrange(spool_file(directory / "spool", shard), [corpus], types, directory / "passages.arrow")
+        found.append(open_passages(directory / "passages.arrow").to_pylist())
+        assert len(found[-1]) == size
+    return found
+
+
+@pytest.mark.parametrize("spool_bytes", [1, 20_000, 64 << 20])
+def test_every_row_is_in_its_shard_by_id_whatever_their_order(
+    tmp_path: Path, spool_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "SPOOL_BYTES", spool_bytes)
+    monkeypatch.setattr(room, "_ROWS_AT_ONCE", 37)
+    rows = rows_of(500)
+    shards = read(write_lines(tmp_path / "corpus.jsonl", rows), 3, tmp_path)
+    for number, found in enumerate(shards):
+        assert found == sorted((r for r in rows if shard_of(r["id"], 3) == number), key=lambda r: r["id"])
+
+
+def test_jsonl_csv_and_parquet_give_the_same_passages(tmp_path: Path) -> None:
+    rows = [{"id": f"p{i}", "passage": 'naïve, "é"\n日本', "jahr": i, "lang": "de"} for i in range(30)]
+    write_lines(tmp_path / "a.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows[:20]), tmp_path / "b.parquet")
+    (tmp_path / "c").mkdir()
+    for part in (0, 1):
+        with (tmp_path / "c" / f"{part}.csv").open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows[part::2])
+    columns = {"year": "jahr"}
+    lines = read(tmp_path / "a.jsonl", 2, tmp_path, columns=columns)
+    assert lines[0][0]["text"] == rows[0]["passage"]
+    assert read(tmp_path / "c", 2, tmp_path, columns=columns) == lines
+    parquet = read(tmp_path / "b.parquet", 1, tmp_path, columns=columns)[0]
+    assert {row["id"] for row in parquet} == {f"p{i}" for i in range(20)}
+
+
+def test_bad_rows_are_named_with_their_column(tmp_path: Path) -> None:
+    good = {"id": "a", "text": "x", "year": 2020, "lang": "en"}
+
+    def refuse(message: str, *rows: dict[str, Any], **settings: Any) -> None:
+        corpus = write_lines(tmp_path / "corpus.jsonl", rows)
+        with pytest.raises(InputError, match=message) as refusal:
+            read(corpus, 2, tmp_path, **settings)
+        assert "\n" not in str(refusal.value)
+
+    refuse(r"corpus=\S+: row 2: column text is empty; fill it", good, {**good, "id": "b", "text": " "})
+    refuse("row 2: column id is empty", good, {"text": "x"})
+    refuse(r"row 2: column text must be text, not \['x'\]; mend it", good, {**good, "id": "b", "text": ["x"]})
+    refuse("row 1: column text must be text without lone surrogates", {**good, "text": "\ud800"})
+    refuse(
+        "row 2: column year must be a whole number of 64 bits, not 'soon'", good, {**good, "id": "b", "year": "soon"}
+    )
+    refuse("row 1: column y must be a date", {**good, "y": 5}, metadata={"d": "date"}, columns={"d": "y"})
+    refuse("row 3: id a stands twice", good, {**good, "id": "b"}, good)
+    refuse("column text is missing", {"id": "a", "body": "x"})
+    refuse("empty, it has no rows")
+    refuse(
+        r"metadata.yaer: no row of corpus=\S+ has a column yaer: .*year.*set columns.yaer=",
+        good,
+        metadata={"yaer": "integer"},
+    )
+    refuse("columns.yeer: neither id, text nor one of metadata: .*year", good, columns={"yeer": "x"})
+    for name in ("id", "text", "_op"):
+        refuse(f"metadata.{name}: this name is taken", good, metadata={name: "string"})
+
+
+def test_a_value_may_be_missing_in_a_row_and_a_column_in_the_first(tmp_path: Path) -> None:
+    rows = [{"id": "a", "text": "x"}, {"id": "b", "text": "y", "year": 2020, "lang": None}]
+    (found,) = read(write_lines(tmp_path / "corpus.jsonl", rows), 1, tmp_path)
+    assert found == [{"id": "a", "text": "x", "year": None, "lang": None}, rows[1]]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from infembed_ray.retrieval import corpus
+corpus.SPOOL_BYTES = 1 << 20
+small, large, spool = map(Path, sys.argv[1:])
+peaks = []
+for file in (small, large):
+    corpus.deal(file, {}, {}, 8, spool)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(peaks[1] - peaks[0])
+"""
+
+
+def test_reading_takes_no_more_memory_for_a_larger_corpus(tmp_path: Path) -> None:
+    text = "word " * 120
+    small = write_lines(tmp_path / "small.jsonl", ({"id": f"p{i}", "text": text} for i in range(5_000)))
+    large = write_lines(tmp_path / "large.jsonl", ({"id": f"p{i}", "text": text} for i in range(120_000)))
+    assert large.stat().st_size > 70 << 20
+    command = [sys.executable, "-c", MEASURE, str(small), str(large), str(tmp_path / "spool")]
+    grown = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert int(grown) < 12  # MiB

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import factory
+from infembed_ray.retrieval.factory import EXACT_BELOW, GIB, build, candidates, centroids, choose, memory, new, sample
+from tests.retrieval.vectors import unit_vectors
+
+
+def test_small_shards_are_exact_and_large_ones_graphs_while_memory_is_no_matter() -> None:
+    assert [choose(n, 384, None) for n in (0, EXACT_BELOW - 1, EXACT_BELOW, 10**9)] == [
+        "Flat",
+        "Flat",
+        "HNSW32",
+        "HNSW32",
+    ]
+
+
+def test_less_memory_takes_the_links_then_the_vectors_then_the_precision() -> None:
+    """Ten million passages of a 7B model's dimension, in ever less memory."""
+    chosen = [choose(10_000_000, 3584, gib) for gib in (200, 136, 40, 15, 8, 4)]
+    assert chosen == [
+        "HNSW32",
+        "IVF65536_HNSW32,Flat",
+        "OPQ1792_3584,IVF65536_HNSW32,PQ1792",
+        "OPQ896_3584,IVF65536_HNSW32,PQ896",
+        "OPQ448_1792,IVF65536_HNSW32,PQ448",
+        "OPQ224_896,IVF65536_HNSW32,PQ224",
+    ]
+
+
+def test_centroids_follow_autofaiss() -> None:
+    counts = {10_000: 400, 250_000: 2000, 999_999: 3999, 1_000_000: 16_384, 10_000_000: 65_536, 300_000_000: 131_072}
+    assert {n: centroids(n) for n in counts} == counts
+
+
+@given(n=st.integers(1, 10**9), d=st.integers(1, 5000))
+def test_every_candidate_is_one_that_faiss_makes_and_takes_less_than_the_one_before(n: int, d: int) -> None:
+    names = candidates(n, d)
+    if n < 1_000_000:  # it takes FAISS a while to make the lists of larger ones
+        sizes = [memory(name, d, n) for name in names]
+        if d >= 16 and n >= 100_000:  # centroids are not what counts
+            assert sizes == sorted(sizes, reverse=True)
+    assert len(set(names)) == len(names)
+
+
+@settings(max_examples=30)
+@given(n=st.integers(EXACT_BELOW, 900_000), d=st.sampled_from([64, 384, 1024]), share=st.floats(0.001, 1.5))
+def test_the_choice_fits_and_nothing_better_would(n: int, d: int, share: float) -> None:
+    gib = memory("HNSW32", d, n) * share / GIB
+    try:
+        chosen = choose(n, d, gib)
+    except InputError:
+        assert all(memory(name, d, n) > gib * GIB for name in candidates(n, d))
+        return
+    names = candidates(n, d)
+    assert memory(chosen, d, n) <= gib * GIB
+    assert all(memory(name, d, n) > gib * GIB for name in names[: names.index(chosen)])
+
+
+def test_where_nothing_fits_each_proposed_remedy_would() -> None:
+    with pytest.raises(InputError, match=r"^memory_gib=0\.5: the smallest index of 5000000 vectors") as refusal:
+        choose(5_000_000, 3584, 0.5, shards=2)
+    message = str(refusal.value)
+    assert "\n" not in message
+    gib, dimensions, shards = (
+        re.search(rf"{name}=([\d.]+)(?!.*{name}=)", message) for name in ("memory_gib", "dimensions", "shards")
+    )
+    assert gib is not None
+    assert dimensions is not None
+    assert shards is not None
+    choose(5_000_000, 3584, float(gib[1].rstrip(".")))
+    choose(5_000_000, int(dimensions[1]), 0.5)
+    choose(-(-10_000_000 // int(shards[1])), 3584, 0.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["Flat", "HNSW32", "HNSW8_SQ8", "IVF64,Flat", "IVF64_HNSW16,Flat", "PCAR16,IVF16,PQ4x6"]
+)
+def test_the_memory_foreseen_is_that_of_the_file(name: str, tmp_path: Path) -> None:
+    n, d = 4000, 32
+    index = build(name, unit_vectors(n, d))
+    faiss.write_index(index, str(tmp_path / "index"))
+    assert memory(name, d, n) == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "name", ["nonsense", "IVF,Flat", "LSH", "HNSW16_PQ8", "IDMap,Flat", "PQ8", "IVF4,Flat,RFlat", ""]
+)
+def test_types_that_cannot_be_or_cannot_search_are_refused_with_those_that_can(name: str) -> None:
+    with pytest.raises(InputError, match=f"^factory={re.escape(name)}: ") as refusal:
+        new(name, 32)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_type_made_for_more_vectors_is_refused() -> None:
+    with pytest.raises(InputError, match="factory=IVF64,Flat: training takes 64 vectors and a shard has 63"):
+        build("IVF64,Flat", unit_vectors(63, 8))
+
+
+def test_training_takes_a_sample_of_some_vectors_a_centroid_the_same_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vectors = unit_vectors(20_000, 4)
+    taken: list[np.ndarray] = []
+
+    def spied(*arguments: object) -> np.ndarray:
+        taken.append(sample(*arguments))  # type: ignore[arg-type]
+        return taken[-1]
+
+    monkeypatch.setattr(factory, "sample", spied)
+    first, second = build("IVF300,Flat", vectors), build("IVF300,Flat", vectors)
+    assert [len(some) for some in taken] == [300 * factory.TRAINING_POINTS] * 2
+    assert 31 <= factory.TRAINING_POINTS <= 100
+    assert (taken[0] == taken[1]).all()
+    assert len({bytes(row) for row in taken[0]} & {bytes(row) for row in vectors}) == len(taken[0])
+    assert (faiss.serialize_index(first) == faiss.serialize_index(second)).all()
+
+
+def test_vectors_are_added_some_at_a_time_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = unit_vectors(1000, 8)
+    np.save(tmp_path / "vectors.npy", vectors)
+    whole = build("IVF8,Flat", vectors)
+    monkeypatch.setattr(factory, "BLOCK", 64)
+    pieces = build("IVF8,Flat", np.load(tmp_path / "vectors.npy", mmap_mode="r"))
+    assert (faiss.serialize_index(whole) == faiss.serialize_index(pieces)).all()
+
+
+@pytest.mark.parametrize("name", ["IVF16,Flat", "PCAR8,IVF16,SQ8"])
+def test_assigning_on_gpus_gives_the_index_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's part, exact search among centroids, is done by the CPU here."""
+    vectors = unit_vectors(2000, 16)
+    monkeypatch.setattr(factory, "on_gpus", lambda index: index)
+    searched = [i.search(vectors[:50], 5) for i in (build(name, vectors), build(name, vectors, gpu=True))]
+    np.testing.assert_array_equal(searched[0][1], searched[1][1])
+    np.testing.assert_allclose(searched[0][0], searched[1][0], atol=1e-6)
+
+
+def test_gpus_without_a_faiss_for_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip install faiss-gpu"):
+        build("IVF16,Flat", unit_vectors(1000, 8), gpu=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hasattr(faiss, "StandardGpuResources"), reason="this FAISS runs on CPUs only")
+def test_an_index_built_on_gpus_finds_what_one_of_the_cpu_finds() -> None:
+    vectors = unit_vectors(20_000, 64)
+    indexes = build("IVF64,Flat", vectors), build("IVF64,Flat", vectors, gpu=True)
+    for index in indexes:
+        index.nprobe = 64
+    np.testing.assert_array_equal(*(index.search(vectors[:100], 10)[1] for index in indexes))

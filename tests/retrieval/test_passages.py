@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.config import FieldType
+from infembed_ray.retrieval.passages import as_typed, batches, open_passages, row_of, schema, write_passages
+
+TYPES: dict[str, FieldType] = {
+    "lang": "string",
+    "year": "integer",
+    "score": "number",
+    "draft": "boolean",
+    "day": "date",
+}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "id": TEXTS,
+            "text": TEXTS,
+            "lang": TEXTS | st.none(),
+            "year": st.integers(-(2**63), 2**63 - 1) | st.none(),
+            "score": st.floats(allow_nan=False, allow_infinity=False) | st.none(),
+            "draft": st.booleans() | st.none(),
+            "day": st.dates() | st.none(),
+        }
+    ),
+    unique_by=lambda row: row["id"],
+    max_size=40,
+)
+
+
+@given(rows=ROWS, at_once=st.integers(1, 9))
+def test_passages_come_back_as_they_were_written_and_are_found_by_id(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], at_once: int
+) -> None:
+    file = tmp_path_factory.mktemp("passages") / "passages.arrow"
+    rows = sorted(rows, key=lambda row: row["id"])
+    table = pa.Table.from_pylist(rows, schema=schema(TYPES))
+    assert write_passages(file, table.schema, batches(table, at_once)) == len(rows)
+    written = open_passages(file)
+    assert written.to_pylist() == rows
+    assert written.schema == schema(TYPES)
+    assert written.column("text").num_chunks <= 1  # so that a few rows are fetched without the others
+    for number, row in enumerate(rows):
+        assert row_of(written, row["id"]) == number
+        assert row_of(written, row["id"] + "\0") in {None, number + 1}
+    assert row_of(written, "\ud800") is None
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("ids", [["b", "a"], ["a", "a"], ["é", "z"]])
+def test_ids_that_do_not_ascend_are_never_written(tmp_path: Path, ids: list[str]) -> None:
+    table = pa.table({"id": ids, "text": ids}, schema=schema({}))
+    with pytest.raises(ValueError, match="ids must ascend and stand once"):
+        write_passages(tmp_path / "passages.arrow", table.schema, batches(table, 1))
+    assert not (tmp_path / "passages.arrow").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "typed"),
+    [
+        ("", "string", ""),
+        ("2020", "string", "2020"),
+        (2020, "integer", 2020),
+        ("2020", "integer", 2020),
+        ("", "integer", None),
+        (None, "date", None),
+        (2, "number", 2.0),
+        ("2.5", "number", 2.5),
+        (True, "boolean", True),
+        ("TRUE", "boolean", True),
+        ("2020-02-29", "date", datetime.date(2020, 2, 29)),
+        (datetime.date(2020, 2, 29), "date", datetime.date(2020, 2, 29)),
+        (datetime.datetime(2020, 2, 29), "date", datetime.date(2020, 2, 29)),
+    ],
+)
+def test_values_are_read_as_json_csv_and_parquet_have_them(value: Any, kind: FieldType, typed: Any) -> None:
+    assert as_typed(value, kind) == typed
+    assert type(as_typed(value, kind)) is type(typed)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (2020, "string"),
+        (["a"], "string"),
+        ("x", "integer"),
+        (2.0, "integer"),
+        (True, "integer"),
+        (2**63, "integer"),
+        (float("nan"), "number"),
+        ("inf", "number"),
+        (False, "number"),
+        (1, "boolean"),
+        ("yes", "boolean"),
+        ("2020-02-30", "date"),
+        (20200229, "date"),
+        (datetime.datetime(2020, 2, 29, 12), "date"),
+        ("a\ud800", "string"),
+    ],
+)
+def test_values_of_another_type_are_refused(value: Any, kind: FieldType) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        as_typed(value, kind)
