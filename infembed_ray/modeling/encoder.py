@@ -186,6 +186,11 @@ class InstructionEncoder(nn.Module):
         """The precision in which the backbone computes."""
         return self.backbone.dtype  # type: ignore[return-value]
 
+    @property
+    def packs(self) -> bool:
+        """Are texts packed when they are embedded, as the encoder is now? Else a batch is padded to its longest."""
+        return self._packs and packing_pays(self.device, self.dtype, self.training and self._attention_dropout > 0)
+
     def forward(self, layout: Layout) -> Tensor:
         """Embed the texts of a layout: (texts, d) unit vectors, in fp32 whatever the backbone's precision."""
         where: dict[str, Any] = {} if layout.position_ids is None else {"position_ids": layout.position_ids}

@@ -31,6 +31,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.layout import Layout, Tokens
 
 if TYPE_CHECKING:
+    from infembed_ray.modeling.prefix_cache import Branches
     from infembed_ray.modeling.prefix_tree import Trees
 
 ATTENTION = "packed_sdpa"
@@ -135,6 +136,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     trees: Trees | None = None,
+    branches: Branches | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a packed row, or of any other (see transformers' AttentionInterface).
@@ -150,6 +152,7 @@ def attention(
         cu_seq_lens_q: (texts + 1,) where the texts of the one row start and end; None: the row is not packed.
         max_length_q: tokens of the longest text.
         trees: of a row of prefix trees.
+        branches: of a row of texts that follow encoded prefixes.
 
     Returns:
         (rows, width, heads, head size), and None for the weights.
@@ -163,6 +166,8 @@ def attention(
     shared = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
     if trees is not None:
         return trees.attend(module, query, key, value, **shared)
+    if branches is not None:
+        return branches.attend(module, query, key, value, **shared)
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **shared)
     if query.is_cuda and dropout == 0 and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attention():

@@ -1,0 +1,169 @@
+"""Queries after cached instructions, against each text encoded whole and by itself, by transformers as it comes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModel
+
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Tokens
+from infembed_ray.modeling.prefix_cache import PrefixCache, obstacle
+from tests.modeling.backbones import DECODERS
+
+INSTRUCTIONS = [
+    None,
+    "For nurses, in plain words; no brand names.",
+    "what does a passage about bread say, in plain words",
+    "ends in a space ",
+    "b",
+]
+QUERIES = [
+    "how is aspirin dosed",
+    "bread",
+    "",
+    "what does a passage about bread say , for nurses in plain words ; " * 4,
+]
+MIB = 2**20
+
+
+@pytest.fixture
+def encoder(backbone_path, request):
+    family, pooling = request.param
+    return InstructionEncoder.from_pretrained(backbone_path(family), pooling=pooling)
+
+
+@pytest.fixture(scope="module")
+def qwen2(backbone_path):
+    return InstructionEncoder.from_pretrained(backbone_path("qwen2"), pooling="last")
+
+
+def one_by_one(encoder, sequences):
+    """Unit vectors by a fresh transformers model: no packing, no padding, no cache."""
+    model = AutoModel.from_pretrained(encoder.source, attn_implementation="eager").eval()
+    vectors = []
+    for tokens in sequences:
+        with torch.no_grad():
+            states = model(torch.tensor([tokens.ids])).last_hidden_state[0]
+        pooled = states[-1] if encoder.pooling == "last" else states.mean(dim=0)
+        vectors.append(torch.nn.functional.normalize(pooled, dim=0))
+    return torch.stack(vectors).numpy()
+
+
+def all_texts(encoder):
+    pairs = [(query, instruction) for query in QUERIES for instruction in INSTRUCTIONS]
+    queries = encoder.tokenize_queries(*map(list, zip(*pairs, strict=True)))
+    return queries + encoder.tokenize_passages(QUERIES)
+
+
+def computed(encoder, run):
+    """Tokens that a run puts through the backbone."""
+    widths = []
+    hook = encoder.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    run()
+    hook.remove()
+    return sum(widths)
+
+
+@pytest.mark.parametrize("encoder", [(f, p) for f in DECODERS for p in ("last", "mean")], indirect=True)
+def test_a_mixed_batch_is_embedded_as_each_text_by_itself(encoder):
+    sequences = all_texts(encoder)
+    assert {t.instruction > 0 for t in sequences} == {True, False}
+    expected = one_by_one(encoder, sequences)
+    cache = PrefixCache(encoder, MIB)
+    np.testing.assert_allclose(cache.embed(sequences), expected, atol=1e-5)  # cold
+    np.testing.assert_allclose(cache.embed(sequences), expected, atol=1e-5)  # warm
+    np.testing.assert_allclose(cache.embed(sequences[::-1], batch_tokens=40), expected[::-1], atol=1e-5)
+    alone = np.concatenate([cache.embed([tokens]) for tokens in sequences])
+    np.testing.assert_allclose(alone, expected, atol=1e-5)
+
+
+@settings(max_examples=25)
+@given(
+    texts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=12),
+    calls=st.integers(1, 3),
+    batch_tokens=st.integers(1, 64),
+    room=st.integers(0, 2000),
+)
+def test_any_ids_in_any_batches_with_any_room_are_exact(qwen2, texts, calls, batch_tokens, room):
+    """Also where prefixes begin alike, nothing follows them, and where nothing, or not all, fits the cache."""
+    sequences = [
+        Tokens([*([5 + family % 2] * shared), *range(10, 10 + own)] or [3], "query", shared)
+        for family, shared, own in texts
+    ]
+    expected = np.concatenate([qwen2.embed([tokens]) for tokens in sequences])
+    cache = PrefixCache(qwen2, room)
+    for _ in range(calls):
+        np.testing.assert_allclose(cache.embed(sequences, batch_tokens), expected, atol=1e-5)
+        assert cache.bytes <= room
+    assert cache.hits + cache.misses == calls * sum(0 < t.instruction < len(t) for t in sequences)
+
+
+def test_an_instruction_is_computed_once_and_then_only_what_follows_it(qwen2):
+    instruction = INSTRUCTIONS[1]
+    sequences = qwen2.tokenize_queries(QUERIES[:2] * 2, [instruction] * 4)
+    prefix = sequences[0].instruction
+    own = sum(len(tokens) - prefix for tokens in sequences)
+    cache = PrefixCache(qwen2, MIB)
+    assert [cache.remaining(tokens) for tokens in sequences] == list(map(len, sequences))
+    assert computed(qwen2, lambda: cache.embed(sequences)) == prefix + own
+    assert sum(map(cache.remaining, sequences)) == own
+    assert computed(qwen2, lambda: cache.embed(sequences)) == own
+    assert (cache.hits, cache.misses) == (7, 1)
+
+
+def test_the_least_recently_used_instruction_makes_room(qwen2):
+    def under(token):
+        return Tokens([token] * 10 + [3, 4], "query", 10)
+
+    cache = PrefixCache(qwen2, 0)
+    cache.embed([under(7)])
+    assert cache.bytes == 0  # larger than the cache: not kept
+    kv = 2 * qwen2.backbone.config.num_hidden_layers * 2 * 10 * 8 * 4  # both, layers, heads, tokens, head size, fp32
+    cache = PrefixCache(qwen2, 2 * kv + 1)
+    for token in (7, 8, 7, 9):  # 9 takes the place of 8
+        cache.embed([under(token)])
+    assert cache.bytes == 2 * kv
+    assert [cache.remaining(under(token)) for token in (7, 8, 9)] == [2, 12, 2]
+
+
+def test_bfloat16_stays_near(backbone_path):
+    encoder = InstructionEncoder.from_pretrained(backbone_path("llama"), pooling="mean", dtype=torch.bfloat16)
+    sequences = all_texts(encoder)
+    cache = PrefixCache(encoder, MIB)
+    cache.embed(sequences)
+    assert (cache.embed(sequences) * one_by_one(encoder, sequences)).sum(axis=1).min() > 0.999
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("qwen2", {"pooling": "cls"}, "it pools the first token"),
+        ("qwen2", {"bidirectional": True}, "attend to what follows"),
+        ("modernbert", {}, "attend to what follows"),
+        ("qwen2", {"interaction": "cross_attention"}, "apart"),
+        ("mistral", {"pooling": "last"}, None),
+    ],
+)
+def test_a_model_that_cannot_go_on_from_an_instruction_is_declined_with_the_reason(
+    family, options, reason, backbone_path
+):
+    found = obstacle(InstructionEncoder.from_pretrained(backbone_path(family), **options))
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def test_a_sliding_window_shorter_than_a_query_is_declined(backbone_path, tmp_path):
+    model = AutoModel.from_pretrained(backbone_path("mistral"))
+    model.save_pretrained(tmp_path)
+    for file in Path(backbone_path("mistral")).glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    assert "sliding_window is 16" in obstacle(InstructionEncoder.from_pretrained(str(tmp_path)))
+    assert obstacle(InstructionEncoder.from_pretrained(str(tmp_path), query_length=16)) is None
