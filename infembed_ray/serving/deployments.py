@@ -1,6 +1,7 @@
-"""`infembed serve`: encoder, index shards and HTTP ingress as deployments of one Ray Serve application.
+"""The Ray Serve applications: an encoder, the shards of an index, and the API over a generation of both.
 
-A search goes client -> ingress -> encoder -> all shards at once -> ingress, which merges their hits.
+`infembed-encoder-*` and `infembed-index-*` are named after what they hold, so several may be up at a time. `infembed` is the
+HTTP API; which of the others it asks is its `user_config`, so that an upgrade restarts nothing of it (see `generations`).
 
 Only the encoder's replicas import torch and transformers: a replica of a shard or of the ingress is half the size and
 starts in half the time without.
@@ -9,436 +10,524 @@ starts in half the time without.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
-import signal
-import socket
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from pydantic import BaseModel, ConfigDict
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.config import BackpressureConfig
-from ray.serve.context import _get_global_client
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
-from ray.serve.schema import LoggingConfig
+from ray.serve.handle import DeploymentHandle
 
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
-from infembed_ray.distributed import connect, on_a_cluster
-from infembed_ray.errors import InputError
-from infembed_ray.modeling.layout import Tokens
-from infembed_ray.progress import say
-from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge
+from infembed_ray.retrieval.changes import ChangeLog
+from infembed_ray.retrieval.index import IndexFacts, changes_of
+from infembed_ray.retrieval.live import LiveShard, ShardAnswer, ShardQuery
+from infembed_ray.retrieval.shards import Shard
 from infembed_ray.serving import schema
-from infembed_ray.serving.app import ApiError, Embedded, Found, create_app
-from infembed_ray.serving.auth import ApiKeys, is_loopback
-from infembed_ray.serving.engine import BatchingEngine, QueueFull, measured_overhead
+from infembed_ray.serving.app import Limits, create_app
+from infembed_ray.serving.auth import ApiKeys
+from infembed_ray.serving.engine import Embedded, QueueFull
+from infembed_ray.serving.generations import Blueprint, Generation, Inputs
+from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
+from infembed_ray.serving.snapshots import PUSH_S, Snapshots, snapshot
+
+if TYPE_CHECKING:
+    from infembed_ray.serving.encoding import EncodingEngine
 
 APPLICATION = "infembed"
+ENCODER, INGRESS, METRICS = "encoder", "ingress", "metrics"
 SMALL_CPUS = 0.1
-"""CPUs asked for by a replica that mostly waits: ingress and shards. All of them fit beside an encoder on 2 CPUs."""
-READY_TIMEOUT_S = 60.0
-PROBE_TIMEOUT_S = 2.0
+"""CPUs asked for by a replica that mostly waits: that of the ingress."""
+OPEN_TIMEOUT_S = 60.0
+"""For a new generation to answer the ingress, before it stays with the one it has."""
 CONSTRUCTOR_ATTEMPTS = 3
+FOLLOW_S = 0.1
+"""Between two looks of a shard at the log of changes."""
+INGRESS_ENVIRONMENT = {
+    # One event loop for Serve's part of a request and ours: a thread of its own for each costs a third of the time.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when a replica is full or lost, and nobody knows better."""
 
-
-# ------------------------------------------------------------------------------------------------ deployments
-
-
-class Encoder:
-    """A replica of the encoder behind its batching engine."""
-
-    def __init__(self, model: str, settings: ServeSettings) -> None:
-        import torch
-
-        from infembed_ray.modeling.encoder import InstructionEncoder
-
-        torch.set_num_threads(max(1, int(settings.cpus_per_encoder)))
-        self._encoder = InstructionEncoder.from_pretrained(
-            model, device="cuda" if settings.gpus_per_encoder else "cpu"
-        ).eval()
-        embed = partial(self._encoder.embed, batch_tokens=settings.batch_tokens)
-        self._engine = BatchingEngine(
-            embed,
-            batch_tokens=settings.batch_tokens,
-            max_queue=settings.max_queue,
-            overhead_tokens=measured_overhead(embed, lambda n: Tokens([0] * n), settings.batch_tokens),
-        )
-        # One thread: truncation is state of a fast tokenizer, so two calls at a time would fail. Beside the event
-        # loop, which a long text would hold up.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-
-    async def embed(
-        self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
-    ) -> Embedded:
-        """As `app.Service.embed`. Token arrays are decoded first, so template, prefix and special tokens apply."""
-        tokens = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing, self._tokenize, inputs, input_type, instruction
-        )
-        return Embedded(await self._engine.embed(tokens), sum(map(len, tokens)))
-
-    def _tokenize(
-        self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
-    ) -> list[Tokens]:
-        decode = partial(self._encoder.tokenizer.decode, skip_special_tokens=True)
-        texts = [x if isinstance(x, str) else decode(x) for x in inputs]
-        if input_type == "passage":
-            return self._encoder.tokenize_passages(texts)
-        return self._encoder.tokenize_queries(texts, [instruction] * len(texts))
-
-    async def ready(self) -> bool:
-        """Answers once the model is loaded."""
-        return True
+log = logging.getLogger(__name__)
 
 
-class ShardSearch:
-    """A replica of one shard."""
-
-    def __init__(self, root: Path, facts: ShardFacts) -> None:
-        self._shard = Shard.open(root, facts)
-
-    def search(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
-        """As `Shard.search`; Serve runs it in a thread, beside the event loop."""
-        return self._shard.search(vectors, k)
-
-    async def ready(self) -> bool:
-        """Answers once the shard is open."""
-        return True
+# -------------------------------------------------------------------------------------------------- arguments
 
 
-@serve.ingress()
-class Ingress:
-    """A replica of the HTTP API: `app.Service` over the other deployments."""
+class _Arguments(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    def __init__(
-        self,
-        model: schema.Model,
-        deployment: str,
-        api_keys_env: str | None,
-        locked: bool,
-        encoder: DeploymentHandle,
-        shards: list[DeploymentHandle],
-    ) -> None:
-        self._model, self._deployment = model, deployment
-        self._encoder, self._shards = encoder, shards
-        self._keys = ApiKeys.from_environment(api_keys_env)
-        if locked and not self._keys:
-            raise RuntimeError(
-                f"api_keys_env={api_keys_env}: set where `serve` was started but not on the node of the ingress, "
-                "which would be open; set it in the environment of all nodes"
-            )
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self, self._model, self._deployment, self._keys)
-
-    async def embed(
-        self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
-    ) -> Embedded:
-        """As `app.Service.embed`."""
-        embedded: Embedded = await _answer(self._encoder.embed.remote(inputs, input_type, instruction))
-        return embedded
-
-    async def search(self, query: str, instruction: str | None, top_k: int) -> Found:
-        """As `app.Service.search`: all shards are asked at once and their hits merged."""
-        start = time.perf_counter()
-        embedded = await self.embed([query], "query", instruction)
-        encoded = time.perf_counter()
-        calls = [shard.search.remote(embedded.vectors, top_k) for shard in self._shards]
-        answers = await asyncio.gather(*map(_answer, calls))
-        hits = merge((hits for (hits,) in answers), top_k)
-        return Found(
-            [schema.SearchHit(id=hit.id, score=hit.score, text=hit.text) for hit in hits],
-            schema.Timings(
-                encode_ms=round(1e3 * (encoded - start), 3),
-                search_ms=round(1e3 * (time.perf_counter() - encoded), 3),
-            ),
-        )
-
-    async def ready(self) -> bool:
-        """Do the encoder and every shard answer?"""
-        calls = [handle.ready.remote() for handle in (self._encoder, *self._shards)]
-        try:
-            await asyncio.wait_for(asyncio.gather(*map(_answer, calls)), PROBE_TIMEOUT_S)
-        except (asyncio.TimeoutError, ApiError, QueueFull):
-            return False
-        return True
+    def digest(self) -> str:
+        """8 hex digits that change with anything that changes the application."""
+        decides = {**self.model_dump(mode="json"), "code_version": __version__}
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 
-async def _answer(response: DeploymentResponse) -> Any:
-    """Await another deployment; its troubles come as what `app.Service` may raise."""
-    try:
-        return await response
-    except RayTaskError as error:
-        raise error.cause from error
-    except BackPressureError as error:
-        raise QueueFull(RETRY_AFTER_S) from error
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise ApiError(
-            503,
-            "a replica was lost; try again",
-            type="server_error",
-            code="replica_lost",
-            headers={"Retry-After": str(int(RETRY_AFTER_S))},
-        ) from error
+class EncoderArguments(_Arguments):
+    """Of `encoder_application`."""
+
+    model: str
+    """Directory or hub name."""
+    fingerprint: str
+    """Of the encoder that the index needs."""
+    dimensions: int | None = None
+    """Of its embeddings, if fewer than the model's."""
+    settings: ServeSettings
+
+    @classmethod
+    def of(
+        cls, model: str, fingerprint: str, settings: ServeSettings, dimensions: int | None = None
+    ) -> EncoderArguments:
+        """With what concerns the encoder, so that another port starts no other one."""
+        kept = {"model", "encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime"}
+        kept |= {"dtype", "prefix_cache_mib", "batch_tokens", "max_queue", "request_timeout_s"}
+        return cls(model=model, fingerprint=fingerprint, dimensions=dimensions, settings=_only(settings, kept))
+
+    @property
+    def application(self) -> str:
+        """Its name."""
+        return f"{APPLICATION}-encoder-{self.fingerprint[:8]}-{self.digest()}"
 
 
-def _application(plan: Plan) -> serve.Application:
-    settings, index = plan.settings, plan.index
-    # The engine's queue is what is bounded; these only keep Serve from queueing without bound before it.
-    bounds: dict[str, Any] = {
-        "max_ongoing_requests": 2 * settings.max_queue,
-        "max_queued_requests": 2 * settings.max_queue,
-        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
-    }
-    encoder = serve.deployment(
+class IndexArguments(_Arguments):
+    """Of `index_application`."""
+
+    index: str
+    """Directory of a version."""
+    version: str
+    settings: ServeSettings
+
+    @classmethod
+    def of(cls, index: str, version: str, settings: ServeSettings) -> IndexArguments:
+        """With what concerns the shards."""
+        kept = {"shard_replicas", "gpus_per_shard", "cpus_per_shard", "max_queue", "request_timeout_s"}
+        return cls(index=index, version=version, settings=_only(settings, kept))
+
+    @property
+    def application(self) -> str:
+        """Its name."""
+        return f"{APPLICATION}-index-{self.version[:8]}-{self.digest()}"
+
+
+class ApiArguments(_Arguments):
+    """Of `api_application`."""
+
+    locked: bool
+    """There are API keys; a replica that finds none does not start."""
+    settings: ServeSettings
+
+    @classmethod
+    def of(cls, settings: ServeSettings, locked: bool) -> ApiArguments:
+        """With what concerns the ingress."""
+        kept = {"api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"}
+        kept |= {"shard_replicas", "max_queue", "request_timeout_s", "max_body_mib", "ha_proxy"}
+        return cls(locked=locked, settings=_only(settings, kept))
+
+
+def _only(settings: ServeSettings, kept: set[str]) -> ServeSettings:
+    """The settings as if only these had been set, for what nothing else concerns."""
+    return ServeSettings(index="", **settings.model_dump(include=kept))
+
+
+# ----------------------------------------------------------------------------------------------- applications
+
+
+def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serve.Application:
+    """The encoder; `serve deploy` gives the arguments as a mapping."""
+    arguments = EncoderArguments.model_validate(arguments)
+    settings = arguments.settings
+    most = settings.max_encoder_replicas
+    return serve.deployment(
         Encoder,
-        name="encoder",
-        num_replicas=settings.encoder_replicas,
+        name=ENCODER,
         ray_actor_options={"num_cpus": settings.cpus_per_encoder, "num_gpus": settings.gpus_per_encoder},
-        **bounds,
-    ).bind(plan.model, settings)
+        **_replicas(settings.encoder_replicas, most),
+        **_bounds(settings),
+    ).bind(arguments)
+
+
+def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Application:
+    """The shards of an index, one deployment each, behind a first one that only names them."""
+    arguments = IndexArguments.model_validate(arguments)
+    settings = arguments.settings
     shards = [
         serve.deployment(
             ShardSearch,
             name=facts.name,
-            num_replicas=settings.shard_replicas,
-            ray_actor_options={"num_cpus": SMALL_CPUS},
-            **bounds,
-        ).bind(index.path.resolve(), facts)
-        for facts in index.facts.shards
+            ray_actor_options={"num_cpus": settings.cpus_per_shard, "num_gpus": settings.gpus_per_shard},
+            **_replicas(settings.shard_replicas),
+            **_bounds(settings),
+        )
+        for facts in IndexFacts.read(Path(arguments.index)).shards
     ]
+    # An application is a graph with one root. The last shard is as good as any: each knows of the others nothing.
+    *others, last = range(len(shards))
+    return shards[last].bind(arguments, last, *(shards[other].bind(arguments, other) for other in others))
+
+
+def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Application:
+    """The API, whose deployment `ingress` gets its blueprint as `user_config`."""
+    return api_over(ApiArguments.model_validate(arguments), None)
+
+
+def api_over(arguments: ApiArguments, blueprint: Blueprint | None) -> serve.Application:
+    """The API over a generation."""
+    settings = arguments.settings
+    metrics = serve.deployment(MetricsPage, name=METRICS, ray_actor_options={"num_cpus": 0}).options(
+        version=arguments.digest(), _internal=True
+    )
     ingress = serve.deployment(
         Ingress,
-        name="ingress",
-        ray_actor_options={"num_cpus": SMALL_CPUS},
+        name=INGRESS,
+        ray_actor_options={"num_cpus": SMALL_CPUS, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
+        user_config=blueprint and blueprint.model_dump(mode="json"),
+        max_surge_percent=100,  # the old ones serve until the new ones do
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
-        **bounds,
+        **_replicas(settings.ingress_replicas),
+        **_bounds(settings),
+    ).options(version=arguments.digest(), _internal=True)  # the same one, so a new blueprint restarts nothing
+    return ingress.bind(arguments, metrics.bind())
+
+
+def _replicas(least: int, most: int | None = None) -> dict[str, Any]:
+    if most is None or most <= least:
+        return {"num_replicas": least}
+    # Of the calls of the ingress, which are few and many texts each: with one and a half under way to a replica at all
+    # times it is never idle.
+    scaling = AutoscalingConfig(
+        min_replicas=least, max_replicas=most, target_ongoing_requests=1.5, upscale_delay_s=10, downscale_delay_s=120
     )
-    return ingress.bind(plan.card, plan.fingerprint, settings.api_keys_env, plan.locked, encoder, shards)
+    return {"autoscaling_config": scaling}
 
 
-# ------------------------------------------------------------------------------------------------------- verb
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A validated wish to serve."""
-
-    settings: ServeSettings
-    index: Index
-    model: str
-    """Directory or hub name of the encoder."""
-    card: schema.Model
-    locked: bool
-    """There are API keys."""
-
-    @classmethod
-    def of(cls, settings: ServeSettings) -> Plan:
-        """Check all that can be checked before anything starts.
-
-        Raises:
-            InputError: no such index or model, the index is damaged or another encoder built it, or the API would be
-                open to other machines.
-        """
-        from infembed_ray.modeling.checkpoint import locate
-        from infembed_ray.modeling.encoder import InstructionEncoder
-
-        keys = ApiKeys.from_environment(settings.api_keys_env)
-        if not keys and not is_loopback(settings.host):
-            raise InputError(
-                f"host={settings.host}: open to other machines without API keys; "
-                f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
-            )
-        index = Index.open(settings.index)
-        found = locate(settings.model or index.facts.model, "model")
-        encoder = InstructionEncoder.from_pretrained(found.path)
-        index.require_encoder(encoder.fingerprint())
-        card = schema.Model(
-            id=settings.model_name or (Path(found.path).name if found.inputs else found.path),
-            created=int(time.time()),
-            dimension=index.facts.dimension,
-            encoder=encoder.fingerprint(),
-            index_version=index.version,
-            passages=index.facts.passages,
-            vocabulary=len(encoder.tokenizer),
-        )
-        return cls(settings, index, found.path, card, bool(keys))
-
-    @property
-    def url(self) -> str:
-        """Where this machine reaches the API."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with anything that changes what is served, or how."""
-        decides = {
-            "settings": self.settings.identity(),
-            "model": self.card.model_dump(exclude={"created"}),
-            "locked": self.locked,
-            "code_version": __version__,
-        }
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-
-    def welcome(self) -> str:
-        """Where the API is and how to ask it."""
-        key = f' -H "Authorization: Bearer $KEY"  # one of ${self.settings.api_keys_env}' if self.locked else ""
-        return (
-            f"serve: {self.card.passages} passages, model {self.card.id}, at {self.url} (its page: {self.url}/docs)\n"
-            f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
-            """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
-            f"{key}"
-        )
-
-
-def run(settings: ServeSettings) -> None:
-    """Serve until interrupted, or with `wait=False` leave the API up on the cluster and return.
-
-    Nothing happens if the same index is already served with the same settings. If the cluster serves another one at
-    this address, it is replaced.
-
-    Raises:
-        InputError: before anything starts, for anything wrong with the settings, the index, the model or the port.
-    """
-    plan = Plan.of(settings)
-    if _served_at(plan.url) == plan.fingerprint:
-        say(f"serve: nothing to do: same index and settings, already served at {plan.url}")
-        return
-    if not (settings.wait or on_a_cluster()):
-        raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
-    _deploy(plan)
-    say(plan.welcome())
-    if settings.wait:
-        try:
-            say("Ctrl-C ends it.")
-            _until_interrupted()
-        finally:
-            _stop_if_ours(plan)
-
-
-@contextmanager
-def serving(settings: ServeSettings) -> Iterator[str]:
-    """The API, up while the block runs: gives its base URL. `settings.wait` plays no part.
-
-    Raises:
-        InputError: as `run`.
-    """
-    plan = Plan.of(settings)
-    _deploy(plan)
-    try:
-        yield plan.url
-    finally:
-        _stop_if_ours(plan)
-
-
-def stop() -> None:
-    """Take the API of this cluster down, and Serve with it where nothing else is served."""
-    if APPLICATION in serve.status().applications:
-        serve.delete(APPLICATION)
-    if not serve.status().applications:
-        serve.shutdown()
-
-
-def _stop_if_ours(plan: Plan) -> None:
-    """Take down what this plan deployed; not what has replaced it since."""
-    if _served_at(plan.url) in (plan.fingerprint, None):
-        stop()
-
-
-def require_free_port(host: str, port: int) -> None:
-    """InputError unless `host:port` can be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise InputError(
-                f"port={port}: cannot be listened on at {host} ({error.strerror}); "
-                "stop what listens there, or set another port=..."
-            ) from error
-
-
-def _deploy(plan: Plan) -> None:
-    """Start or replace the application, and wait until it answers at its URL. After a failure nothing is left up."""
-    _join(plan)
-    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process' own talk of what it starts
-    say(f"serve: starting {len(plan.index.shards)} shards, encoder {plan.card.id} and the HTTP API")
-    try:
-        serve.start(http_options={"host": plan.settings.host, "port": plan.settings.port}, logging_config=quiet)
-        serve.run(_application(plan), name=APPLICATION, logging_config=quiet)
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while _served_at(plan.url, "/readyz") != plan.fingerprint:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{plan.url}/readyz did not answer within {READY_TIMEOUT_S:.0f} s")
-            time.sleep(0.1)
-    except BaseException:
-        stop()
-        raise
-
-
-def _join(plan: Plan) -> None:
-    """Connect to the cluster; InputError unless the API can listen where it should, or is there to be replaced."""
-    port = plan.settings.port
-    replaces = _served_at(plan.url) is not None
-    if not replaces and not on_a_cluster():
-        require_free_port(plan.settings.host, port)  # before a cluster is started for nothing
-    connect()
-    status = serve.status()
-    if status.proxies and not status.applications:
-        serve.shutdown()  # what a job that was stopped in a hurry left listening
-        status = serve.status()
-    if not replaces:
-        require_free_port(plan.settings.host, port)
-    if replaces and APPLICATION not in status.applications:
-        raise InputError(f"port={port}: another cluster's API is served there; stop it, or set another port")
-    if status.proxies:
-        # Serve keeps the address it was started with, whatever it is asked later: an API meant for loopback, and so
-        # without keys, must not come up on one that listens everywhere.
-        listens = _get_global_client().http_config
-        if (listens.host, listens.port) != (plan.settings.host, port):
-            raise InputError(
-                f"port={port}: Serve runs on this cluster already and listens at {listens.host}:{listens.port}; "
-                "give its host and port, or end it with `serve shutdown`"
-            )
-
-
-def _served_at(url: str, path: str = "/healthz") -> str | None:
-    """The fingerprint of what this package serves at a URL of this machine; None if that is nothing."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(url + path, timeout=PROBE_TIMEOUT_S) as response:
-            fingerprint = json.load(response)["deployment"]
-    except (OSError, ValueError, KeyError, TypeError):  # nothing there, or something else; HTTPError is an OSError
-        return None
-    return str(fingerprint)
-
-
-def _until_interrupted() -> None:
-    interrupted = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
+def _bounds(settings: ServeSettings) -> dict[str, Any]:
+    # The engine's queue is what is bounded; these only keep Serve from queueing without bound before it.
+    return {
+        "max_ongoing_requests": 2 * settings.max_queue,
+        "max_queued_requests": 2 * settings.max_queue,
+        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
+        "health_check_period_s": 2,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": settings.request_timeout_s,
     }
-    try:
-        interrupted.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------------------------------- deployments
+
+
+class Encoder:
+    """A replica of the encoder."""
+
+    def __init__(self, arguments: EncoderArguments) -> None:
+        from infembed_ray.modeling.encoder import InstructionEncoder
+        from infembed_ray.serving.encoding import EncodingEngine
+
+        described = InstructionEncoder.from_pretrained(arguments.model, dimensions=arguments.dimensions, device="meta")
+        found = described.fingerprint()
+        if found != arguments.fingerprint:
+            raise RuntimeError(
+                f"model={arguments.model}: its fingerprint on this node is {found}, where `serve` was started it was "
+                f"{arguments.fingerprint}; give all nodes the same checkpoint"
+            )
+        self._engine = EncodingEngine.load(arguments.model, arguments.settings, arguments.dimensions)
+        registry = CollectorRegistry()
+        registry.register(EngineMetrics(self._engine))
+        self._metrics = Reporter(registry)
+
+    async def embed_many(
+        self, items: Sequence[Inputs | list[Query]], timeout_s: float
+    ) -> list[Embedded | BaseException]:
+        """Embeds for several requests: each gets its vectors, or the exception that is its own."""
+        self._metrics.start()
+        queries = [item for item in items if not isinstance(item, Inputs)]
+        answers = iter(await self._embed_queries(queries, timeout_s)) if queries else iter(())
+        inputs = [item for item in items if isinstance(item, Inputs)]
+        embedded = iter(
+            await asyncio.gather(*(self._engine.embed(*item, timeout_s) for item in inputs), return_exceptions=True)
+        )
+        return [next(embedded if isinstance(item, Inputs) else answers) for item in items]
+
+    async def _embed_queries(self, items: list[list[Query]], timeout_s: float) -> list[Embedded | BaseException]:
+        """All of them at once; one by one if one of them cannot be."""
+        together = [query for item in items for query in item]
+        texts, instructions = zip(*together, strict=True)
+        try:
+            vectors, tokens = await self._engine.embed_queries(texts, instructions, timeout_s)
+        except ValueError as error:
+            if len(items) == 1:
+                return [error]
+            alone = await asyncio.gather(*(self._embed_queries([item], timeout_s) for item in items))
+            return [answer for (answer,) in alone]
+        answers: list[Embedded | BaseException] = []
+        for item in items:
+            answers.append(Embedded(vectors[: len(item)], tokens * len(item) // len(together)))
+            vectors = vectors[len(item) :]
+        return answers
+
+    async def ready(self) -> bool:
+        """Answers once the model is loaded."""
+        self._metrics.start()
+        return True
+
+
+class EngineMetrics:
+    """What an encoding engine has done, as `prometheus_client` collects it."""
+
+    def __init__(self, engine: EncodingEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """The facts of this moment."""
+        facts = self._engine.facts
+        yield GaugeMetricFamily("infembed_encoder_waiting", "Texts in the queue.", facts.waiting)
+        yield GaugeMetricFamily("infembed_encoder_prefix_bytes", "Memory of cached instructions.", facts.prefix_bytes)
+        counted = {**asdict(facts.counters), "prefix_hits": facts.prefix_hits, "prefix_misses": facts.prefix_misses}
+        for name, count in counted.items():
+            yield CounterMetricFamily(
+                f"infembed_encoder_{name}", f"{name.replace('_', ' ')} so far".capitalize(), count
+            )
+
+
+class ShardSearch:
+    """A replica of one shard. `others` are the shards that its application has besides."""
+
+    def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
+        root = Path(arguments.index)
+        facts = IndexFacts.read(root)
+        changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
+        base = Shard.open(root, facts.shards[number])
+        self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
+        self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
+        registry = CollectorRegistry()
+        Gauge("infembed_shard_documents", "Documents that searches see.", registry=registry).set_function(
+            self._shard.__len__
+        )
+        Gauge("infembed_shard_sequence", "The last change that searches see.", registry=registry).set_function(
+            lambda: self._shard.sequence
+        )
+        Gauge("infembed_shard_delta", "Rows that compaction would save.", registry=registry).set_function(
+            lambda: self._shard.delta
+        )
+        self._metrics = Reporter(registry)
+        threading.Thread(target=self._follow, name="follow", daemon=True).start()
+
+    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
+        """As `LiveShard.search_many`."""
+        self._metrics.start()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.search_many, queries)
+
+    async def document(self, id: str) -> Document | None:
+        """The document of an id."""
+        found = self._shard.get(id)
+        return None if found is None else Document(found.id, found.text, found.metadata)
+
+    async def ready(self) -> bool:
+        """Answers once the shard is open."""
+        self._metrics.start()
+        return True
+
+    def _follow(self) -> None:
+        """Apply changes as they come. What is damaged holds back what comes after it, and is told once."""
+        told = ""
+        while True:
+            try:
+                self._shard.refresh()
+                told = ""
+            except Exception as fault:  # whatever it is: a thread that ends leaves the shard stale without a word
+                if str(fault) != told:
+                    told = str(fault)
+                    log.error("the shard serves what it has, without later changes: %s", told)
+            time.sleep(FOLLOW_S)
+
+
+class MetricsPage:
+    """Collects the metrics of all replicas."""
+
+    def __init__(self) -> None:
+        self._snapshots = Snapshots()
+
+    async def keep(self, replica: str, metrics: list[Metric]) -> None:
+        """Take the latest metrics of a replica."""
+        self._snapshots.keep(replica, metrics)
+
+    async def page(self) -> bytes:
+        """As `Service.metrics`."""
+        return self._snapshots.page()
+
+
+class Reporter:
+    """Sends a replica's metrics to the page of all."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, once; called from the replica's event loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._report())
+
+    async def _report(self) -> None:
+        context = serve.get_replica_context()
+        replica = f"{context.app_name}/{context.deployment}/{context.replica_tag}"
+        page = _deployment(METRICS, APPLICATION)
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost, QueueFull):  # it is not there yet, or again
+                await asyncio.wait_for(page("keep", replica, snapshot(self._registry)), PUSH_S)
+            await asyncio.sleep(PUSH_S)
+
+
+@serve.ingress()
+class Ingress:
+    """A replica of the HTTP API: `service.Service` by the generation of the day."""
+
+    def __init__(self, arguments: ApiArguments, metrics: DeploymentHandle) -> None:
+        settings = arguments.settings
+        self._arguments = arguments
+        self._page = Remote(metrics)
+        self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
+        if arguments.locked and not self._keys:
+            raise RuntimeError(
+                f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
+                "ingress, which would be open; set it in the environment of all nodes"
+            )
+        self._registry = CollectorRegistry()
+        self._reporter = Reporter(self._registry)
+        self._generation: Generation | None = None
+        self._going_over: asyncio.Task[None] | None = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        limits = Limits(
+            max_body_mib=self._arguments.settings.max_body_mib,
+            request_timeout_s=self._arguments.settings.request_timeout_s,
+        )
+        return create_app(
+            self,
+            lambda: self._now.blueprint.fingerprint,
+            self._keys,
+            limits,
+            registry=self._registry,
+            request_ids=self._arguments.settings.ha_proxy,  # Serve's own proxy does it
+        )
+
+    async def reconfigure(self, blueprint: Mapping[str, Any]) -> None:
+        """Go over to another generation once it answers, between two requests; Serve calls it with `user_config`.
+
+        Until it answers this replica stays with the generation that it has; without one it does not start.
+        """
+        self._reporter.start()
+        if self._going_over is not None:
+            self._going_over.cancel()
+        generation = self._open(Blueprint.model_validate(blueprint))
+        self._going_over = asyncio.get_running_loop().create_task(self._go_over(generation))
+        await asyncio.wait([self._going_over], timeout=OPEN_TIMEOUT_S)
+        if self._generation is None:
+            raise RuntimeError(f"{generation.blueprint.encoder} and {generation.blueprint.index} do not answer")
+
+    async def _go_over(self, generation: Generation) -> None:
+        while not await generation.ready():
+            await asyncio.sleep(FOLLOW_S)
+        self._generation = generation
+
+    def _open(self, blueprint: Blueprint) -> Generation:
+        settings = self._arguments.settings
+        return Generation(
+            blueprint,
+            _deployment(ENCODER, blueprint.encoder),
+            [_deployment(shard, blueprint.index) for shard in blueprint.shards],
+            timeout_s=settings.request_timeout_s,
+            encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
+            shard_replicas=settings.shard_replicas,
+        )
+
+    @property
+    def _now(self) -> Generation:
+        if self._generation is None:
+            raise ReplicaLost(RETRY_AFTER_S)
+        return self._generation
+
+    @property
+    def card(self) -> schema.Model:
+        """As `Service.card`."""
+        return self._now.card
+
+    async def embed(
+        self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
+    ) -> Embedded:
+        """As `Service.embed`."""
+        return await self._now.embed(inputs, input_type, instruction)
+
+    async def search(
+        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+    ) -> Found:
+        """As `Service.search`."""
+        return await self._now.search(queries, top_k, filter, allow_partial)
+
+    async def put(self, documents: Sequence[Document]) -> int:
+        """As `Service.put`."""
+        return await self._now.put(documents)
+
+    async def delete(self, ids: Sequence[str]) -> int:
+        """As `Service.delete`."""
+        return await self._now.delete(ids)
+
+    async def document(self, id: str) -> Document | None:
+        """As `Service.document`."""
+        return await self._now.document(id)
+
+    async def ready(self) -> bool:
+        """As `Service.ready`."""
+        return self._generation is not None and await self._generation.ready()
+
+    async def metrics(self) -> bytes:
+        """As `Service.metrics`."""
+        page: bytes = await self._page("page")
+        return page
+
+    async def served(self) -> tuple[ApiArguments, Blueprint]:
+        """What this replica is, and the generation that it answers from."""
+        return self._arguments, self._now.blueprint
+
+
+class Remote:
+    """A deployment as `generations.Deployment` wants it: its troubles come as what `service.Service` may raise."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._methods: dict[str, DeploymentHandle] = {}  # making one costs more than calling it
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        call = self._methods.get(method)
+        if call is None:
+            call = self._methods[method] = self._handle.options(method_name=method)
+        try:
+            return await call.remote(*arguments)
+        except RayTaskError as error:
+            raise error.cause from error
+        except BackPressureError as error:
+            raise QueueFull(RETRY_AFTER_S) from error
+        except (RayActorError, DeploymentUnavailableError, TaskCancelledError) as error:
+            raise ReplicaLost(RETRY_AFTER_S) from error
+
+
+def _deployment(name: str, application: str) -> Remote:
+    # Unchecked: that would ask the controller from within the event loop, and wait.
+    return Remote(serve.get_deployment_handle(name, app_name=application, _check_exists=False))

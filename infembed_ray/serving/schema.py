@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,13 +13,20 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    StrictBool,
     StrictInt,
     StrictStr,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import to_json
+
+from infembed_ray.config import FieldType
 
 InputType = Literal["query", "passage"]
+Metadata = str | int | float | bool | None
+"""A value of a metadata field; dates are ISO 8601 strings."""
 
 MAX_INPUTS = 2048
 """Inputs of one embeddings request, as at OpenAI."""
@@ -26,7 +34,14 @@ MAX_CHARACTERS = 100_000
 """Characters of one text. What is longer than the encoder reads is cut, as it was when the index was built."""
 MAX_TOKENS = 32_768
 """Ids of one token array."""
+MAX_QUERIES = 64
+"""Queries of one search."""
 MAX_TOP_K = 1000
+MAX_HITS = 10_000
+"""Hits of one search, over all its queries."""
+MAX_DOCUMENTS = 1000
+"""Documents put or deleted at once."""
+MAX_ID_CHARACTERS = 1000
 
 
 def _not_blank(text: str) -> str:
@@ -37,6 +52,7 @@ def _not_blank(text: str) -> str:
 
 Text = Annotated[StrictStr, Field(min_length=1, max_length=MAX_CHARACTERS), AfterValidator(_not_blank)]
 Tokens = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKENS)]
+ModelName = Annotated[StrictStr, Field(max_length=1000)]
 Instruction = Annotated[StrictStr, Field(max_length=MAX_CHARACTERS)]
 
 
@@ -49,6 +65,22 @@ def _input_shape(value: Any) -> str | None:
     first = value[0] if value else ""
     return {str: "texts", int: "tokens", list: "token arrays"}.get(type(first))
 
+
+OneOrMoreInstructions = Annotated[
+    Annotated[Instruction, Tag("instruction")]
+    | Annotated[list[Instruction | None], Field(max_length=MAX_QUERIES), Tag("instructions")],
+    Discriminator(lambda value: "instructions" if isinstance(value, list) else "instruction"),
+]
+
+
+def _query_shape(value: Any) -> str:
+    return "queries" if isinstance(value, list) else "query"
+
+
+OneOrMoreQueries = Annotated[
+    Annotated[Text, Tag("query")] | Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES), Tag("queries")],
+    Discriminator(_query_shape),
+]
 
 Input = Annotated[
     Annotated[Text, Tag("text")]
@@ -76,7 +108,7 @@ class EmbeddingsRequest(Request):
         description="one text, up to 2,048 texts, or token ids of the served model's own tokenizer (one array or "
         "several), which stand for the text they decode to"
     )
-    model: str = Field(description="the served model's name, as GET /v1/models says it")
+    model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="numbers, or little-endian float32 in base64"
     )
@@ -89,7 +121,7 @@ class EmbeddingsRequest(Request):
     input_type: InputType | None = Field(
         None, description="query or passage; null: query where an instruction is given, else passage"
     )
-    user: str | None = Field(None, description="ignored")
+    user: StrictStr | None = Field(None, description="ignored")
 
     @model_validator(mode="after")
     def _passages_have_no_instruction(self) -> EmbeddingsRequest:
@@ -133,32 +165,83 @@ class EmbeddingsResponse(BaseModel):
     model: str
     usage: Usage
 
-    @classmethod
-    def of(cls, vectors: np.ndarray, tokens: int, model: str, request: EmbeddingsRequest) -> EmbeddingsResponse:
-        """In the encoding and dimensions the request asks for; `vectors` is (n, d), `tokens` all inputs' together."""
+    @staticmethod
+    def json_of(vectors: np.ndarray, tokens: int, model: str, request: EmbeddingsRequest) -> Iterator[bytes]:
+        """The JSON of a response in pieces, a vector each, without a model and its validation: a request can ask for
+        millions of numbers, and nobody else is answered while one piece is made.
+
+        Args:
+            vectors: (inputs, d) unit vectors, cut and normalised again where the request asks for fewer dimensions.
+            tokens: of all inputs together.
+            model: name of the model.
+            request: what is answered.
+        """
         if request.dimensions is not None:
             vectors = vectors[:, : request.dimensions]
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        vectors = vectors.astype("<f4")
-        encoded: list[str] | list[list[float]]
-        if request.encoding_format == "base64":
-            encoded = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
-        else:
-            encoded = vectors.tolist()
-        return cls(
-            data=[Embedding(index=i, embedding=embedding) for i, embedding in enumerate(encoded)],
-            model=model,
-            usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
-        )
+        yield b'{"object":"list","data":['
+        for i, vector in enumerate(vectors.astype("<f4")):
+            if request.encoding_format == "base64":
+                embedding = b'"%s"' % base64.b64encode(vector)
+            else:
+                embedding = to_json(vector.tolist())
+            yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (b"," if i else b"", i, embedding)
+        yield b'],"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (to_json(model), tokens, tokens)
+
+
+Filter = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {
+                "anyOf": [
+                    {"type": ["string", "number", "boolean"]},
+                    {"type": "object", "description": "gt, gte, lt, lte, eq, ne, in or nin -> value or values"},
+                ]
+            },
+        }
+    ),
+]
 
 
 class SearchRequest(Request):
-    """A query under an instruction."""
+    """A query under an instruction, or several queries."""
 
-    query: Text
-    instruction: Instruction | None = Field(None, description="what the query asks for besides its topic")
-    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="most hits")
-    model: str | None = Field(None, description="if given, must be the served model's name")
+    query: OneOrMoreQueries = Field(description=f"one query, or up to {MAX_QUERIES}")
+    instruction: OneOrMoreInstructions | None = Field(
+        None, description="what the query asks for besides its topic; one for all queries, or as many as queries"
+    )
+    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="most hits of a query")
+    filter: Filter | None = Field(
+        None,
+        description="conditions on metadata fields (GET /v1/models names them); all of them hold for every hit",
+        examples=[{"year": {"gte": 2020, "lt": 2024}, "language": {"in": ["en", "de"]}, "draft": False}],
+    )
+    allow_partial: StrictBool = Field(
+        False, description="answer even if some shards of the index do not, and say which; false: 503 then"
+    )
+    model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
+
+    @model_validator(mode="after")
+    def _as_many_instructions_as_queries(self) -> SearchRequest:
+        queries = len(self.queries())
+        if isinstance(self.instruction, list) and len(self.instruction) != queries:
+            raise ValueError(
+                f"instruction: {len(self.instruction)} of them for {queries} queries; give one, or one each"
+            )
+        if queries * self.top_k > MAX_HITS:
+            raise ValueError(f"top_k: {queries} queries x {self.top_k} hits are more than {MAX_HITS}; ask for fewer")
+        return self
+
+    def queries(self) -> list[str]:
+        """All queries as a list."""
+        return [self.query] if isinstance(self.query, str) else self.query
+
+    def instructions(self) -> list[str | None]:
+        """The instruction of every query; None for an empty one."""
+        given = self.instruction if isinstance(self.instruction, list) else [self.instruction] * len(self.queries())
+        return [instruction or None for instruction in given]
 
 
 class SearchHit(BaseModel):
@@ -167,6 +250,7 @@ class SearchHit(BaseModel):
     id: str
     score: float = Field(description="cosine of query and passage")
     text: str
+    metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
 
 
 class Timings(BaseModel):
@@ -176,14 +260,97 @@ class Timings(BaseModel):
     search_ms: float
 
 
-class SearchResponse(BaseModel):
-    """Hits, best first; all from one version of the index."""
+class SearchAnswer(BaseModel):
+    """What the answers to one query and to several have in common: all of it from one model and index version."""
 
     object: Literal["search_results"] = "search_results"
-    hits: list[SearchHit]
     index_version: str
+    sequence: int = Field(description="changes of documents up to this one are in the answer; 0: there were none yet")
     model: str
     timings: Timings
+    partial: bool = Field(False, description="some shards did not answer: hits may be missing")
+    missing_shards: list[str] = []
+
+
+class SearchResponse(SearchAnswer):
+    """The answer to one query: its hits, best first."""
+
+    hits: list[SearchHit]
+
+
+class SearchResult(BaseModel):
+    """Hits of one of several queries, best first."""
+
+    hits: list[SearchHit]
+
+
+class SearchManyResponse(SearchAnswer):
+    """The answer to a list of queries: the hits of each, in the order of the queries."""
+
+    results: list[SearchResult]
+
+
+Id = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
+
+
+class NewDocument(Request):
+    """A passage to find."""
+
+    id: Id = Field(description="may hold slashes")
+    text: Text
+    metadata: Annotated[
+        dict[str, Any],
+        WithJsonSchema(
+            {
+                "type": "object",
+                "additionalProperties": {"type": ["string", "integer", "number", "boolean", "null"]},
+            }
+        ),
+    ] = Field(
+        {},
+        description="field of the index (GET /v1/models names them) -> value; left out: null",
+        examples=[{"year": 2021, "language": "en"}],
+    )
+
+
+def _distinct(ids: list[str]) -> None:
+    if len(set(ids)) < len(ids):
+        twice = next(id for id in ids if ids.count(id) > 1)
+        raise ValueError(f"the id {twice!r} is there twice; give every document once")
+
+
+class PutRequest(Request):
+    """Documents to add, or to put in place of those of the same ids."""
+
+    documents: list[NewDocument] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+
+    @model_validator(mode="after")
+    def _ids_are_distinct(self) -> PutRequest:
+        _distinct([document.id for document in self.documents])
+        return self
+
+
+class DeleteRequest(Request):
+    """Ids of documents to delete; those of which there is none are no mistake."""
+
+    ids: list[Id] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+
+
+class ChangeResponse(BaseModel):
+    """Documents were put or deleted, durably; searches show it within a second."""
+
+    object: Literal["documents.put", "documents.deleted"]
+    count: int = Field(description="documents of the request")
+    sequence: int = Field(description="answers of this sequence and above show the change")
+
+
+class DocumentResponse(BaseModel):
+    """A passage of the index, as it is now."""
+
+    object: Literal["document"] = "document"
+    id: str
+    text: str
+    metadata: dict[str, Metadata]
 
 
 class Model(BaseModel):
@@ -198,8 +365,10 @@ class Model(BaseModel):
     dimension: int
     encoder: str = Field(description="fingerprint of the encoder")
     index_version: str
-    passages: int
+    passages: int = Field(description="in that version; later changes are not counted")
     vocabulary: int = Field(description="token ids lie below this")
+    metadata: dict[str, FieldType] = Field({}, description="fields of the passages that searches filter by -> type")
+    writable: bool = Field(False, description="may documents be put and deleted?")
 
 
 class ModelsResponse(BaseModel):

@@ -2,45 +2,142 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
 
+from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
-from infembed_ray.serving.app import Embedded, Found
-from infembed_ray.serving.engine import BatchingEngine
+from infembed_ray.serving.engine import BatchingEngine, Embedded
+from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
 
 DIMENSION = 16
 VOCABULARY = 256
+CARD = schema.Model(
+    id="debug",
+    created=1,
+    dimension=DIMENSION,
+    encoder="e",
+    index_version="v1",
+    passages=5,
+    vocabulary=VOCABULARY,
+    metadata={"year": "integer", "language": "string", "rating": "number", "draft": "boolean", "day": "date"},
+    writable=True,
+)
+PASSAGES = [
+    Document(f"p{i}", f"passage {i}", {"year": 2020 + i, "language": "en" if i % 2 else "de"}) for i in range(5)
+]
+
+_ARROW = {
+    "string": pa.string(),
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "boolean": pa.bool_(),
+    "date": pa.string(),
+}
 
 
-def debug_embed(sequences: list[list[int]]) -> np.ndarray:
+def debug_embed(sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """(n, DIMENSION) float32 unit vectors that depend on every token of their own sequence and on nothing else."""
-    seeds = [int.from_bytes(hashlib.sha256(repr(s).encode()).digest()[:8], "big") for s in sequences]
+    seeds = [int.from_bytes(hashlib.sha256(repr(list(s)).encode()).digest()[:8], "big") for s in sequences]
     vectors = np.stack([np.random.default_rng(seed).standard_normal(DIMENSION) for seed in seeds])
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
 class DebugService:
-    """`app.Service` with bytes as tokens: an instruction is put before a query, as the encoder does."""
+    """`service.Service` with bytes as tokens; an instruction is put before a query, as the encoder does.
 
-    def __init__(self, engine: BatchingEngine | None = None) -> None:
+    Attributes:
+        card, is_ready: what it says of itself.
+        missing_shards: that do not answer.
+        documents: by id.
+        sequence: of the last change.
+        registry: what `GET /metrics` shows.
+    """
+
+    def __init__(self, engine: BatchingEngine | None = None, card: schema.Model = CARD) -> None:
         self.engine = engine or BatchingEngine(debug_embed)
+        self.card = card
         self.is_ready = True
+        self.missing_shards: list[str] = []
+        self.documents = {document.id: document for document in PASSAGES}
+        self.sequence = 0
+        self.registry = CollectorRegistry()
 
     async def embed(
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
-        texts = [x if isinstance(x, str) else bytes(x).decode() for x in inputs]
+        texts = [x if isinstance(x, str) else bytes(x).decode(errors="replace") for x in inputs]
         if input_type == "query":
             texts = [f"query: {instruction} {text}" for text in texts]
         tokens = [list(text.encode()) for text in texts]
         return Embedded(await self.engine.embed(tokens), sum(map(len, tokens)))
 
-    async def search(self, query: str, instruction: str | None, top_k: int) -> Found:
-        await self.embed([query], "query", instruction)
-        hits = [schema.SearchHit(id=f"p{i}", score=1 - i / 10, text=f"{instruction} {query}") for i in range(5)]
-        return Found(hits[:top_k], schema.Timings(encode_ms=1.0, search_ms=2.0))
+    async def search(
+        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+    ) -> Found:
+        condition = filters.parse(filter, self.card.metadata)
+        if self.missing_shards and not allow_partial:
+            raise ReplicaLost
+        found = list(self.documents.values())
+        if condition is not None:
+            fields = self.card.metadata
+            columns = {f: pa.array([d.metadata.get(f) for d in found], _ARROW[fields[f]]) for f in fields}
+            columns |= {f: columns[f].cast(pa.date32()) for f in fields if fields[f] == "date"}
+            found = [d for d, kept in zip(found, condition.mask(pa.table(columns)), strict=True) if kept]
+        vectors = debug_embed([d.text.encode() for d in found]) if found else np.zeros((0, DIMENSION), np.float32)
+        asked = await self.engine.embed([list(f"query: {q.instruction} {q.text}".encode()) for q in queries])
+        results = []
+        for scores in asked @ vectors.T:
+            best = sorted(zip(scores.tolist(), found, strict=True), key=lambda hit: (-hit[0], hit[1].id))[:top_k]
+            results.append(
+                [schema.SearchHit(id=d.id, score=s, text=d.text, metadata=dict(d.metadata)) for s, d in best]
+            )
+        timings = schema.Timings(encode_ms=1.0, search_ms=2.0)
+        return Found(results, self.card.id, self.card.index_version, self.sequence, timings, self.missing_shards)
+
+    async def put(self, documents: Sequence[Document]) -> int:
+        self.documents |= {document.id: document for document in documents}
+        self.sequence += 1
+        return self.sequence
+
+    async def delete(self, ids: Sequence[str]) -> int:
+        for id in ids:
+            self.documents.pop(id, None)
+        self.sequence += 1
+        return self.sequence
+
+    async def document(self, id: str) -> Document | None:
+        return self.documents.get(id)
 
     async def ready(self) -> bool:
         return self.is_ready
+
+    async def metrics(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The base URL of an application on a real HTTP server of this machine, while the block runs."""
+    # Named to be TCP: asyncio sets TCP_NODELAY on no other, and every answer would wait for a delayed ACK.
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)

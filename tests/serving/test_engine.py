@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.serving import engine as engine_module
-from infembed_ray.serving.engine import BatchingEngine, EmptySequence, QueueFull, cheapest_batches, measured_overhead
+from infembed_ray.serving.engine import (
+    BatchingEngine,
+    DeadlineExceeded,
+    EmptySequence,
+    QueueFull,
+    cheapest_batches,
+    measured_overhead,
+)
 from tests.serving.debug import debug_embed
 
 
@@ -230,22 +237,155 @@ def test_cancelling_what_the_model_works_on_harms_nobody_else() -> None:
     asyncio.run(run())
 
 
-def test_a_failing_batch_fails_its_own_requests_and_the_engine_goes_on() -> None:
+def test_a_poisonous_sequence_fails_alone() -> None:
+    """The model fails on any batch with it; who shared the batch is answered."""
+    seen: list[list[int]] = []
+
     def model(sequences: list[list[int]]) -> np.ndarray:
-        if any(s[0] == 13 for s in sequences):
+        seen.append([s[0] for s in sequences])
+        if 13 in seen[-1]:
             raise RuntimeError("out of memory")
         return debug_embed(sequences)
 
     async def run() -> None:
-        engine = BatchingEngine(model, batch_tokens=8)
-        bad, good = await asyncio.gather(
-            engine.embed([sequence(8, first=13), *[sequence(7)] * 5]),
-            engine.embed([sequence(2)]),
-            return_exceptions=True,
-        )
+        engine = BatchingEngine(model, batch_tokens=1000)
+        requests = [[sequence(5, first=n)] for n in range(8)] + [[sequence(5, first=13), sequence(5, first=9)]]
+        *good, bad = await asyncio.gather(*map(engine.embed, requests), return_exceptions=True)
+        for n, vectors in enumerate(good):
+            np.testing.assert_array_equal(vectors, debug_embed([sequence(5, first=n)]))
         assert isinstance(bad, RuntimeError)
-        np.testing.assert_array_equal(good, debug_embed([sequence(2)]))
-        assert engine.waiting == 0  # nothing is computed for a request that failed already
+        assert seen[-1] != [9]  # nothing is computed for a request that failed already
+        assert len(seen) <= 1 + 2 * 4  # halves of ten, not one by one
+        assert (engine.counters.failed, engine.counters.texts, engine.waiting) == (1, 8, 0)
+        np.testing.assert_array_equal(await engine.embed([sequence(2)]), debug_embed([sequence(2)]))
+
+    asyncio.run(run())
+
+
+def test_a_model_that_is_broken_fails_every_request_and_is_tried_again() -> None:
+    broken = True
+
+    def model(sequences: list[list[int]]) -> np.ndarray:
+        if broken:
+            raise RuntimeError("device lost")
+        return debug_embed(sequences)
+
+    async def run() -> None:
+        nonlocal broken
+        engine = BatchingEngine(model)
+        answers = await asyncio.gather(*[engine.embed([sequence(3)]) for _ in range(5)], return_exceptions=True)
+        assert all(isinstance(answer, RuntimeError) for answer in answers)
+        broken = False
+        assert len(await engine.embed([sequence(3)])) == 1
+
+    asyncio.run(run())
+
+
+def test_what_expires_in_the_queue_never_reaches_the_model() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model)
+        first = await behind_a_shut_gate(model, engine)
+        patient = asyncio.create_task(engine.embed([sequence(4, first=1)], timeout_s=60))
+        with pytest.raises(DeadlineExceeded, match=r"not answered within 0\.01 s") as expired:
+            await engine.embed([sequence(4, first=2)] * 3, timeout_s=0.01)
+        assert pickle.loads(pickle.dumps(expired.value)).timeout_s == 0.01
+        assert engine.waiting == 1
+        model.gate.set()
+        await asyncio.gather(first, patient)
+        with pytest.raises(DeadlineExceeded):
+            await engine.embed([sequence(4, first=3)], timeout_s=0)  # an idle engine would have begun at once
+        assert [s[0] for batch in model.batches for s in batch] == [99, 1]
+        assert engine.counters.expired == 2
+
+    asyncio.run(run())
+
+
+def test_what_expires_in_the_model_is_told_at_once_and_harms_nobody_else() -> None:
+    async def run() -> None:
+        model = Model()
+        model.gate.clear()
+        engine = BatchingEngine(model)
+        both = [asyncio.create_task(engine.embed([sequence(4)], timeout_s=t)) for t in (0.01, 60)]
+        with pytest.raises(DeadlineExceeded):
+            await both[0]
+        assert model.running == 1
+        model.gate.set()
+        np.testing.assert_array_equal(await both[1], debug_embed([sequence(4)]))
+        assert len(await engine.embed([sequence(4)])) == 1
+
+    asyncio.run(run())
+
+
+def test_a_huge_request_leaves_room_for_others_and_their_turn_is_next() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=50, max_queue=16)
+        first = await behind_a_shut_gate(model, engine)
+        huge = asyncio.create_task(engine.embed([sequence(10)] * 500))
+        singles = [asyncio.create_task(engine.embed([sequence(10, first=n)])) for n in range(1, 15)]
+        await until(lambda: engine.waiting == 514)
+        with pytest.raises(QueueFull):  # the huge one counts as two, these as one each
+            await engine.embed([sequence(10)])
+        model.gate.set()
+        await asyncio.gather(*singles)
+        assert len(model.batches) <= 1 + 5
+        assert not huge.done()
+        huge.cancel()
+        await until(lambda: engine.waiting == 0)
+        late = [asyncio.create_task(engine.embed([sequence(10)])) for _ in range(16)]  # all its room is free again
+        await asyncio.gather(first, *late)
+
+    asyncio.run(run())
+
+
+def test_the_room_in_the_queue_is_the_same_after_any_traffic() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=60, max_queue=8)
+        for rows in (1, 3, 8, 30):
+            tasks = [asyncio.create_task(engine.embed([sequence(5)] * rows, timeout_s=t)) for t in (60, 1e-4)]
+            await asyncio.gather(*tasks, return_exceptions=True)
+        model.batches.clear()
+        first = await behind_a_shut_gate(model, engine)
+        rest = [asyncio.create_task(engine.embed([sequence(5)])) for _ in range(8)]
+        await until(lambda: engine.waiting == 8)
+        with pytest.raises(QueueFull):
+            engine.require_room()
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+        engine.require_room(ahead=7)
+        with pytest.raises(QueueFull):
+            engine.require_room(ahead=8)
+
+    asyncio.run(run())
+
+
+def test_packed_sequences_go_in_turn_as_many_as_a_batch_holds() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=100, padded=False)
+        first = await behind_a_shut_gate(model, engine)
+        lengths = [90, 5, 10, 80, 20, 300, 1]
+        rest = [asyncio.create_task(engine.embed([sequence(n)])) for n in lengths]
+        await until(lambda: engine.waiting == len(lengths))
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+        assert [list(map(len, batch)) for batch in model.batches[1:]] == [[90, 5], [10, 80], [20], [300], [1]]
+
+    asyncio.run(run())
+
+
+def test_batches_are_made_of_what_is_left_to_compute() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=100, padded=False, cost=lambda s: len(s) - 40)
+        first = await behind_a_shut_gate(model, engine)
+        rest = [asyncio.create_task(engine.embed([sequence(50)])) for _ in range(12)]
+        await until(lambda: engine.waiting == 12)
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+        assert list(map(len, model.batches[1:])) == [10, 2]
 
     asyncio.run(run())
 

@@ -16,6 +16,14 @@ def request(**fields: Any) -> EmbeddingsRequest:
     return EmbeddingsRequest.model_validate({"input": "x", "model": "m", **fields})
 
 
+def answer(vectors: np.ndarray, asked: EmbeddingsRequest) -> EmbeddingsResponse:
+    """What a client reads, by the model that describes it."""
+    pieces = EmbeddingsResponse.json_of(vectors, 3, 'a "model"', asked)
+    read = EmbeddingsResponse.model_validate_json(b"".join(pieces), strict=True)
+    assert read.model == 'a "model"'
+    return read
+
+
 @given(
     st.one_of(
         st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5),
@@ -32,9 +40,11 @@ def test_both_encodings_are_the_same_float32_unit_vectors(n: int, d: int, dimens
     vectors = np.random.default_rng(seed).standard_normal((n, d)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     answers = [
-        EmbeddingsResponse.of(vectors, 3, "m", request(dimensions=min(d, dimensions), encoding_format=encoding))
+        answer(vectors, request(dimensions=min(d, dimensions), encoding_format=encoding))
         for encoding in ("float", "base64")
     ]
+    assert answers[0].usage.total_tokens == 3
+    assert [item.index for item in answers[0].data] == list(range(n))
     numbers = np.array([item.embedding for item in answers[0].data], dtype=np.float32)
     decoded = np.stack([np.frombuffer(base64.b64decode(str(item.embedding)), "<f4") for item in answers[1].data])
     np.testing.assert_array_equal(numbers, decoded)
@@ -45,8 +55,8 @@ def test_both_encodings_are_the_same_float32_unit_vectors(n: int, d: int, dimens
 
 
 def test_a_vector_that_vanishes_in_fewer_dimensions_stays_finite() -> None:
-    answer = EmbeddingsResponse.of(np.array([[0, 1]], dtype=np.float32), 1, "m", request(dimensions=1))
-    assert answer.data[0].embedding == [0.0]
+    vanished = answer(np.array([[0, 1]], dtype=np.float32), request(dimensions=1))
+    assert vanished.data[0].embedding == [0.0]
 
 
 def test_misspelt_fields_are_refused() -> None:

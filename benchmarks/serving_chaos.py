@@ -1,0 +1,322 @@
+"""Constant load while replicas and a node are killed and the index changes twice; then five times what it can bear.
+
+    python benchmarks/serving_chaos.py [--seconds 180] [--rate 12] [--overload-seconds 30]
+
+A cluster of three simulated nodes beside its head serves with `infembed serve`: two replicas of the ingress, the encoder
+and each of two shards. Searches come at a constant rate (load.py: latencies count from the moment at which a request was to
+be sent), and meanwhile a replica of the encoder, of a shard and of the ingress are killed (SIGKILL), `infembed serve` hands
+over to another index, a node with replicas on it is killed (its raylet and all of its workers), and `infembed serve` hands
+over to the first index again. The two indexes hold the same texts under ids that begin with A- or B-, so an answer
+that mixes them is seen from its hits alone.
+
+Then overload: what 64 waiting clients get is the capacity, five times as many requests a second are sent whether they
+are answered or not, none of them again, while the replicas' resident memory is read; then load returns to a third.
+
+Each part alone: `--overload-seconds 0`, `--seconds 0`.
+
+The last line is one JSON object:
+    failed      requests neither answered nor told to come back (429 or 503 with Retry-After), or told, and in vain
+    mixed       answers with hits of more than one index, or of another one than they say
+    p99_ms      before, during (10 s) and after each event
+    overload    goodput / capacity, answers by status, growth of replicas' memory, seconds until latencies are as before
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import material
+import psutil
+from load import Answer, milliseconds, mixed, percentile, read, summary
+from serving_engine import real_texts
+from serving_http import free_port
+
+from infembed_ray.training.tuples import flatten
+
+HERE = Path(__file__).parent
+CLIENTS = 64
+DURING_S = 10.0
+REPLICA = "ray::ServeReplica:"
+RECOVERED = 2.0
+"""Times the latency before an overload, at which it counts as over."""
+
+
+class Nodes:
+    """The simulated cluster: a head, and three nodes to kill."""
+
+    def __init__(self, count: int = 3) -> None:
+        from ray.cluster_utils import Cluster
+
+        store = {"object_store_memory": 80 * 2**20}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **store})
+        self._nodes = [self._cluster.add_node(num_cpus=4, **store) for _ in range(count)]
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        return str(self._cluster.address)
+
+    def replicas(self, of: str = "") -> list[psutil.Process]:
+        """Processes of replicas whose deployment's name has this in it."""
+        return [process for node in (self._cluster.head_node, *self._nodes) for process in self._replicas(node, of)]
+
+    def kill_replica(self, of: str) -> None:
+        """SIGKILL for one of them."""
+        found = self.replicas(of)
+        assert found, f"no replica of {of}"
+        print(f"killing {found[0].cmdline()[0]}", flush=True)
+        found[0].kill()
+
+    def kill_node(self) -> None:
+        """The node with most replicas on it but the head, with all that runs there."""
+        node = max(self._nodes, key=lambda node: len(self._replicas(node, "")))
+        victims = self._replicas(node, "")
+        print(f"killing a node with {[process.cmdline()[0] for process in victims]}", flush=True)
+        everything = self._raylet(node).children(recursive=True)
+        self._nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+        for process in everything:  # a machine that is lost takes them all; simulated, they would live on for seconds
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def close(self) -> None:
+        """End all of it."""
+        self._cluster.shutdown()
+
+    def _raylet(self, node: Any) -> psutil.Process:
+        return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+    def _replicas(self, node: Any, of: str) -> list[psutil.Process]:
+        found = []
+        for process in self._raylet(node).children(recursive=True):
+            try:
+                title = process.cmdline()[0]
+            except (psutil.Error, IndexError):
+                continue
+            if title.startswith(REPLICA) and of in title:
+                found.append(process)
+        return found
+
+
+@dataclass
+class Trial:
+    """What is served, and the load on it."""
+
+    folder: Path
+    nodes: Nodes
+    port: int
+    model: str
+    settings: Sequence[str]
+    bodies: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        records, _ = material.records(150)
+        queries = [{"query": t.query, "instruction": t.instruction, "top_k": 10} for r in records for t in flatten(r)]
+        self.bodies = self.folder / "bodies.jsonl"
+        self.bodies.write_text("".join(json.dumps(body) + "\n" for body in queries), encoding="utf-8")
+
+    def infembed(self, *arguments: str) -> None:
+        """The command, as a user of the cluster gives it."""
+        environment = os.environ | {"RAY_ADDRESS": self.nodes.address}
+        command = [sys.executable, "-m", "infembed_ray.cli", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    def index(self, owner: str, passages: int) -> None:
+        """Passages of MS MARCO under ids that begin with the owner."""
+        texts = dict.fromkeys(real_texts(2 * passages)[0][1::2])
+        corpus = self.folder / f"{owner}.jsonl"
+        corpus.write_text("".join(json.dumps({"id": f"{owner}-{n}", "text": t}) + "\n" for n, t in enumerate(texts)))
+        self.infembed("index", f"corpus={corpus}", f"model={self.model}", f"output={self.folder / owner}", "shards=2")
+
+    def serve(self, owner: str) -> None:
+        """Hand the API over to an index."""
+        self.infembed("serve", f"index={self.folder / owner}", f"port={self.port}", "wait=false", *self.settings)
+
+    @contextmanager
+    def load(self, name: str, *arguments: str) -> Iterator[Client]:
+        """A client in a process of its own."""
+        out = self.folder / f"{name}.jsonl"
+        url = f"http://127.0.0.1:{self.port}/v1/search"
+        command = [sys.executable, str(HERE / "load.py"), url, f"--bodies={self.bodies}", f"--out={out}", *arguments]
+        client = Client(subprocess.Popen(command, stdout=subprocess.DEVNULL), out)
+        try:
+            yield client
+        finally:
+            client.process.kill()
+
+
+@dataclass
+class Client:
+    """A process that sends, and notes down what it gets when it ends."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+
+    def end(self) -> None:
+        """Send no more; what is under way is waited for."""
+        self.process.terminate()
+
+    def answers(self) -> list[Answer]:
+        """All of them; waits for the end."""
+        assert self.process.wait(timeout=600) == 0
+        return read(self.out)
+
+
+def chaos(trial: Trial, seconds: float, rate: float) -> dict[str, Any]:
+    """The events, at even intervals of a constant load, which goes on until the last one is as long past as they are apart."""
+    events: list[tuple[str, Callable[[], None]]] = [
+        ("encoder replica", lambda: trial.nodes.kill_replica(":encoder")),
+        ("shard replica", lambda: trial.nodes.kill_replica(":shard-00000")),
+        ("ingress replica", lambda: trial.nodes.kill_replica(":ingress")),
+        ("flip to B", lambda: trial.serve("B")),
+        ("node", trial.nodes.kill_node),
+        ("flip to A", lambda: trial.serve("A")),
+    ]
+    times: dict[str, tuple[float, float]] = {}
+    apart = seconds / (len(events) + 1)
+    with trial.load("chaos", f"--rate={rate}", "--seconds=3600") as client:
+        began, due = time.time(), apart
+        for name, happen in events:
+            time.sleep(max(0.0, began + due - time.time()))
+            start = time.time()
+            happen()
+            times[name] = (start, time.time())
+            print(f"{start - began:6.1f} s  {name}: took {time.time() - start:.1f} s", flush=True)
+            due = max(due, time.time() - began - apart / 2) + apart  # a long one is not followed at once
+        time.sleep(max(0.0, began + max(due, seconds) - time.time()))
+        client.end()
+        found = sorted(client.answers(), key=lambda answer: answer.at)
+    ends = [*[start for start, _ in times.values()][1:], found[-1].at + 1]
+    windows = {
+        name: {
+            "before": (start - DURING_S, start),
+            "during": (start, max(start + DURING_S, end)),
+            "after": (max(start + DURING_S, end), following),
+        }
+        for (name, (start, end)), following in zip(times.items(), ends, strict=True)
+    }
+    told = [answer for answer in found if len(answer.statuses) > 1]
+    return {
+        **summary(found, found[-1].at - found[0].at),
+        "rate": rate,
+        "p99_ms": {name: {when: _p99(found, *window) for when, window in of.items()} for name, of in windows.items()},
+        "seconds_of": {name: round(end - start, 1) for name, (start, end) in times.items()},
+        "answers_of": {owner: sum(a.owners == (owner,) for a in found) for owner in "AB"},
+        "most_attempts": max(len(answer.statuses) for answer in found),
+        "told_p99_ms": milliseconds(percentile([answer.latency for answer in told], 0.99)),
+        "failed_at_s": _span([answer.at - found[0].at for answer in found if answer.failed]),
+        "worst_ms": milliseconds(max(answer.latency for answer in found)),
+    }
+
+
+def _span(values: Sequence[float]) -> list[float]:
+    return [round(min(values), 1), round(max(values), 1)] if values else []
+
+
+def _p99(answers: Sequence[Answer], begin: float, end: float) -> float | None:
+    return milliseconds(percentile([a.latency for a in answers if a.ok and begin <= a.at < end], 0.99))
+
+
+def overload(trial: Trial, seconds: float) -> dict[str, Any]:
+    """Five times the capacity, then a third of it."""
+    measuring = max(5.0, seconds / 3)
+    with trial.load("capacity", f"--clients={CLIENTS}", f"--seconds={measuring}", "--give-up") as client:
+        measured = client.answers()
+    capacity = sum(a.ok for a in measured) / measuring
+    memory: list[tuple[float, float]] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            memory.append((time.time(), max(process.memory_info().rss for process in trial.nodes.replicas())))
+
+    with trial.load("calm", f"--rate={capacity / 3}", f"--seconds={measuring}") as client:
+        usual = percentile([answer.latency for answer in client.answers()], 0.5) or 0.0
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    began = time.time()
+    with trial.load("overload", f"--rate={5 * capacity}", f"--seconds={seconds}", "--give-up") as client:
+        time.sleep(max(0.0, began + seconds - time.time()))
+        ended = time.time()
+        with trial.load("after", f"--rate={capacity / 3}", f"--seconds={max(10.0, seconds)}") as later:
+            after = later.answers()
+        stormed = client.answers()
+    over.set()
+    watcher.join()
+    # Answers are counted by when they came, over the storm's middle: its client takes some of its time to start.
+    begin, end = min(a.at for a in stormed) + 2, max(a.at for a in stormed)
+    good = sum(a.ok and begin <= a.at + a.latency < end for a in stormed) / (end - begin)
+    late = [a.at for a in after if not a.ok or a.latency > RECOVERED * usual + 0.05]
+    early, peak = [rss for at, rss in memory if at < began + 3], max(rss for _, rss in memory)
+    return {
+        "capacity_per_second": round(capacity, 1),
+        "sent_per_second": round(5 * capacity, 1),
+        "goodput_per_second": round(good, 1),
+        "goodput_over_capacity": round(good / capacity, 3),
+        "statuses": summary(stormed, seconds)["statuses"],
+        "unexpected": sum(a.failed and not a.told for a in stormed),
+        "mixed": mixed([*stormed, *after]),
+        "calm_p50_ms": milliseconds(usual),
+        "accepted_p99_ms": milliseconds(percentile([a.latency for a in stormed if a.ok], 0.99)),
+        "refused_p50_ms": milliseconds(percentile([a.latency for a in stormed if not a.ok], 0.5)),
+        "largest_replica_mb": [round(statistics.median(early) / 1e6), round(peak / 1e6)]
+        if early
+        else round(peak / 1e6),
+        "recovery_s": round(max(late) - ended, 1) if late else 0.0,
+        "failed_after": sum(a.failed for a in after),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=180, help="of constant load; 0: none")
+    parser.add_argument("--rate", type=float, default=12, help="searches a second")
+    parser.add_argument("--overload-seconds", type=float, default=30, help="0: none")
+    parser.add_argument("--passages", type=int, default=400)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of `infembed serve`"
+    )
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    settings = ["ingress_replicas=2", "encoder_replicas=2", "shard_replicas=2", "request_timeout_s=10", *options.set]
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+        nodes = Nodes()
+        try:
+            trial = Trial(Path(folder), nodes, free_port(), material.minilm(), settings)
+            for owner in "AB":
+                trial.index(owner, options.passages)
+            trial.serve("A")
+            print(f"replicas: {sorted(process.cmdline()[0] for process in nodes.replicas())}", flush=True)
+            found = chaos(trial, options.seconds, options.rate) if options.seconds else {}
+            print(json.dumps(found), flush=True)
+            stormed = overload(trial, options.overload_seconds) if options.overload_seconds else None
+        finally:
+            nodes.close()
+    figures = {name: found.pop(name, None) for name in ("failed", "mixed", "p99_ms")}
+    figures |= {"overload": stormed, "chaos": found or None, "settings": settings}
+    machine = f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}"
+    print(json.dumps(figures | {"machine": machine, "date": date.today().isoformat()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Concurrent single embeds through the serving engine, beside infinity-emb's, and what a cached instruction spares.
+
+    python benchmarks/serving_engine.py [--infinity-python PATH] [--texts N] [--rounds N]
+
+64 clients in one process, each sending one text after the other and waiting for its vector: queries and passages of MS
+MARCO in turn where they lie beside this checkout (or the quickstart's seeds), MiniLM in fp32, as many threads for all. Ours
+is `EncodingEngine`, infinity-emb 0.0.78 its `AsyncEmbeddingEngine` on torch and on ONNX Runtime, in batches of at most 32
+texts (its default) and of 8 (it sorts by length only what is more than one batch), each in a process of its own. All take
+turns; medians of the rounds. Its embeddings and ours must agree to a cosine of 0.999 in every text, or there is no figure.
+
+A cached instruction: a decoder of 6 layers at 256 wide (Qwen2, random), one thread and client, queries under an instruction of 64
+tokens: one that comes for the first time, and one that is cached, in turn.
+
+The last line is one JSON object:
+    vs_infinity             texts a second of ours / of infinity's faster engine
+    prefix_cold_over_warm   median latency of a query, instruction new / cached
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import material
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+
+from infembed_ray.config import ServeSettings
+from infembed_ray.serving.encoding import EncodingEngine
+
+SEEDS = Path(__file__).parents[2] / "shared" / "data" / "msmarco_seeds" / "seeds.jsonl"
+SAMPLE = Path(__file__).parents[1] / "infembed_ray" / "quickstart" / "sample" / "seeds.jsonl"
+PEER = Path(__file__).parent / "peers" / "infinity_engine.py"
+CLIENTS = 64
+BATCH_SIZES = (32, 8)
+INSTRUCTION_TOKENS = 64
+
+
+class Ours:
+    """`EncodingEngine` in this process."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.engine = EncodingEngine.load(model, ServeSettings(index="none", **settings))
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, texts: list[str], clients: int) -> dict[str, Any]:
+        return self._loop.run_until_complete(self._run(texts, clients))
+
+    async def _run(self, texts: list[str], clients: int) -> dict[str, Any]:
+        left = iter(texts)
+        latencies: list[float] = []
+
+        async def client() -> None:
+            for text in left:
+                began = time.perf_counter()
+                await self.engine.embed([text], "passage", None, 60.0)
+                latencies.append(time.perf_counter() - began)
+
+        began, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*[client() for _ in range(clients)])
+        return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "latencies": latencies}
+
+    def query(self, query: str, instruction: str) -> float:
+        """Seconds until a query under an instruction has its vector."""
+        began = time.perf_counter()
+        self._loop.run_until_complete(self.engine.embed_queries([query], [instruction], 60.0))
+        return time.perf_counter() - began
+
+    def vectors(self, texts: list[str]) -> np.ndarray:
+        return self._loop.run_until_complete(self.engine.embed(texts, "passage")).vectors
+
+
+class Infinity:
+    """Its engine in a process of its environment."""
+
+    def __init__(self, python: str, kind: str, batch_size: int, model: str, threads: int) -> None:
+        self._cache = tempfile.TemporaryDirectory()  # of graphs it optimised
+        settings = {"DO_NOT_TRACK": "1", "OMP_NUM_THREADS": str(threads), "HF_HUB_CACHE": self._cache.name}
+        self._process = subprocess.Popen(
+            [python, str(PEER), kind, model, str(threads), str(batch_size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | settings,
+        )
+        self._answer()
+
+    def run(self, texts: list[str], clients: int) -> dict[str, Any]:
+        return self._ask({"texts": texts, "clients": clients})
+
+    def vectors(self, texts: list[str]) -> np.ndarray:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "vectors.npy")
+            self._ask({"texts": texts, "vectors": file})
+            return np.load(file)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        assert self._process.stderr is not None
+        raise RuntimeError(self._process.stderr.read().strip().splitlines()[-1])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._cache.cleanup()
+
+
+def real_texts(count: int) -> tuple[list[str], str]:
+    """Queries and passages in turn, in random order, and where they come from."""
+    source = SEEDS if SEEDS.is_file() else SAMPLE
+    with source.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    random.Random(0).shuffle(rows)
+    texts = [row[field] for field, row in zip(itertools.cycle(("query", "passage")), rows, strict=False)]
+    return list(itertools.islice(itertools.cycle(texts), count)), source.parent.name
+
+
+def tiny_qwen2(path: Path, texts: list[str]) -> str:
+    """A random Qwen2 with a tokenizer of these texts."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<pad>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", model_max_length=512
+    )
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen2Model(Qwen2Config(vocab_size=len(tokenizer) + 1, **shape, **heads)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def prefix_latencies(texts: list[str], trials: int, threads: int) -> dict[str, list[float]]:
+    """Seconds of a query under an instruction that is new, and under one that is cached."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Ours(tiny_qwen2(Path(folder), texts), cpus_per_encoder=threads, runtime="torch")
+        tokenizer = ours.engine.tokenizer
+        rng = random.Random(0)
+        words = sorted({word for text in texts for word in text.split()})
+
+        def instruction() -> str:
+            """Random words, as many as make 64 tokens."""
+            ids = tokenizer(" ".join(rng.choices(words, k=INSTRUCTION_TOKENS)))["input_ids"][:INSTRUCTION_TOKENS]
+            return str(tokenizer.decode(ids))
+
+        queries = [text for text in texts if len(text) < 80]
+        known = instruction()
+        ours.query(queries[0], known)
+        taken: dict[str, list[float]] = {"cold": [], "warm": []}
+        for trial in range(trials):
+            query = queries[trial % len(queries)]
+            taken["cold"].append(ours.query(query, instruction()))
+            taken["warm"].append(ours.query(query, known))
+        assert (ours.engine.facts.prefix_hits, ours.engine.facts.prefix_misses) == (trials, trials + 1)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--infinity-python", help="of an environment with infinity-emb[torch,optimum]==0.0.78")
+    parser.add_argument("--texts", type=int, default=512, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=100, help="of cached instructions")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+
+    texts, source = real_texts(options.texts)
+    model = material.minilm()
+    runs: dict[str, Any] = {"ours": Ours(model, cpus_per_encoder=options.threads)}
+    runs["ours_torch"] = Ours(model, cpus_per_encoder=options.threads, runtime="torch")
+    runs["ours_bf16"] = Ours(model, cpus_per_encoder=options.threads, dtype="bfloat16")
+    absent: dict[str, str] = {}
+    for kind, batch_size in itertools.product(("torch", "optimum"), BATCH_SIZES):
+        name = f"infinity_{kind}_{batch_size}"
+        if options.infinity_python is None:
+            absent[name] = "give --infinity-python"
+            continue
+        try:
+            runs[name] = Infinity(options.infinity_python, kind, batch_size, model, options.threads)
+        except (OSError, RuntimeError) as error:
+            absent[name] = str(error)
+    reference = runs["ours"].vectors(texts[:CLIENTS])
+    cosines = {name: float((reference * run.vectors(texts[:CLIENTS])).sum(axis=1).min()) for name, run in runs.items()}
+    assert min(cosines.values()) >= 0.999, cosines
+
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for number in range(options.rounds):
+        for name, run in runs.items():
+            taken[name].append(run.run(texts, CLIENTS))
+        rates = {name: round(len(texts) / measured[-1]["seconds"], 1) for name, measured in taken.items()}
+        print(f"round {number + 1}, texts a second:", rates, flush=True)
+    alone = {name: statistics.median(run.run(texts[:64], 1)["latencies"]) for name, run in runs.items()}
+    for run in runs.values():
+        if isinstance(run, Infinity):
+            run.close()
+    prefix = prefix_latencies(texts, options.trials, threads=1)
+
+    rates = {name: len(texts) / statistics.median(r["seconds"] for r in measured) for name, measured in taken.items()}
+    peers = [rate for name, rate in rates.items() if name.startswith("infinity")]
+
+    def latency(name: str, percentile: int) -> float:
+        every = [seconds for measured in taken[name] for seconds in measured["latencies"]]
+        return round(1e3 * float(np.percentile(every, percentile)), 1)
+
+    cold, warm = (statistics.median(prefix[which]) for which in ("cold", "warm"))
+    summary = {
+        "vs_infinity": round(rates["ours"] / max(peers), 3) if peers else None,
+        "prefix_cold_over_warm": round(cold / warm, 3),
+        "texts_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+        "cpu_seconds": {
+            name: round(statistics.median(r["cpu"] for r in measured), 2) for name, measured in taken.items()
+        },
+        "p50_ms": {name: latency(name, 50) for name in runs},
+        "p99_ms": {name: latency(name, 99) for name in runs},
+        "one_client_p50_ms": {name: round(1e3 * seconds, 2) for name, seconds in alone.items()},
+        "cold_ms": round(1e3 * cold, 2),
+        "warm_ms": round(1e3 * warm, 2),
+        "runtime": runs["ours"].engine.facts.runtime,
+        "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
+        "absent": absent,
+        "clients": CLIENTS,
+        "texts": len(texts),
+        "of": source,
+        "threads": options.threads,
+        "machine": f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "date": date.today().isoformat(),
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

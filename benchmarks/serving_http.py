@@ -1,0 +1,316 @@
+"""Searches and embeddings over HTTP at 64 clients: ours beside a straightforward Serve graph and infinity-emb's server.
+
+    python benchmarks/serving_http.py [--infinity-python PATH] [--seconds N] [--rounds N]
+
+MiniLM in fp32 with as many threads for all, on the same cores, with the client on them too; every server is started,
+warmed up and measured in turn, alone, by a client in a process of its own (load.py, closed loop).
+
+Searches of the passages of MS MARCO at hand, two exact shards, top 10: queries as they are, and queries under an instruction
+(InF-IR), which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards through
+Serve's Python proxy; ours is the same through that proxy and through HAProxy (`ha_proxy=true`). Its hits and ours must
+agree, or there is no figure.
+
+Embeddings of single texts, queries and passages in turn: ours, and infinity-emb's own server (0.0.78, its torch and optimum
+engines). Embeddings must agree to a cosine of 0.999.
+
+The last line is one JSON object:
+    vs_straightforward              searches a second, queries as they are: ours through HAProxy / the straightforward graph
+    vs_straightforward_instructed   the same, queries under instructions
+    vs_straightforward_same_proxy   as the first, ours through the Python proxy too
+    vs_infinity                     embeddings a second: ours through HAProxy / the faster of infinity's engines
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import material
+import numpy as np
+from load import percentile, read
+from serving_engine import SAMPLE, SEEDS, real_texts
+
+from infembed_ray.retrieval.index import Index
+from infembed_ray.training.tuples import flatten
+
+HERE = Path(__file__).parent
+CLIENTS = 64
+START_S = 300.0
+WARM_UP_S = 3.0
+OURS = """
+import ray, sys
+ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+from infembed_ray.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, on a cluster with logical CPUs for more than one thread of the encoder, as the straightforward graph has."""
+Body = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def post(url: str, body: Body) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+@contextmanager
+def server(
+    command: Sequence[str], ready: str, environment: Mapping[str, str], log: Path, cwd: str | None = None
+) -> Iterator[None]:
+    """A server's process group, up while the block runs."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | environment, start_new_session=True, cwd=cwd
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                urllib.request.urlopen(ready, timeout=5).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    said = log.read_text(errors="replace").strip().splitlines()
+                    raise RuntimeError(f"{command[0]} did not start: {said[-1] if said else 'no word'}") from None
+            time.sleep(0.5)
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)  # of ours, and of Ray's own children, the first process takes care
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=40)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+class Client:
+    """Measures what is up; keeps what it measured."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._folder = folder
+        self._seconds = seconds
+        self.measured: dict[str, list[dict[str, Any]]] = {}
+        self._latencies: dict[str, list[float]] = {}
+
+    def measure(self, name: str, url: str, bodies: Sequence[Body]) -> None:
+        """One round at 64 clients."""
+        file, out = self._folder / "bodies.jsonl", self._folder / "answers.jsonl"
+        file.write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
+
+        def load(seconds: float) -> dict[str, Any]:
+            command = [sys.executable, str(HERE / "load.py"), url, f"--bodies={file}", f"--clients={CLIENTS}"]
+            said = subprocess.run(
+                [*command, f"--seconds={seconds}", f"--out={out}"], check=True, capture_output=True, text=True
+            )
+            return dict(json.loads(said.stdout.splitlines()[-1]))
+
+        load(WARM_UP_S)
+        found = load(self._seconds)
+        self.measured.setdefault(name, []).append(found)
+        self._latencies.setdefault(name, []).extend(answer.latency for answer in read(out) if answer.ok)
+        print(f"{name}: {found}", flush=True)
+        assert found["failed"] == 0, found
+
+    def rate(self, name: str) -> float | None:
+        """Median answers a second."""
+        found = self.measured.get(name)
+        return statistics.median(one["per_second"] for one in found) if found else None
+
+    def ratio(self, above: str, below: Sequence[str]) -> float | None:
+        """Of rates; of the fastest below."""
+        rates = [rate for name in below if (rate := self.rate(name))]
+        own = self.rate(above)
+        return round(own / max(rates), 3) if rates and own else None
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Of everything that was measured."""
+        return {
+            name: {
+                "per_second": round(self.rate(name) or 0.0, 1),
+                "p50_ms": round(1e3 * (percentile(every, 0.5) or 0.0), 1),
+                "p99_ms": round(1e3 * (percentile(every, 0.99) or 0.0), 1),
+            }
+            for name, every in self._latencies.items()
+        }
+
+
+def searches(instructed: bool) -> list[Body]:
+    """Queries as people type them, or queries under instructions."""
+    if instructed:
+        records, _ = material.records(200)
+        tuples = [t for record in records for t in flatten(record)]
+        return [{"query": t.query, "instruction": t.instruction, "top_k": 10} for t in tuples]
+    texts, _ = real_texts(4000)
+    return [{"query": text, "top_k": 10} for text in texts[::2]]
+
+
+def built(folder: Path, model: str) -> tuple[Path, Path]:
+    """The passages at hand as an index of ours, and its vectors for the straightforward graph."""
+    source = SEEDS if SEEDS.is_file() else SAMPLE
+    with source.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    corpus = folder / "corpus.jsonl"
+    passages = dict.fromkeys(row["passage"] for row in rows)
+    corpus.write_text("".join(json.dumps({"id": str(n), "text": t}) + "\n" for n, t in enumerate(passages)))
+    command = [sys.executable, "-m", "infembed_ray.cli", "index", f"corpus={corpus}", f"model={model}", "factory=Flat"]
+    subprocess.run([*command, f"output={folder / 'index'}"], check=True, stdout=subprocess.DEVNULL)
+    shards = Index.open(folder / "index").shards
+    arrays = folder / "corpus.npz"
+    np.savez(
+        arrays,
+        ids=np.concatenate([shard.passages["id"].to_numpy() for shard in shards]).astype(str),
+        texts=np.concatenate([shard.passages["text"].to_numpy() for shard in shards]).astype(str),
+        vectors=np.concatenate([shard.vectors(slice(None)) for shard in shards]),
+    )
+    return folder / "index", arrays
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--infinity-python", help="of an environment with infinity-emb[torch,optimum,server]==0.0.78")
+    parser.add_argument("--seconds", type=float, default=10, help="of a measurement")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of every server")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every encoder")
+    parser.add_argument("--only", nargs="*", default=("searches", "embeddings"))
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    threads, absent = options.threads, dict[str, str]()
+    own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0"}
+    quiet = own | {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
+    workloads = {"plain": searches(False), "instructed": searches(True)}
+    texts, source = real_texts(2000)
+
+    with tempfile.TemporaryDirectory(prefix="http-") as made:
+        folder, model = Path(made), material.minilm()
+        index, arrays = built(folder, model)
+        client = Client(folder, options.seconds)
+        hits: dict[str, list[list[str]]] = {}
+        vectors: dict[str, np.ndarray] = {}
+
+        def look(name: str, base: str) -> None:
+            """What a server answers, and how fast."""
+            if "searches" in options.only and not name.startswith("infinity"):
+                sample = [*workloads["plain"][:20], *workloads["instructed"][:20]]
+                answers = [post(f"{base}/v1/search", body) for body in sample]
+                hits[name] = [[hit["id"] for hit in answer["hits"]] for answer in answers]
+                for kind, bodies in workloads.items():
+                    client.measure(f"{name}, {kind}", f"{base}/v1/search", bodies)
+            if "embeddings" in options.only and name != "straightforward":
+                served = json.load(urllib.request.urlopen(f"{base}/v1/models"))["data"][0]["id"]
+                found = post(f"{base}/v1/embeddings", {"model": served, "input": texts[:16]})["data"]
+                vectors[name] = np.array([one["embedding"] for one in found])
+                bodies = [{"model": served, "input": text} for text in texts]
+                client.measure(f"{name}, embeddings", f"{base}/v1/embeddings", bodies)
+
+        for _ in range(options.rounds):
+            if "searches" in options.only:
+                port = free_port()
+                command = [
+                    sys.executable,
+                    str(HERE / "straightforward.py"),
+                    model,
+                    str(arrays),
+                    str(port),
+                    str(threads),
+                ]
+                base = f"http://127.0.0.1:{port}"
+                with server(command, f"{base}/readyz", own, folder / "straightforward.log"):
+                    look("straightforward", base)
+            for name, ha_proxy in (("ours", "true"), ("ours, Python proxy", "false")):
+                port = free_port()
+                command = [sys.executable, "-c", OURS, "serve", f"index={index}", f"port={port}"]
+                command += [f"ha_proxy={ha_proxy}", f"cpus_per_encoder={threads}"]
+                base = f"http://127.0.0.1:{port}"
+                with server(command, f"{base}/readyz", own, folder / "ours.log"):
+                    look(name, base)
+            for engine in ("torch", "optimum") if "embeddings" in options.only else ():
+                name = f"infinity, {engine}"
+                if options.infinity_python is None:
+                    absent[name] = "give --infinity-python"
+                    continue
+                port = free_port()
+                theirs = model
+                if engine == "optimum":
+                    theirs = str(folder / "optimum")
+                    if not Path(theirs).exists():
+                        export = f"from infinity_engine import exported; exported({model!r}, {theirs!r})"
+                        subprocess.run(
+                            [options.infinity_python, "-c", export], cwd=HERE / "peers", check=True, capture_output=True
+                        )
+                command = [
+                    str(Path(options.infinity_python).with_name("infinity_emb")),
+                    "v2",
+                    "--model-id",
+                    theirs if engine == "torch" else ".",
+                ]
+                command += [
+                    "--engine",
+                    engine,
+                    "--device",
+                    "cpu",
+                    "--dtype",
+                    "float32",
+                    "--batch-size",
+                    "32",
+                    "--pooling-method",
+                    "mean",
+                ]
+                command += ["--url-prefix", "/v1", "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+                base = f"http://127.0.0.1:{port}"
+                try:
+                    with server(command, f"{base}/health", quiet, folder / "infinity.log", theirs):
+                        look(name, base)
+                except RuntimeError as error:
+                    absent[name] = str(error)
+
+    shared = [
+        statistics.fmean(len(set(a) & set(b)) / len(a) for a, b in zip(found, hits["ours"], strict=True))
+        for found in hits.values()
+    ]
+    cosines = {name: float((v * vectors["ours"]).sum(axis=1).min()) for name, v in vectors.items()}
+    assert not shared or min(shared) >= 0.99, shared
+    assert not cosines or min(cosines.values()) >= 0.999, cosines
+    infinity = [name for name in client.measured if name.startswith("infinity")]
+    summary = {
+        "vs_straightforward": client.ratio("ours, plain", ["straightforward, plain"]),
+        "vs_straightforward_instructed": client.ratio("ours, instructed", ["straightforward, instructed"]),
+        "vs_straightforward_same_proxy": client.ratio("ours, Python proxy, plain", ["straightforward, plain"]),
+        "vs_infinity": client.ratio("ours, embeddings", infinity),
+        "measured": client.figures(),
+        "hits_shared": round(min(shared), 4) if shared else None,
+        "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
+        "absent": absent,
+        "clients": CLIENTS,
+        "threads": threads,
+        "of": source,
+        "machine": f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}",
+        "date": date.today().isoformat(),
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""In Ray Serve's HTTP proxy: a request whose replica is lost is sent to another, and every error has OpenAI's shape.
+
+Serve's proxy answers a request that was under way in a lost replica with a bare 500, and its own refusals with plain text.
+Everything that the API does may be done twice, so the request is simply made again; it comes from the body that was read
+already, and only if nothing of an answer has gone out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infembed_ray.errors import in_one_line
+from infembed_ray.serving.refusals import ApiError
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+MARK = b"x-content-type-options"
+"""A header that the API puts on all its answers, and Serve on none of its own."""
+PREFIX = "/-/"
+"""Of Serve's own paths."""
+
+
+def middlewares() -> list[Middleware]:
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
+    return [Middleware(AnotherReplica)]
+
+
+class AnotherReplica:
+    """ASGI middleware around Serve's proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on until it has an answer of the API's own."""
+        if scope["type"] != "http" or scope["path"].startswith(PREFIX):
+            return await self._app(scope, receive, send)
+        body = _Replayed(receive)
+        refused: int | None = None
+        for _ in range(ATTEMPTS):
+            answer = _Answer(send)
+            try:
+                await self._app(dict(scope), body.again(), answer)
+            except Exception as error:
+                if answer.begun:
+                    raise  # half an answer has gone: breaking the connection is all that is left
+                log.warning("a request did not reach a replica: %s", in_one_line(error))
+            if answer.begun or body.gone:
+                return None
+            refused = answer.refused
+            if refused is not None:
+                break
+        await _refusal(refused).response()(scope, receive, send)
+
+
+class _Answer:
+    """Lets an answer of the API through, and keeps one of Serve's own back."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+        self.refused: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and not self.begun:
+            if message["status"] < 400 or _is_marked(message["headers"]):
+                self.begun = True
+            else:
+                self.refused = message["status"]
+        if self.begun:
+            await self._send(message)
+
+
+class _Replayed:
+    """A request's messages, to be received several times."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._messages: list[Message] = []
+
+    @property
+    def gone(self) -> bool:
+        """Has the client gone?"""
+        return any(message["type"] == "http.disconnect" for message in self._messages)
+
+    def again(self) -> Receive:
+        """Receives everything, from the beginning."""
+        position = 0
+
+        async def receive() -> Message:
+            nonlocal position
+            if position == len(self._messages):
+                message = await self._receive()
+                self._messages.append(message)
+            position += 1
+            return self._messages[position - 1]
+
+        return receive
+
+
+def _is_marked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == MARK for name, _ in headers)
+
+
+def _refusal(status: int | None) -> ApiError:
+    """What Serve answered itself, as the API would say it; None: it gave up."""
+    if status == 404:
+        return ApiError.later(503, "nothing is served here yet", code="not_ready")
+    if status == 429:
+        return ApiError.later(429, "too many requests are waiting", type="rate_limit_error", code="queue_full")
+    return ApiError.later(503, "a part of the service is not there", code="replica_lost")

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.serving.coalescing import Coalescer
+
+
+class Sender:
+    """Answers `item * 10`, negative items with an error; remembers what travelled together, and waits to be let go."""
+
+    def __init__(self, held: bool = False) -> None:
+        self.sent: list[list[int]] = []
+        self.cancelled: list[list[int]] = []
+        self.under_way = self.most_under_way = 0
+        self.go = asyncio.Event()
+        if not held:
+            self.go.set()
+
+    async def __call__(self, items: Sequence[int]) -> list[int | Exception]:
+        self.sent.append(list(items))
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await self.go.wait()
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled.append(list(items))
+            raise
+        finally:
+            self.under_way -= 1
+        return [ValueError(item) if item < 0 else item * 10 for item in items]
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_what_comes_while_calls_are_under_way_travels_together() -> None:
+    async def scenario() -> None:
+        sender = Sender(held=True)
+        call = Coalescer(sender, calls=2, most=3)
+        first = asyncio.ensure_future(call(1))
+        await soon()
+        second = asyncio.ensure_future(call(2))
+        await soon()
+        rest = [asyncio.ensure_future(call(i)) for i in range(3, 8)]
+        await soon()
+        assert sender.sent == [[1], [2]]
+        sender.go.set()
+        assert await asyncio.gather(first, second, *rest) == [10 * i for i in range(1, 8)]
+        assert sender.sent == [[1], [2], [3, 4, 5], [6, 7]]
+        assert sender.most_under_way == 2
+
+    asyncio.run(scenario())
+
+
+def test_calls_of_one_pass_of_the_event_loop_travel_together() -> None:
+    async def scenario() -> None:
+        sender = Sender()
+        call = Coalescer(sender, calls=1, most=64)
+        await asyncio.gather(*(call(i) for i in range(10)))
+        assert sender.sent == [list(range(10))]
+
+    asyncio.run(scenario())
+
+
+def test_an_error_is_its_own_items_and_a_failed_call_everybodys() -> None:
+    async def scenario() -> None:
+        call = Coalescer(Sender(), calls=1, most=64)
+        answers = await asyncio.gather(call(1), call(-2), call(3), return_exceptions=True)
+        assert answers[0::2] == [10, 30]
+        assert isinstance(answers[1], ValueError)
+
+        async def broken(items: Sequence[int]) -> list[int]:
+            raise OSError("no way through")
+
+        answers = await asyncio.gather(*map(Coalescer(broken, calls=1, most=64), range(3)), return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["no way through"] * 3
+
+    asyncio.run(scenario())
+
+
+def test_the_item_of_a_caller_who_has_gone_is_not_sent() -> None:
+    async def scenario() -> None:
+        sender = Sender(held=True)
+        call = Coalescer(sender, calls=1, most=64)
+        first = asyncio.ensure_future(call(1))
+        await soon()
+        gone, stays = asyncio.ensure_future(call(2)), asyncio.ensure_future(call(3))
+        await soon()
+        gone.cancel()
+        sender.go.set()
+        assert await asyncio.gather(first, stays) == [10, 30]
+        assert sender.sent == [[1], [3]]
+
+    asyncio.run(scenario())
+
+
+def test_a_call_ends_when_all_who_wait_for_it_have_gone_and_not_before() -> None:
+    async def scenario() -> None:
+        sender = Sender(held=True)
+        call = Coalescer(sender, calls=1, most=64)
+        callers = [asyncio.ensure_future(call(i)) for i in range(2)]
+        await soon()
+        callers[0].cancel()
+        await soon()
+        assert sender.cancelled == []
+        callers[1].cancel()
+        await soon()
+        assert sender.cancelled == [[0, 1]]
+        sender.go.set()
+        assert await call(5) == 50  # its place is free again
+
+    asyncio.run(scenario())
+
+
+def test_a_heavy_item_travels_alone_and_holds_nobody_up() -> None:
+    async def scenario() -> None:
+        sender = Sender(held=True)
+        call = Coalescer(sender, calls=1, most=10, weigh=lambda item: item)
+        heavy = [asyncio.ensure_future(call(item)) for item in (100, 200)]
+        light = [asyncio.ensure_future(call(item)) for item in (6, 4, 1)]
+        await soon()
+        assert sorted(sender.sent) == [[6, 4], [100], [200]]
+        sender.go.set()
+        await asyncio.gather(*heavy, *light)
+        assert sender.sent[-1] == [1]
+
+    asyncio.run(scenario())
+
+
+@given(
+    st.lists(st.tuples(st.integers(-3, 12), st.integers(0, 6), st.booleans()), max_size=40),
+    st.integers(1, 3),
+    st.integers(1, 10),
+)
+def test_everybody_who_stays_gets_their_own_answer(
+    arrivals: list[tuple[int, int, bool]], calls: int, most: int
+) -> None:
+    """Arrivals: an item, which is also its weight; passes of the loop before it comes; whether its caller leaves."""
+
+    async def scenario() -> None:
+        sender = Sender()
+        call = Coalescer(sender, calls=calls, most=most, weigh=abs)
+
+        async def caller(item: int, delay: int) -> int:
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            return await call(item)
+
+        callers = [asyncio.ensure_future(caller(item, delay)) for item, delay, _ in arrivals]
+        await asyncio.sleep(0)
+        for (_, _, leaves), task in zip(arrivals, callers, strict=True):
+            if leaves:
+                task.cancel()
+        answers = await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 30)
+        for (item, _, leaves), answer in zip(arrivals, answers, strict=True):
+            if isinstance(answer, asyncio.CancelledError):
+                assert leaves
+            elif item < 0:
+                assert isinstance(answer, ValueError)
+            else:
+                assert answer == 10 * item
+        together = [batch for batch in sender.sent if not (len(batch) == 1 and abs(batch[0]) > most)]
+        assert all(sum(map(abs, batch)) <= most for batch in together)
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_cancelled_from_outside_leaves_nobody_waiting() -> None:
+    async def scenario() -> None:
+        async def ended(items: Sequence[int]) -> list[int]:
+            raise asyncio.CancelledError
+
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(Coalescer(ended, calls=1, most=1)(1), 30)
+
+    asyncio.run(scenario())

@@ -1,0 +1,215 @@
+"""A generation over real shards in this process, and an encoder that knows only what a text begins with."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infembed_ray.retrieval.changes import ChangeLog
+from infembed_ray.retrieval.live import LiveShard
+from infembed_ray.retrieval.shards import Shard, shard_of
+from infembed_ray.serving import generations, schema
+from infembed_ray.serving.engine import Embedded, QueueFull
+from infembed_ray.serving.generations import Blueprint, Generation, Inputs
+from infembed_ray.serving.service import Document, Query, ReadOnly, ReplicaLost
+
+DIMENSION = 8
+PASSAGES = {f"p{i}": f"text {i}" for i in range(60)}
+SHARDS = 3
+
+
+def vector(text: str) -> np.ndarray:
+    drawn = np.random.default_rng(list(text.encode())).standard_normal(DIMENSION).astype(np.float32)
+    return drawn / np.linalg.norm(drawn)
+
+
+class Encoder:
+    """Remembers what travelled together."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if method == "ready":
+            return True
+        items, _ = arguments
+        self.calls.append(len(items))
+        await asyncio.sleep(0.001)
+        answers = []
+        for item in items:
+            texts = list(item.inputs) if isinstance(item, Inputs) else [f"{q.instruction} {q.text}" for q in item]
+            answers.append(Embedded(np.stack([vector(text) for text in texts]), len(texts)))
+        return pickle.loads(pickle.dumps(answers))
+
+
+class OneShard:
+    """A deployment of one shard; `failing` is raised for so many calls."""
+
+    def __init__(self, live: LiveShard) -> None:
+        self.live = live
+        self.failing: list[Exception] = []
+        self.silent = False
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if self.silent:
+            await asyncio.sleep(60)
+        if self.failing:
+            raise self.failing.pop()
+        self.live.refresh()
+        if method == "search_many":
+            return pickle.loads(pickle.dumps(self.live.search_many(*arguments)))
+        if method == "document":
+            found = self.live.get(*arguments)
+            return found and Document(found.id, found.text, found.metadata)
+        return True
+
+
+class World:
+    def __init__(self, root: Path, writable: bool = True) -> None:
+        log = ChangeLog(root / "changes", {"year": "integer"}, DIMENSION)
+        self.encoder, self.shards = Encoder(), []
+        for number in range(SHARDS):
+            ids = [id for id in PASSAGES if shard_of(id, SHARDS) == number]
+            texts = [PASSAGES[id] for id in ids]
+            vectors = np.stack([vector(text) for text in texts])
+            years = {"year": [int(id[1:]) for id in ids]}
+            facts = Shard.write(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"})
+            self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, SHARDS, 0)))
+        card = schema.Model(
+            id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
+            vocabulary=9, metadata={"year": "integer"}, writable=writable,
+        )  # fmt: skip
+        self.blueprint = Blueprint(
+            fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card
+        )
+
+    def play(self, scenario: Callable[[Generation], Coroutine[Any, Any, None]], timeout_s: float = 20) -> None:
+        async def run() -> None:
+            await scenario(Generation(self.blueprint, self.encoder, self.shards, timeout_s=timeout_s))
+
+        asyncio.run(run())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def best(query: str, k: int, allowed: Callable[[str], bool] = lambda id: True) -> list[str]:
+    """Brute force."""
+    scores = {id: float(vector(text) @ vector(query)) for id, text in PASSAGES.items() if allowed(id)}
+    return sorted(scores, key=lambda id: (-scores[id], id))[:k]
+
+
+def test_every_one_of_many_searches_gets_the_best_of_all_shards(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        async def search(i: int) -> None:
+            queries = [Query(f"q{i}", "I"), Query(f"r{i}", None)][: 1 + i % 2]
+            found = await generation.search(queries, 1 + i % 7, None, False)
+            assert [[hit.id for hit in hits] for hits in found.results] == [
+                best(f"{query.instruction} {query.text}", 1 + i % 7) for query in queries
+            ]
+            assert (found.model, found.index_version, found.missing_shards) == ("m", "v1", [])
+
+        await asyncio.gather(*(search(i) for i in range(50)))
+
+    world.play(scenario)
+    assert sum(world.encoder.calls) == 50
+    assert len(world.encoder.calls) < 10  # most travelled together
+
+
+def test_a_filter_is_the_shards_affair(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        found = await generation.search([Query("q", "I")], 4, {"year": {"lt": 20}}, False)
+        assert [hit.id for hit in found.results[0]] == best("I q", 4, lambda id: int(id[1:]) < 20)
+        assert found.results[0][0].metadata == {"year": int(found.results[0][0].id[1:])}
+
+    world.play(scenario)
+
+
+def test_what_is_put_is_found_and_what_is_deleted_is_not(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        sequence = await generation.put([Document("new", "None fresh", {"year": 3}), Document("p1", "None fresh too")])
+        found = await generation.search([Query("fresh")], 1, None, False)
+        assert (found.results[0][0].id, found.sequence) == ("new", sequence)
+        assert await generation.document("new") == Document("new", "None fresh", {"year": 3})
+        assert await generation.document("p1") == Document("p1", "None fresh too", {"year": None})
+        assert await generation.delete(["new", "never was"]) > sequence
+        assert await generation.document("new") is None
+        found = await generation.search([Query("fresh")], 60, None, False)
+        assert "new" not in {hit.id for hit in found.results[0]}
+
+    world.play(scenario)
+
+
+def test_documents_of_a_read_only_index_stay_as_they_are(tmp_path: Path) -> None:
+    async def scenario(generation: Generation) -> None:
+        with pytest.raises(ReadOnly):
+            await generation.put([Document("new", "text")])
+        with pytest.raises(ReadOnly):
+            await generation.delete(["p1"])
+
+    World(tmp_path, writable=False).play(scenario)
+    assert not (tmp_path / "changes").exists()
+
+
+def test_a_lost_replica_is_asked_again_and_a_full_one_is_not(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        world.shards[1].failing = [ReplicaLost()] * 3
+        found = await generation.search([Query("q", "I")], 5, None, False)
+        assert [hit.id for hit in found.results[0]] == best("I q", 5)
+        world.shards[1].failing = [QueueFull(2.0)]
+        with pytest.raises(QueueFull):
+            await generation.search([Query("q", "I")], 5, None, False)
+
+    world.play(scenario)
+
+
+def test_without_a_shard_there_is_an_answer_only_if_it_may_be_partial(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "PARTIAL_PATIENCE_S", 0.1)
+
+    async def scenario(generation: Generation) -> None:
+        world.shards[2].failing = [ReplicaLost()] * 1000
+        with pytest.raises(ReplicaLost):
+            await generation.search([Query("q", "I")], 5, None, False)
+        found = await generation.search([Query("q", "I")], 5, None, True)
+        assert list(found.missing_shards) == ["s2"]
+        assert [hit.id for hit in found.results[0]] == best("I q", 5, lambda id: shard_of(id, SHARDS) != 2)
+        world.shards[2].failing = []
+        found = await generation.search([Query("q", "I")], 5, None, True)
+        assert list(found.missing_shards) == []
+        assert [hit.id for hit in found.results[0]] == best("I q", 5)
+
+    world.play(scenario, timeout_s=0.5)
+
+
+def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "PROBE_TIMEOUT_S", 0.1)
+
+    async def scenario(generation: Generation) -> None:
+        assert await generation.ready()
+        world.shards[0].silent = True
+        assert not await generation.ready()
+
+    world.play(scenario)
+
+
+def test_one_requests_fault_is_not_anothers(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        good, bad = await asyncio.gather(
+            generation.search([Query("q", "I")], 5, None, False),
+            generation.search([Query("q", "I")], 5, {"color": "red"}, False),
+            return_exceptions=True,
+        )
+        assert [hit.id for hit in good.results[0]] == best("I q", 5)
+        assert isinstance(bad, ValueError)
+
+    world.play(scenario)

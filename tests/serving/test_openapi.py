@@ -1,0 +1,90 @@
+"""The API's description of itself, and requests that are made up from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from infembed_ray.serving.app import create_app
+from infembed_ray.serving.auth import ApiKeys
+from infembed_ray.serving.gate import OPEN_PATHS
+from infembed_ray.serving.refusals import STATUSES
+from tests.serving.debug import DebugService
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
+
+KEY = {"Authorization": "Bearer key"}
+
+app = create_app(DebugService(), "f", ApiKeys(["key"]))
+api = schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+def validate(case: Any) -> None:
+    # What a schema cannot say, such as the names of the index' fields, is refused although the schema allows it.
+    case.call_and_validate(headers=KEY, excluded_checks=[positive_data_acceptance])
+
+
+@api.parametrize()
+@settings(max_examples=25, deadline=None)
+def test_no_request_made_up_from_the_description_breaks_the_server_or_the_description(case: Any) -> None:
+    validate(case)
+
+
+@pytest.mark.slow
+@api.parametrize()
+@settings(max_examples=500, deadline=None)
+def test_neither_does_any_of_many(case: Any) -> None:
+    validate(case)
+
+
+def operations() -> dict[str, dict[str, Any]]:
+    document = app.openapi()
+    return {
+        f"{method.upper()} {path}": operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def test_the_description_has_every_route() -> None:
+    assert set(operations()) == {
+        "POST /v1/embeddings",
+        "POST /v1/search",
+        "PUT /v1/documents",
+        "DELETE /v1/documents",
+        "GET /v1/documents/{id}",
+        "DELETE /v1/documents/{id}",
+        "GET /v1/models",
+        "GET /v1/models/{model}",
+        "GET /healthz",
+        "GET /readyz",
+        "GET /metrics",
+    }
+
+
+@pytest.mark.parametrize("name", operations())
+def test_every_refusal_is_described_in_its_shape(name: str) -> None:
+    operation = operations()[name]
+    refusals = {status: response for status, response in operation["responses"].items() if status != "200"}
+    expected = {"403", "500", "504"}
+    if "requestBody" in operation:
+        expected |= {"400", "413", "415"}
+    if name.split()[1] not in OPEN_PATHS:
+        expected |= {"401"}
+        assert operation["security"] == [{"bearer": []}]
+    assert expected <= set(refusals)
+    assert "422" not in refusals
+    for status, response in refusals.items():
+        assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+        assert response["description"] == STATUSES[int(status)]
+        assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503", "504"))
+    assert operation["description"]
+
+
+def test_without_keys_none_is_described() -> None:
+    document = create_app(DebugService(), "f", ApiKeys()).openapi()
+    assert "securitySchemes" not in document["components"]
+    assert not any("security" in operation for methods in document["paths"].values() for operation in methods.values())

@@ -1,0 +1,133 @@
+"""The code of docs/clients.md, run as it stands but for the address, against a real HTTP server."""
+
+from __future__ import annotations
+
+import base64
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from infembed_ray.serving.app import create_app
+from infembed_ray.serving.auth import ApiKeys
+from tests.serving.debug import CARD, PASSAGES, DebugService, debug_embed, listening
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+INSTRUCTION = "Only guidelines written for clinicians."
+TEXTS = ["Metformin is the first choice.", "Insulin, since 1922."]
+QUERY = f"query: {INSTRUCTION} diabetes treatment"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    card = CARD.model_copy(update={"id": "my-model"})
+    with listening(create_app(DebugService(card=card), "f", ApiKeys(["KEY"]))) as url:
+        yield url
+
+
+def run(section: str, url: str) -> dict[str, Any]:
+    """What a section's code leaves behind."""
+    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    assert text
+    code = textwrap.dedent("\n".join(line for line in text[1].splitlines() if line.startswith("    ") or not line))
+    assert "http://127.0.0.1:8000" in code
+    names: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(code.replace("http://127.0.0.1:8000", url), section, "exec", dont_inherit=True), names)
+    return names
+
+
+def vector(text: str) -> np.ndarray:
+    return debug_embed([list(text.encode())])[0]
+
+
+def best(texts: list[str]) -> str:
+    return max(texts, key=lambda text: float(vector(QUERY) @ vector(text)))
+
+
+def ranked_ids() -> list[str]:
+    return [p.id for p in sorted(PASSAGES, key=lambda p: -float(vector(QUERY) @ vector(p.text)))]
+
+
+def test_the_openai_package(url: str) -> None:
+    names = run("The openai package", url)
+    np.testing.assert_allclose(names["passages"], [vector(text) for text in TEXTS], rtol=1e-6)
+    short = vector(QUERY)[:8] / np.linalg.norm(vector(QUERY)[:8])
+    np.testing.assert_allclose(names["query"].data[0].embedding, short, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def openai_client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="KEY", max_retries=0)
+
+
+def test_openais_client_embeds_one_and_many_as_numbers_base64_and_tokens(openai_client: openai.OpenAI) -> None:
+    create = openai_client.embeddings.create
+    one = create(input="ab", model="my-model")
+    np.testing.assert_allclose(one.data[0].embedding, vector("ab"), rtol=1e-6)
+    assert (one.usage.prompt_tokens, one.usage.total_tokens, one.model) == (2, 2, "my-model")
+    many = create(input=["ab", "c"], model="my-model", encoding_format="float")
+    np.testing.assert_allclose([d.embedding for d in many.data], [vector("ab"), vector("c")], rtol=1e-6)
+    raw = create(input=[[97, 98], [99]], model="my-model", encoding_format="base64")
+    decoded = [np.frombuffer(base64.b64decode(str(d.embedding)), dtype="<f4") for d in raw.data]
+    np.testing.assert_array_equal(decoded, [vector("ab"), vector("c")])
+    short = create(input=[97, 98], model="my-model", dimensions=4)
+    np.testing.assert_allclose(np.linalg.norm(short.data[0].embedding), 1, rtol=1e-6)
+    assert len(short.data[0].embedding) == 4
+
+
+def test_openais_client_understands_our_refusals(openai_client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        openai_client.embeddings.create(input="ab", model="other")
+    assert not_found.value.code == "model_not_found"
+    assert re.fullmatch("[0-9a-f]{32}", not_found.value.request_id or "")
+    with pytest.raises(openai.BadRequestError) as bad:
+        openai_client.embeddings.create(input="ab", model="my-model", dimensions=99)
+    assert bad.value.param == "dimensions"
+    with pytest.raises(openai.AuthenticationError):
+        openai_client.with_options(api_key="wrong").embeddings.create(input="ab", model="my-model")
+    assert [model.id for model in openai_client.models.list()] == ["my-model"]
+    assert openai_client.models.retrieve("my-model").id == "my-model"
+
+
+def test_our_own(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("Our own", url)
+    assert [hit.id for hit in names["found"].hits] == ranked_ids()[:3]
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert "who/2024-17" in [hit.id for hit in names["recent"].hits]
+    assert names["recent"].sequence >= names["sequence"]
+    np.testing.assert_array_equal(names["vectors"], [vector("query: Only guidelines. diabetes treatment")])
+
+
+def test_langchain(url: str) -> None:
+    pytest.importorskip("langchain_openai")
+    names = run("LangChain", url)
+    assert [document.page_content for document in names["documents"]] == [best(TEXTS)]
+    np.testing.assert_allclose(names["embeddings"].embed_query("diabetes treatment"), vector(QUERY), rtol=1e-6)
+    np.testing.assert_allclose(names["embeddings"].embed_documents(TEXTS), [vector(t) for t in TEXTS], rtol=1e-6)
+
+
+def test_a_langchain_retriever(url: str) -> None:
+    pytest.importorskip("langchain_core")
+    documents = run("A LangChain retriever", url)["documents"]
+    assert [document.id for document in documents] == ranked_ids()[:3]
+    assert documents[0].metadata["year"]
+
+
+def test_llamaindex(url: str) -> None:
+    pytest.importorskip("llama_index.embeddings.openai_like")
+    names = run("LlamaIndex", url)
+    assert [node.text for node in names["nodes"]] == [best(TEXTS)]
+    np.testing.assert_allclose(names["embedding"].get_query_embedding("diabetes treatment"), vector(QUERY), rtol=1e-6)
+    np.testing.assert_allclose(names["embedding"].get_text_embedding(TEXTS[0]), vector(TEXTS[0]), rtol=1e-6)
+
+
+def test_a_llamaindex_retriever(url: str) -> None:
+    pytest.importorskip("llama_index.core")
+    nodes = run("A LlamaIndex retriever", url)["nodes"]
+    assert [node.node.id_ for node in nodes] == ranked_ids()[:3]
+    assert [node.score for node in nodes] == sorted((node.score for node in nodes), reverse=True)

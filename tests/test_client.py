@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from infembed_ray import client as client_module
+from infembed_ray.client import ApiError, AsyncClient, Client, Document, Unreachable
+from infembed_ray.serving.app import create_app
+from infembed_ray.serving.auth import ApiKeys
+from tests.serving.debug import CARD, DIMENSION, DebugService, debug_embed, listening
+
+URL = "http://search.test"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with listening(create_app(DebugService(), "f", ApiKeys(["key"]))) as url:
+        yield url
+
+
+class Blocking:
+    """An `AsyncClient` called as a `Client`, so that one test holds for both."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._args, self._options = args, options
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any, **options: Any) -> Any:
+            async with AsyncClient(*self._args, **self._options) as client:
+                return await getattr(client, name)(*args, **options)
+
+        return lambda *args, **options: asyncio.run(call(*args, **options))
+
+
+@pytest.fixture(params=[Client, Blocking])
+def client(request: pytest.FixtureRequest, url: str) -> Iterator[Any]:
+    client = request.param(url, "key")
+    yield client
+    client.close()
+
+
+def vector(text: str) -> np.ndarray:
+    return debug_embed([list(text.encode())])[0]
+
+
+def test_embeddings(client: Any) -> None:
+    embeddings = client.embed(["ab", "c"])
+    np.testing.assert_array_equal(embeddings.vectors, [vector("ab"), vector("c")])
+    assert (embeddings.vectors.dtype, embeddings.model, embeddings.tokens) == (np.float32, "debug", 3)
+    asked = client.embed(["ab"], instruction="I", dimensions=4, model="debug")
+    short = vector("query: I ab")[:4]
+    np.testing.assert_allclose(asked.vectors, [short / np.linalg.norm(short)], rtol=1e-6)
+    np.testing.assert_array_equal(client.embed(["x"], input_type="query").vectors, [vector("query: None x")])
+
+
+def test_searches(client: Any) -> None:
+    found = client.search("q", "I", top_k=2, filter={"language": "en"})
+    assert [hit.metadata["language"] for hit in found.hits] == ["en", "en"]
+    assert found.hits[0].score >= found.hits[1].score
+    np.testing.assert_allclose(found.hits[0].score, vector("query: I q") @ vector(found.hits[0].text), rtol=1e-5)
+    assert (found.model, found.index_version, found.encode_ms, found.search_ms) == ("debug", "v1", 1.0, 2.0)
+    many = client.search_many(["q", "r"], ["I", None], top_k=2, filter={"language": "en"})
+    assert [hit.id for hit in many[0].hits] == [hit.id for hit in found.hits]
+    assert [hit.id for hit in many[1].hits] == [
+        hit.id for hit in client.search("r", top_k=2, filter={"language": "en"}).hits
+    ]
+    assert client.search("q", allow_partial=True).missing_shards == []
+
+
+def test_documents(client: Any) -> None:
+    document = Document("a/../ü b?", "text", {"year": 2021, "draft": None})
+    put = client.put([document])
+    assert client.document(document.id) == document
+    assert client.search("q").sequence >= put
+    assert client.delete([document.id, "nothing"]) == put + 1
+    assert client.document(document.id) is None
+
+
+def test_models(client: Any) -> None:
+    (model,) = client.models()
+    assert (model.id, model.dimension, model.metadata, model.writable) == ("debug", DIMENSION, CARD.metadata, True)
+
+
+def test_a_refusal_is_told_at_once_in_the_servers_words(client: Any) -> None:
+    with pytest.raises(ApiError, match="did you mean year") as refusal:
+        client.search("q", filter={"yeer": 1})
+    assert (refusal.value.status, refusal.value.param) == (400, "filter")
+    assert f"(request {refusal.value.request_id})" in str(refusal.value)
+    with pytest.raises(TypeError, match="a list of texts"):
+        client.embed("one text")
+    with pytest.raises(TypeError, match="a list of texts"):
+        client.search_many("one text")
+
+
+def test_the_key_comes_from_the_environment_too(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFEMBED_API_KEY", raising=False)
+    with Client(url) as client, pytest.raises(ApiError) as refusal:
+        client.models()
+    assert refusal.value.code == "invalid_api_key"
+    monkeypatch.setenv("INFEMBED_API_KEY", "key")
+    with Client(url) as client:
+        assert client.models()
+
+
+# ------------------------------------------------------------------------------------------------------- retries
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the client slept, on a clock that only sleeping advances; it draws the longest pause it may."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(client_module, "time", clock)  # of the client alone: the server's loop lives by the real one
+    monkeypatch.setattr(client_module.random, "uniform", lambda low, high: high)
+    return slept
+
+
+def answering(*answers: httpx2.Response | Exception) -> tuple[Client, list[httpx2.Request]]:
+    """A client whose server gives these answers, the last one for ever."""
+    asked: list[httpx2.Request] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request)
+        given = answers[min(len(asked), len(answers)) - 1]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    return Client(URL, "key", timeout_s=10, transport=httpx2.MockTransport(answer)), asked
+
+
+def models() -> httpx2.Response:
+    return httpx2.Response(200, json={"data": [CARD.model_dump()]})
+
+
+def full(status: int = 429, **headers: str) -> httpx2.Response:
+    error = {
+        "message": "too many requests are waiting",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "queue_full",
+    }
+    return httpx2.Response(status, json={"error": error}, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "first", [full(), full(503), full(504), httpx2.Response(502, text="bad gateway"), httpx2.ConnectError("refused")]
+)
+def test_what_passes_is_asked_again(pauses: list[float], first: Any) -> None:
+    client, asked = answering(first, first, models())
+    assert client.models()[0].id == "debug"
+    assert len(asked) == 3
+    assert pauses == [0.1, 0.2]
+
+
+def test_the_server_says_how_long_to_wait_at_least(pauses: list[float]) -> None:
+    client, _ = answering(full(**{"Retry-After": "3"}), models())
+    client.models()
+    assert pauses == [3.1]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 500])
+def test_what_does_not_pass_is_asked_once(pauses: list[float], status: int) -> None:
+    client, asked = answering(full(status))
+    with pytest.raises(ApiError, match="too many requests are waiting"):
+        client.models()
+    assert (len(asked), pauses) == (1, [])
+
+
+def test_a_full_server_is_given_up_in_time_with_its_own_words(pauses: list[float]) -> None:
+    client, _ = answering(full(**{"Retry-After": "4"}))
+    with pytest.raises(ApiError, match="429 queue_full: too many requests are waiting"):
+        client.models()
+    assert sum(pauses) < 10
+
+
+def test_an_unreachable_server_is_given_up_in_time_with_the_reason(pauses: list[float]) -> None:
+    client, asked = answering(httpx2.ConnectError("connection refused"))
+    with pytest.raises(Unreachable, match=r"no answer within 10 s \(\d+ attempts\): connection refused") as failure:
+        client.models()
+    assert isinstance(failure.value.__cause__, httpx2.ConnectError)
+    assert len(asked) > 3
+    assert sum(pauses) < 10
+
+
+def test_the_random_part_of_a_pause_doubles_up_to_a_bound(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 1.0)
+    client, _ = answering(full(), full(), full(), full(), full(), full(), models())
+    client.models()
+    np.testing.assert_allclose(pauses, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
+
+
+def test_the_async_client_tries_again_too() -> None:
+    answers = iter([full(), httpx2.Response(503, json={}), models()])
+
+    async def ask() -> Any:
+        async with AsyncClient(URL, transport=httpx2.MockTransport(lambda _: next(answers))) as client:
+            return await client.models()
+
+    assert asyncio.run(ask())[0].id == "debug"
+
+
+@pytest.mark.parametrize("answer", [httpx2.Response(200, text="<html>"), httpx2.Response(200, json={"data": [{}]})])
+def test_another_servers_answer_is_told_apart(pauses: list[float], answer: httpx2.Response) -> None:
+    client, _ = answering(answer)
+    with pytest.raises(ApiError, match=r"http://search\.test/v1/models does not answer as this API"):
+        client.models()
+
+
+# --------------------------------------------------------------------------------------------------- what it is made of
+
+
+def test_importing_it_loads_neither_torch_nor_ray_nor_the_server() -> None:
+    code = (
+        "import sys, json, infembed_ray.client; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "ray", "fastapi", "pyarrow", "transformers"} & set(json.loads(output))
+
+
+def test_both_clients_have_the_same_methods_and_arguments() -> None:
+    def methods(cls: type) -> dict[str, Any]:
+        public = {n: m for n, m in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")}
+        return {name: list(inspect.signature(method).parameters.values()) for name, method in public.items()}
+
+    assert methods(Client) == methods(AsyncClient)
