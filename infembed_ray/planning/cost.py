@@ -83,17 +83,55 @@ class Cluster:
         )
 
 
+@dataclass(frozen=True)
+class Node:
+    """A kind of node without GPUs; bytes, USD an hour."""
+
+    name: str
+    vcpus: int
+    memory: float
+    nvme: float
+    usd_per_hour: float
+
+    @property
+    def usable(self) -> float:
+        """Bytes of memory that system and Ray leave."""
+        return self.memory * assumed("node_memory_share")
+
+    @property
+    def read_seconds(self) -> float:
+        """Of one vector from the disk that an index lies on."""
+        return 1e-6 * assumed("nvme_read_us" if self.nvme else "volume_read_us")
+
+    def monthly(self, count: int, disk: float) -> float:
+        """USD of so many for a month, and of a volume for those bytes that their own disks do not hold."""
+        volume = max(0.0, disk - count * self.nvme) / 2**30 * float(_hardware()["volume_usd_per_gib_month"])
+        return count * self.usd_per_hour * assumed("hours_per_month") + volume
+
+
+def nodes(name: str | None = None) -> list[Node]:
+    """Those of hardware.yaml, or the one; InputError if it does not know it."""
+    known = _hardware()["nodes"]
+    if name is not None and name not in known:
+        raise InputError(f"node={name}: not in planning/hardware.yaml: {nearest(name, known)}")
+    return [
+        Node(key, of["vcpus"], of["memory_gib"] * 2.0**30, of["nvme_gib"] * 2.0**30, of["usd_per_hour"])
+        for key, of in known.items()
+        if name in (None, key)
+    ]
+
+
 @cache
 def _hardware() -> dict[str, Any]:
     text = files("infembed_ray.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
 
-def known(device: str) -> dict[str, Any]:
-    """What hardware.yaml says of a device; InputError if it does not know it."""
+def known(device: str, name: str = "hardware.device") -> dict[str, Any]:
+    """What hardware.yaml says of a device; InputError, which names the setting, if it does not know it."""
     devices = _hardware()["devices"]
     if device not in devices:
-        raise InputError(f"hardware.device={device}: not in planning/hardware.yaml: {nearest(device, devices)}")
+        raise InputError(f"{name}={device}: not in planning/hardware.yaml: {nearest(device, devices)}")
     return dict(devices[device])
 
 
