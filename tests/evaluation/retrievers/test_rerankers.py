@@ -221,7 +221,7 @@ def test_scores_that_are_not_finite_are_refused_and_name_the_pair(berts, tmp_pat
 def test_damaged_weights_are_named(tmp_path):
     broken = models.bert(tmp_path, 1)
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(InputError, match=r"kind=classifier, model="):
+    with pytest.raises(InputError, match=r"model.model=.*no whole safetensors file"):
         classifier(broken)
 
 
