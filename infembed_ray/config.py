@@ -758,13 +758,28 @@ class IndexSettings(Settings):
     cpus_per_shard: float = place(
         1.0, gt=0, description="CPUs per task that builds a shard, and its threads; graphs of several differ by the run"
     )
-    gpus_per_shard: float = place(0.0, ge=0, description="GPUs per task that builds a shard")
+    gpus_per_shard: float = place(
+        0.0, ge=0, description="GPUs per task that builds a shard; centroids differ from those that CPUs find"
+    )
 
 
 class CompactSettings(Settings):
     """`infembed index compact`: an index and the changes made to it since -> its next version."""
 
     index: str = place(description="the output directory of `infembed index`; or a version of it")
+    factory: str | None = Field(
+        None,
+        description="of every shard from now on, as faiss.index_factory spells it; auto: chosen; null: as the index has it",
+    )
+    memory_gib: float | None = Field(
+        None, gt=0, description="most memory of a shard's vectors from now on; null: as the index has it"
+    )
+    recall_floor: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="recall@10 below which nothing is published, from now on; null: as the index has it",
+    )
     cpus_per_shard: float = place(1.0, gt=0, description="CPUs per task that builds a shard, and its threads")
     gpus_per_shard: float = place(0.0, ge=0, description="GPUs per task that builds a shard")
 

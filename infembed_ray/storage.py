@@ -145,6 +145,8 @@ def read_manifest(path: Path, name: str) -> dict[str, Any]:
         raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise ValueError("not a JSON object")
     except ValueError as error:
         raise InputError(
             f"{name}={path}: {MANIFEST} is damaged ({error}); restore it, or delete this directory and make it again"

@@ -1,7 +1,7 @@
 """`infembed index compact`, less Ray: a version and the changes made to it since become the next version.
 
 Every shard is written again from what it answers with at one sequence: passages and vectors are there already, nothing is
-encoded. Its index type, its memory and its recall floor are those that the lineage was built with. What is changed while
+encoded. Its index type, its memory and its recall floor are those of the version before, unless others are given. What is changed while
 that goes on has higher sequences and stays in the log, where both versions read it: whichever is served, now or after
 rolling back, answers the same.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from infembed_ray.config import IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.changes import ChangeLog
 from infembed_ray.retrieval.index import IndexFacts, changes_of
 from infembed_ray.retrieval.live import LiveShard
@@ -32,6 +33,9 @@ from infembed_ray.retrieval.shards import (
 )
 from infembed_ray.storage import Step, local_path, read_manifest, resolve, write_json
 
+AUTO = "auto"
+"""In place of an index type: the one that is chosen."""
+
 
 @dataclass(frozen=True)
 class Compaction:
@@ -41,8 +45,9 @@ class Compaction:
         base: directory of the version that it begins with.
         version: of the base.
         facts: of the base.
-        settings: that the lineage was built with.
+        settings: that the next version is built with.
         until: the last change that is folded in.
+        retyped: are the settings others than the base's?
     """
 
     base: Path
@@ -50,13 +55,21 @@ class Compaction:
     facts: IndexFacts
     settings: IndexSettings
     until: int
+    retyped: bool = False
 
     @classmethod
-    def of(cls, index: str) -> Compaction:
+    def of(
+        cls, index: str, factory: str | None = None, memory_gib: float | None = None, recall_floor: float | None = None
+    ) -> Compaction:
         """All changes there are now, to a version or to the newest of an output directory; or those of an interrupted one.
 
+        Args:
+            index: its directory.
+            factory: type of the shards, `AUTO` for one that is chosen. None, here and below: as the base has it.
+            memory_gib, recall_floor: see `Build`.
+
         Raises:
-            InputError: there is no index, or a change is missing.
+            InputError: there is no index, a change is missing, or FAISS makes no such type.
         """
         path = local_path(index, "index")
         if not path.is_dir():
@@ -67,7 +80,12 @@ class Compaction:
         log = _log(base, facts)
         log.check(facts.folded)
         settings = IndexSettings.of(manifest["settings"], where=f"index={base}: settings of the build")
-        work = cls(base, manifest["identity"], facts, settings, log.last())
+        if factory not in (None, AUTO):
+            factories.new(factory, facts.dimension)
+        given = {"factory": factory, "memory_gib": memory_gib, "recall_floor": recall_floor}
+        changed = {name: value if value != AUTO else None for name, value in given.items() if value is not None}
+        asked = settings.model_copy(update=changed)
+        work = cls(base, manifest["identity"], facts, asked, log.last(), asked != settings)
         if work._begun.is_file():
             return replace(work, until=json.loads(work._begun.read_text(encoding="utf-8"))["until"])
         return work
@@ -125,10 +143,14 @@ class Compaction:
         write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
         settings = self.settings
         try:
-            written = build_shard(directory, Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu))
-        except InputError:
+            build = Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards)
+            written = build_shard(directory, build)
+        except InputError as error:
             self.end()  # what changes next may help
-            raise
+            raise InputError(
+                f"{error} (`infembed index compact` takes memory_gib, recall_floor and factory, which auto leaves to be "
+                "chosen; another number of shards or dimensions takes a new build)"
+            ) from error
         write_json(finished, asdict(written))
         return written
 

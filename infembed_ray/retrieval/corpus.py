@@ -176,7 +176,7 @@ def _rows(
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else "" if value is None else str(value)
+    text = value if isinstance(value, str) else "" if value is None or value != value else str(value)  # NaN is none
     if not text.strip():
         raise ValueError("is empty; fill it or drop the row")
     if isinstance(value, (list, dict, bytes)):

@@ -3,8 +3,11 @@
 The driver reads the corpus once and deals it to files; from then on nothing of it passes the driver. Passages are dealt to
 shards by a hash of their ids and lie in the order of their ids, so the order of the rows in the corpus leaves no trace.
 Actors encode chunks of a shard, each to a file of its own; a task a shard puts the vectors together and makes the index.
-What is finished stays: an interrupted build goes on with the chunks and shards that are missing, and one that is
-repeated with another index type or floor finds everything encoded.
+What is finished stays: an interrupted build goes on with the chunks and shards that are missing, and one that failed
+finds everything encoded, also with another index type or floor. Once it is published, `infembed index compact` makes it
+another type without encoding.
+
+A build begins a lineage: changes made to what was served from the same output before are not in it, which is said.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say, track
 from infembed_ray.retrieval import factory
+from infembed_ray.retrieval.changes import ChangeLog
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.corpus import BadRow, arrange, deal, require_columns, spool_file
-from infembed_ray.retrieval.index import IndexFacts
+from infembed_ray.retrieval.index import FORMAT, IndexFacts, changes_of
 from infembed_ray.retrieval.passages import open_passages
 from infembed_ray.retrieval.shards import (
     PASSAGES_FILE,
@@ -48,11 +52,13 @@ from infembed_ray.retrieval.shards import (
     verify,
     write_vectors,
 )
-from infembed_ray.storage import Published, Step, existing, read_manifest, write_json
+from infembed_ray.retrieval.versions import finished
+from infembed_ray.storage import Published, Step, existing, read_manifest, resolve, write_json
 
 CHUNK_PASSAGES = 512
 """Passages encoded together: enough to batch by length, and what an interruption loses per actor."""
 ENCODED = "encoded"
+_DEALT = "sizes.json"
 _MOST_CHUNK_PASSAGES = 8192
 _MOST_CHUNKS = 10_000
 """Of a corpus, before chunks become larger."""
@@ -72,9 +78,11 @@ def run(settings: IndexSettings) -> Published:
         factory.require_gpu_faiss()
     corpus = existing(settings.corpus, "corpus")
     found = locate(settings.model, "model")
-    step = Step("index", settings, settings.output, {"corpus": corpus, **found.inputs}, found.names)
-    if done := step.finished():
+    names = {**found.names, "format": str(FORMAT)}
+    step = Step("index", settings, settings.output, {"corpus": corpus, **found.inputs}, names)
+    if done := finished(step):
         return done
+    _tell_of_changes(step)
     # Without its weights, which the actors load: what is it, and can it be what is asked for?
     encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
     if settings.factory is not None:
@@ -109,14 +117,28 @@ def run(settings: IndexSettings) -> Published:
     return step.published()
 
 
+def _tell_of_changes(step: Step) -> None:
+    """Say that a build leaves behind what was changed in the version that is served now."""
+    with contextlib.suppress(InputError):  # there is none
+        current = resolve(step.root)
+        facts = IndexFacts.read(current)
+        segments = ChangeLog(changes_of(current, facts), facts.metadata, facts.dimension).last()
+        if segments and facts.lineage != step.identity:
+            say(
+                f"index: {segments} segments of changes were made to {current.name} through the API; this build begins with "
+                "the corpus alone and does not have them (`infembed index compact` is what keeps them)"
+            )
+
+
 def _build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
     """The type of all shards; the largest decides."""
     largest = max(sizes)
     return Build(
-        settings.factory or factory.choose(largest, dimension, settings.memory_gib, settings.shards),
+        factory.choose(largest, dimension, settings.memory_gib, settings.shards, settings.factory),
         settings.memory_gib,
         settings.recall_floor,
         settings.gpus_per_shard > 0,
+        settings.shards,
     )
 
 
@@ -131,6 +153,8 @@ def _told(output: str) -> Iterator[None]:
             "directory that all nodes share"
         ) from error
     except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError):  # Ray's
+            raise
         raise InputError(
             f"output={output}: cannot be written ({error.strerror or error}); make room there and run the same command "
             "again: it goes on with what is finished"
@@ -222,7 +246,7 @@ def _workroom(step: Step, settings: IndexSettings) -> Iterator[Workroom]:
 
 def _deal(corpus: Path, settings: IndexSettings, room: Workroom) -> list[int]:
     """Deal the corpus to the shards, unless an interrupted run did; passages of each."""
-    done = room.root / "sizes.json"
+    done = room.root / _DEALT
     if not done.is_file():
         try:
             with track("corpus", None) as advance:
@@ -250,7 +274,8 @@ def _arrange_all(corpus: Path, settings: IndexSettings, room: Workroom) -> None:
             for _ in _as_completed(tasks):
                 advance()
     except BadRow:
-        shutil.rmtree(room.root)
+        (room.root / _DEALT).unlink()  # the tasks that were cancelled may still write there
+        shutil.rmtree(room.root, ignore_errors=True)
         raise
     shutil.rmtree(room.spool, ignore_errors=True)
 
@@ -264,7 +289,7 @@ def _arrange(
 
 
 def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Tasks and their results, in the order in which they end; the others are cancelled when one fails.
+    """Tasks and their results, in the order in which they end; the others are cancelled when one fails, or its worker.
 
     Raises:
         InputError: one failed so.
@@ -275,11 +300,12 @@ def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
             (done,), pending = ray.wait(pending)
             yield done, ray.get(done)
     except RayTaskError as error:
-        for task in pending:
-            ray.cancel(task)
         if isinstance(error.cause, InputError):
             raise error.cause from None
         raise
+    finally:
+        for task in pending:
+            ray.cancel(task)
 
 
 # -------------------------------------------------------------------------------------------------------- vectors
@@ -324,10 +350,10 @@ class EncodeChunk:
 def _encode(chunks: Sequence[Chunk], room: Workroom, model: str, settings: IndexSettings) -> None:
     missing = room.missing(chunks)
     total = sum(chunk.count for chunk in chunks)
-    finished = total - sum(chunk.count for chunk in missing)
-    with track("encode", total, finished) as advance:
-        if finished:
-            advance(0, note=f"{finished} from an interrupted run")
+    before = total - sum(chunk.count for chunk in missing)
+    with track("encode", total, before) as advance:
+        if before:
+            advance(0, note=f"{before} from an interrupted run")
         if not missing:
             return
         device = "cuda" if settings.gpus_per_actor else "cpu"
@@ -373,10 +399,10 @@ def _write_shard(
     directory: Path, room: Path, files: Sequence[Path], dimension: int, build: Build, threads: int, output: str
 ) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
-    finished = directory.with_suffix(".json")
+    done = directory.with_suffix(".json")
     with _told(output):
-        if finished.is_file():
-            facts = ShardFacts(**json.loads(finished.read_text(encoding="utf-8")))
+        if done.is_file():
+            facts = ShardFacts(**json.loads(done.read_text(encoding="utf-8")))
             with contextlib.suppress(InputError):  # the machine stopped before it was on the disk
                 verify(directory.parent, facts)
                 return facts
@@ -390,7 +416,7 @@ def _write_shard(
             (directory / name).unlink(missing_ok=True)
             os.link(room / name, directory / name)
         facts = build_shard(directory, build)
-        write_json(finished, asdict(facts))
+        write_json(done, asdict(facts))
         return facts
 
 
@@ -406,12 +432,12 @@ def compact(settings: CompactSettings) -> Published:
     """
     if settings.gpus_per_shard:
         factory.require_gpu_faiss()
-    work = Compaction.of(settings.index)
-    if not work.changes:
+    work = Compaction.of(settings.index, settings.factory, settings.memory_gib, settings.recall_floor)
+    if not work.changes and not work.retyped:
         say(f"index compact: no changes since {work.version}")
         return Published(work.base, read_manifest(work.base, "index"), fresh=False)
     step = work.step()
-    if done := step.finished():
+    if done := finished(step):
         work.end()
         return done
     work.begin()

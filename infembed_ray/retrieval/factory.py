@@ -32,18 +32,27 @@ BLOCK = 1 << 14
 GIB = 1 << 30
 
 
-def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int = 1) -> str:
-    """The best type that memory holds.
+def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int = 1, given: str | None = None) -> str:
+    """The best type that memory holds, or the given one if it does.
 
     Args:
         vectors: of the largest shard.
         dimension: of them.
         memory_gib: most memory of a shard while it is searched; None: no limit.
         shards: of the index, for what is proposed if nothing fits.
+        given: a type; None: all are considered.
 
     Raises:
         InputError: nothing fits.
     """
+    if given is not None:
+        size = memory(given, dimension, vectors)
+        if memory_gib is None or size <= memory_gib * GIB:
+            return given
+        raise InputError(
+            f"memory_gib={memory_gib:g}: factory={given} takes {_gib(size)} GiB a shard of {vectors} vectors of {dimension} "
+            "dimensions; allow as much, give a smaller one, or leave it to be chosen"
+        )
     types = candidates(vectors, dimension)
     if memory_gib is None:
         return types[0]
@@ -168,6 +177,9 @@ def memory(factory: str, dimension: int, vectors: int) -> int:
 def _bytes(index: Any, vectors: int) -> int:
     if isinstance(index, faiss.IndexPreTransform):
         matrices = sum(4 * t.d_in * t.d_out for t in _transformations(index))
+        matrices += sum(
+            4 * t.d_in**2 for t in _transformations(index) if isinstance(t, faiss.PCAMatrix)
+        )  # all of it stays
         return matrices + _bytes(faiss.downcast_index(index.index), vectors)
     if isinstance(index, faiss.IndexHNSW):
         lowest, above = index.hnsw.nb_neighbors(0), index.hnsw.nb_neighbors(1)

@@ -40,7 +40,7 @@ OPERATORS = ("eq", "ne", "in", "nin", *_BOUNDS)
 _WANTED: Mapping[FieldType, str] = {
     "string": "a string of Unicode characters",
     "integer": "a whole number of 64 bits",
-    "number": "a finite number",
+    "number": "a finite number that a 64-bit float holds",
     "boolean": "true or false",
     "date": "a date as in 2024-05-31",
 }
@@ -124,7 +124,7 @@ def _taken(value: Any, kind: FieldType) -> Value | None:
         return value if type(value) is int and -(2**63) <= value < 2**63 else None
     with contextlib.suppress(ValueError, OverflowError):  # no such day or character; beyond what a float holds
         if kind == "number" and type(value) in (int, float):
-            return float(value) if math.isfinite(value) else None
+            return float(value) if math.isfinite(value) and float(value) == value else None  # 2^53 + 1 is no float
         if kind == "date" and isinstance(value, str):
             day = date.fromisoformat(value)
             return day if day.isoformat() == value else None  # Python 3.11 reads more than 3.10

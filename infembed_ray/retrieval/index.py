@@ -19,7 +19,7 @@ from infembed_ray.storage import MANIFEST, existing, read_manifest
 
 METRIC = "inner_product"
 FORMAT = 2
-"""Of the files and facts of an index. 1 had rows in any order and no parameters of the search."""
+"""Of the files and facts of an index, and of how they are made: a version's identity tells it. 1 had rows in any order and no parameters of the search."""
 CHANGES = "changes"
 """Directory beside the versions of an index, with a change log for each lineage."""
 

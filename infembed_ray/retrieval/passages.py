@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import mmap
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, datetime, time
@@ -56,9 +57,11 @@ def as_typed(value: Any, kind: FieldType) -> Value | None:
     return typed(value, kind)
 
 
+_NUMBER = re.compile(r"[-+.eE0-9]+")
+"""Python's numbers may have other digits, and underscores."""
 _READ: Mapping[FieldType, Callable[[str], Any]] = {
-    "integer": int,
-    "number": float,
+    "integer": lambda text: int(text) if _NUMBER.fullmatch(text) else text,
+    "number": lambda text: float(text) if _NUMBER.fullmatch(text) else text,
     "boolean": lambda text: {"true": True, "false": False}[text.lower()],
 }
 

@@ -68,7 +68,7 @@ class Build:
 
     Attributes:
         factory: FAISS's name of its type; None: chosen.
-        memory_gib: see `factory.choose`.
+        memory_gib, shards: see `factory.choose`.
         recall_floor: recall@10 below which there is no shard.
         gpu: train on this process' GPUs.
     """
@@ -77,6 +77,7 @@ class Build:
     memory_gib: float | None = None
     recall_floor: float = 0.0
     gpu: bool = False
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class ShardFacts:
     search: Mapping[str, int]
     """Parameters that it is searched with: efSearch of graphs, nprobe of lists, rerank (candidates a hit) of lossy types."""
     recall_at_10: float
-    """Against exact search, with passages of the shard as queries and themselves left out; 1 by definition for Flat."""
+    """Against exact search, of passages as queries or of made ones, whichever is lower (`searcher.calibrate`); 1 by
+    definition for Flat."""
     bytes: int
     """Of its files."""
     checksums: Mapping[str, str]
@@ -265,9 +267,9 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     vectors = np.load(directory / VECTORS_FILE, mmap_mode="r")
     if len(vectors) != passages:
         raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must be as many")
-    factory = build.factory or factories.choose(len(vectors), vectors.shape[1], build.memory_gib)
-    if not passages:
-        factory = "Flat"
+    factory = "Flat"
+    if passages:
+        factory = factories.choose(passages, vectors.shape[1], build.memory_gib, build.shards, build.factory)
     index = factories.build(factory, vectors, build.gpu)
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)

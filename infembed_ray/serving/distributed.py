@@ -31,6 +31,7 @@ from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
 from infembed_ray.distributed import connect, on_a_cluster
 from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.object_store import is_uri
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.live import ShardQuery
@@ -86,6 +87,11 @@ class Plan:
             raise InputError(
                 f"host={settings.host}: open to other machines without API keys; "
                 f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
+            )
+        if settings.writable and is_uri(settings.index):
+            raise InputError(
+                f"writable=true: index={settings.index} is in an object store, which keeps no changes; copy it to a directory "
+                "that all nodes share and serve that, or set writable=false"
             )
         index = Index.open(settings.index)
         found = locate(settings.model or index.facts.model, "model")

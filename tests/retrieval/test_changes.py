@@ -272,7 +272,12 @@ def test_a_long_log_is_not_listed_for_every_change(tmp_path: Path, monkeypatch: 
     log = log_in(tmp_path)
     listed: list[int] = []
     listdir = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: (listed.append(len(listdir(path))), listdir(path))[1])
+
+    def counted(path: Path) -> list[str]:
+        listed.append(len(listdir(path)))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", counted)
     assert [log.append([put(f"{n}")]) for n in range(40)] == list(range(1, 41))
     assert sum(listed) <= 2 * 40 + 40
 

@@ -222,3 +222,68 @@ def test_a_live_shard_of_the_next_version_reads_on_in_the_same_log(tmp_path: Pat
     log.append([document("new", 1)])
     assert live.refresh()
     assert live.get("new") is not None
+
+
+def test_a_damaged_next_version_is_made_again(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log_of(output).append(changes(1))
+    work = Compaction.of(str(output))
+    assert versions.finished(work.step()) is None
+    second = fold(work)
+    assert versions.finished(work.step()) is not None
+    damaged = second / "shard-00001" / shards.INDEX_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    versions.use(output, first.name)
+    work = Compaction.of(str(output))
+    assert versions.finished(work.step()) is None
+    assert resolve(output) == first  # until the next one is whole
+    assert fold(work) == second == resolve(output)
+    assert versions.verify(output) > 0
+    (aside,) = output.glob(f".{second.name}.damaged-*")
+    assert (aside / "shard-00001" / shards.INDEX_FILE).is_file()
+
+
+def test_another_type_memory_or_floor_is_taken_without_any_change_and_kept_from_then_on(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output, [document(f"d{n}", n) for n in range(300)], shards=1)
+    work = Compaction.of(str(output))
+    assert (work.changes, work.retyped) == (0, False)
+    work = Compaction.of(str(output), "HNSW8", memory_gib=1, recall_floor=0.5)
+    assert (work.changes, work.retyped) == (0, True)
+    second = fold(work)
+    assert [shard.factory for shard in IndexFacts.read(second).shards] == ["HNSW8"]
+    again = Compaction.of(str(output))
+    assert (again.settings.factory, again.settings.memory_gib, again.settings.recall_floor) == ("HNSW8", 1, 0.5)
+    third = fold(Compaction.of(str(output), "auto"))
+    assert [shard.factory for shard in IndexFacts.read(third).shards] == ["Flat"]
+    assert Compaction.of(str(output)).settings.factory is None
+    with pytest.raises(InputError, match="factory=PQ2: makes a IndexPQ, which cannot search"):
+        Compaction.of(str(output), "PQ2")
+
+
+def test_a_lineage_that_outgrew_its_type_or_its_memory_goes_on_with_another(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output, [document(f"d{n}", n) for n in range(70)], shards=1, factory="IVF64,Flat", memory_gib=0.001)
+    log_of(output).append([Delete(f"d{n}") for n in range(10)])
+    with pytest.raises(
+        InputError, match=r"factory=IVF64,Flat: .* 64 vectors .*`infembed index compact` takes .*factory"
+    ):
+        fold(Compaction.of(str(output)))
+    with pytest.raises(
+        InputError, match=r"memory_gib=1e-08: factory=IVF16,Flat takes .*`infembed index compact` takes"
+    ):
+        fold(Compaction.of(str(output), "IVF16,Flat", memory_gib=1e-8))
+    fold(Compaction.of(str(output), "IVF16,Flat"))
+    assert Index.open(output).facts.passages == 60
+
+
+def test_equal_documents_come_in_the_same_order_before_and_after_compaction(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    same = document("x", 7).vector
+    publish(output, [document("zz", 1)], shards=1)
+    log_of(output).append([Put(id, "text", same, {}) for id in "abcdefg"])
+    before = Index.open(output).search(same[None], 3)
+    fold(Compaction.of(str(output)))
+    assert Index.open(output).search(same[None], 3) == before
+    assert [hit.id for hit in before[0]] == list("gfe")

@@ -87,6 +87,7 @@ def test_bad_rows_are_named_with_their_column(tmp_path: Path) -> None:
 
     refuse(r"corpus=\S+: row 2: column text is empty; fill it", good, {**good, "id": "b", "text": " "})
     refuse("row 2: column id is empty", good, {"text": "x"})
+    refuse("row 2: column id is empty", good, {"id": float("nan"), "text": "x"})  # as json and pandas write it
     refuse(r"row 2: column text must be text, not \['x'\]; mend it", good, {**good, "id": "b", "text": ["x"]})
     refuse("row 1: column text must be text without lone surrogates", {**good, "text": "\ud800"})
     refuse(

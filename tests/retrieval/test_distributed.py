@@ -20,7 +20,8 @@ from infembed_ray.retrieval.changes import ChangeLog, Delete, Put
 from infembed_ray.retrieval.distributed import run
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.storage import Published, read_manifest, resolve
+from infembed_ray.storage import Published, Step, read_manifest, resolve
+from tests.retrieval.test_compaction import log_of, publish
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
@@ -248,3 +249,28 @@ def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
     assert json.loads(there) == here
+
+
+def test_a_build_says_which_changes_it_leaves_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "index"
+    settings = IndexSettings(corpus="another", model="model", output=str(output))
+    step = Step("index", settings, str(output), {}, {"corpus": "another"})
+    distributed._tell_of_changes(step)
+    first = publish(output)
+    distributed._tell_of_changes(step)
+    assert capsys.readouterr().out == ""
+    log_of(output).append([Delete("d1")])
+    distributed._tell_of_changes(step)
+    assert f"index: 1 segments of changes were made to {first.name}" in capsys.readouterr().out
+
+
+def test_only_what_the_file_system_says_is_told_of_the_output() -> None:
+    for error in (
+        TimeoutError("a task took long"),
+        ConnectionError("no cluster"),
+        ConnectionRefusedError(111, "refused"),
+    ):
+        with pytest.raises(type(error)), distributed._told("out"):
+            raise error
+    with pytest.raises(InputError, match=r"output=out: cannot be written \(full\)"), distributed._told("out"):
+        raise OSError(28, "full")

@@ -82,6 +82,13 @@ def test_where_nothing_fits_each_proposed_remedy_would() -> None:
     choose(-(-10_000_000 // int(shards[1])), 3584, 0.5)
 
 
+def test_a_given_type_is_held_to_the_memory_too() -> None:
+    assert choose(100_000, 384, 0.2, given="HNSW32") == "HNSW32"
+    assert choose(100_000, 384, None, given="Flat") == "Flat"
+    with pytest.raises(InputError, match=r"memory_gib=0\.1: factory=HNSW32 takes 0\.169 GiB a shard of 100000 vectors"):
+        choose(100_000, 384, 0.1, given="HNSW32")
+
+
 @pytest.mark.parametrize(
     "name", ["Flat", "HNSW32", "HNSW8_SQ8", "IVF64,Flat", "IVF64_HNSW16,Flat", "PCAR16,IVF16,PQ4x6"]
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -371,7 +372,12 @@ def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(live, "_PIECE_BYTES", most)
     pieces: list[int] = []
     changed = LiveShard._changed
-    monkeypatch.setattr(LiveShard, "_changed", lambda *of: (pieces.append(of[3].nbytes), changed(*of))[1])
+
+    def measured(self: LiveShard, before: Any, sequence: int, table: pa.Table) -> Any:
+        pieces.append(table.nbytes)
+        return changed(self, before, sequence, table)
+
+    monkeypatch.setattr(LiveShard, "_changed", measured)
     assert shard.refresh()
     assert len(pieces) > 5
     assert max(pieces) <= 2 * most
@@ -414,16 +420,17 @@ def test_a_change_that_goes_missing_while_serving_is_told(tmp_path: Path, monkey
     assert found(shard) == ["a"]
 
 
-def test_a_search_reads_no_more_of_the_changes_than_it_answers_with(tmp_path: Path) -> None:
+def test_a_search_copies_no_more_of_the_changes_than_it_answers_with(tmp_path: Path) -> None:
     shard = one_shard(tmp_path, [])
     for n in range(20):
         log_of(tmp_path).append([document(f"d{n}", n, text="x" * 200_000)])
         shard.refresh()
-    before = pa.total_allocated_bytes()
-    pool = pa.default_memory_pool()
-    queries = unit_vectors(30, DIMENSION)
-    peak = pa.system_memory_pool()
-    del peak
-    answer = shard.search(queries, 1)
-    assert len(answer.hits) == 30
-    assert pool.bytes_allocated() - before < 1 << 20
+    copied = pa.proxy_memory_pool(pa.system_memory_pool())
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(copied)
+    try:
+        answer = shard.search(unit_vectors(1, DIMENSION), 1)
+    finally:
+        pa.set_memory_pool(before)
+    assert [len(hits[0].text) for hits in answer.hits] == [200_000]
+    assert 0 < copied.max_memory() < 1_000_000

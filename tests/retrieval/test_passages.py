@@ -4,13 +4,14 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.config import FieldType
-from infembed_ray.retrieval.passages import as_typed, batches, open_passages, row_of, schema, write_passages
+from infembed_ray.retrieval.passages import TEXT, as_typed, batches, open_passages, row_of, schema, take, write_passages
 
 TYPES: dict[str, FieldType] = {
     "lang": "string",
@@ -98,6 +99,7 @@ def test_values_are_read_as_json_csv_and_parquet_have_them(value: Any, kind: Fie
         (2**63, "integer"),
         (float("nan"), "number"),
         ("inf", "number"),
+        (2**53 + 1, "number"),
         (False, "number"),
         (1, "boolean"),
         ("yes", "boolean"),
@@ -110,3 +112,20 @@ def test_values_are_read_as_json_csv_and_parquet_have_them(value: Any, kind: Fie
 def test_values_of_another_type_are_refused(value: Any, kind: FieldType) -> None:
     with pytest.raises(ValueError, match="must be"):
         as_typed(value, kind)
+
+
+@pytest.mark.parametrize(("value", "kind"), [("1_000", "integer"), ("\u0663", "integer"), ("1_0", "number")])
+def test_only_plain_numerals_are_read_as_numbers(value: str, kind: FieldType) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        as_typed(value, kind)
+
+
+@given(data=st.data(), chunks=st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_rows_of_many_chunks_are_taken_in_their_order(data: st.DataObject, chunks: list[int]) -> None:
+    parts = [pa.table({"id": [f"{c}-{i}" for i in range(n)]}, pa.schema([("id", TEXT)])) for c, n in enumerate(chunks)]
+    table = pa.concat_tables(parts)
+    some = st.lists(st.integers(0, len(table) - 1)) if len(table) else st.just([])
+    rows = np.array(data.draw(some), np.int64)
+    taken = take(table, rows)
+    assert taken.column("id").to_pylist() == [table.column("id")[row].as_py() for row in rows.tolist()]
+    assert (taken.schema, taken.column("id").num_chunks <= 1) == (table.schema, True)

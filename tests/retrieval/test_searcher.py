@@ -21,6 +21,7 @@ KINDS = (
     "IVF16,PQ8x4fs",
     "OPQ4_16,IVF16,PQ4x4",
     "PCAR8,HNSW16",
+    "PCAR8,Flat",
 )
 LOSSLESS = ("Flat", "HNSW16", "IVF16,Flat")
 
@@ -124,18 +125,24 @@ def test_a_lossy_index_without_its_vectors_is_no_searcher() -> None:
 def test_calibration_reaches_its_aim_and_says_what_an_oracle_finds(kind: str) -> None:
     searcher = searcher_of(kind, 1500, 16)
     parameters, recall = calibrate(searcher)
-    wanted = set() if kind == "Flat" else {"efSearch" if "HNSW16" in kind else "nprobe"}
+    wanted = set() if kind.endswith("Flat") and "IVF" not in kind else {"efSearch" if "HNSW16" in kind else "nprobe"}
     assert set(parameters) == wanted | (set() if kind in LOSSLESS else {"rerank"})
     assert recall >= 0.98
-    queries = np.arange(0, 1500, 5)
-    products = searcher.originals.astype(np.float64) @ searcher.originals[queries].T.astype(np.float64)
-    products[queries, np.arange(len(queries))] = -2  # themselves
-    shares = []
-    for column, row in enumerate(queries):
-        nearest = set(np.argsort(-products[:, column])[:10].tolist())
-        _, found = searcher.search(searcher.originals[row][None], 11)
-        shares.append(len(nearest & set([r for r in found[0].tolist() if r != row][:10])) / 10)
-    assert np.mean(shares) == pytest.approx(recall, abs=0.02)
+    rows = np.arange(0, 1500, 5)
+    passages = searcher.originals[rows].astype(np.float64)
+    beside = np.random.default_rng(1).standard_normal(passages.shape)
+    beside -= (beside * passages).sum(axis=1, keepdims=True) * passages
+    made = passages / 2 + np.sqrt(0.75) * beside / np.linalg.norm(beside, axis=1, keepdims=True)
+    figures = []
+    for queries, themselves in ((passages, rows), (made, np.full(len(rows), -1))):
+        shares = []
+        for query, row in zip(queries, themselves, strict=True):
+            products = searcher.originals.astype(np.float64) @ query
+            others = [r for r in np.argsort(-products).tolist() if r != row][:10]
+            _, found = searcher.search(query[None].astype(np.float32), 11)
+            shares.append(len(set(others) & set([r for r in found[0].tolist() if r != row][:10])) / 10)
+        figures.append(np.mean(shares))
+    assert min(figures) == pytest.approx(recall, abs=0.02)
 
 
 def test_the_cheapest_parameters_that_do_are_taken() -> None:
@@ -165,3 +172,47 @@ def test_a_passage_that_stands_often_is_as_good_as_its_copies() -> None:
 def test_few_vectors_are_found_all(n: int) -> None:
     made = Searcher(build("HNSW8", unit_vectors(n, 4)))
     assert calibrate(made)[1] == 1.0
+
+
+@pytest.mark.parametrize("k", [1, 3, 6, 7, 9])
+@pytest.mark.parametrize("queries", [1, 30])
+def test_of_equal_vectors_at_the_last_place_those_with_the_highest_rows_are_found(k: int, queries: int) -> None:
+    others = unit_vectors(50, 8)
+    same = np.concatenate([np.repeat(unit_vectors(1, 8, seed=5), 7, axis=0), others])
+    searcher = Searcher(build("Flat", same))
+    keep = np.ones(len(same), bool)
+    for _ in range(2):
+        _, rows = searcher.search(np.repeat(same[:1], queries, axis=0), k, keep)
+        expected = np.flatnonzero(keep[:7])[::-1]
+        for of_query in rows:
+            assert of_query[: len(expected)].tolist() == expected[:k].tolist()
+        keep[[2, 6]] = False
+
+
+def test_lists_that_hold_too_few_are_no_reason_to_find_fewer() -> None:
+    vectors = clustered_vectors(3000, 16, 300)
+    searcher = Searcher(build("IVF300,Flat", vectors), vectors, {room.NPROBE: 1})
+    scores, rows = searcher.search(unit_vectors(50, 16), 40)
+    assert (rows >= 0).all()
+    assert (np.diff(scores, axis=1) <= 0).all()
+    assert all(len(set(row)) == 40 for row in rows.tolist())
+
+
+def test_where_lists_are_found_by_a_graph_more_of_them_are_looked_for_harder() -> None:
+    vectors = unit_vectors(4000, 16)
+    searcher = Searcher(build("IVF256_HNSW8,Flat", vectors), vectors, {room.NPROBE: 4})
+    queries = unit_vectors(50, 16, seed=3)
+    scores, _ = searcher.search(queries, 200)
+    _, best = brute_force(searcher, queries, np.ones(len(vectors), bool), 200)
+    assert (scores >= best[:, -1:] - 1e-6).mean() >= 0.85
+
+
+def test_recall_is_not_only_that_of_queries_which_are_passages() -> None:
+    """A graph leads to its own vectors from each other; from beside them it finds less."""
+    vectors = clustered_vectors(3000, 128, 30)
+    searcher = Searcher(build("HNSW8", vectors), parameters={room.EF_SEARCH: 16})
+    passages = vectors[::10]
+    scores, _ = searcher.search(passages, 10)
+    _, best = brute_force(searcher, passages, np.ones(len(vectors), bool), 10)
+    assert (scores >= best[:, -1:] - 1e-6).mean() > 0.97
+    assert Neighbours(vectors, np.arange(0, 3000, 10)).recall(searcher) < 0.94

@@ -78,7 +78,7 @@ def test_a_damaged_version_is_never_pointed_at(output: Path, damage: str) -> Non
     assert verify(output) == verify(output / "a3") > 0
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a field more", "no shards", "no index"])
+@pytest.mark.parametrize("damage", ["truncated", "a field more", "no shards", "a list"])
 def test_a_damaged_manifest_is_told_and_the_other_versions_are_used(
     output: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_damaged_manifest_is_told_and_the_other_versions_are_used(
         manifest["index"]["shards"][0]["new"] = 1
     elif damage == "no shards":
         del manifest["index"]["shards"]
-    elif damage == "no index":
+    elif damage == "a list":
         manifest = []
     file.write_text(file.read_text()[:50] if damage == "truncated" else json.dumps(manifest))
     with pytest.raises(InputError, match=f"index={output / 'a3'}: manifest.json ") as refusal:
@@ -112,5 +112,5 @@ def test_a_version_whose_changes_are_not_all_there_is_never_pointed_at(output: P
     (output / "changes" / "c1" / f"{1:012d}.arrow").unlink()
     with pytest.raises(InputError, match=r"000000000001\.arrow is missing"):
         use(output, "c1")
-    assert Index.open(output).version == "a3"
-    use(output, "a2")  # in which it is folded
+    assert [v.id for v in versions(output) if v.current] == ["a3"]
+    use(output, "a3")  # in which it is folded

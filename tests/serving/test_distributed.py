@@ -405,6 +405,7 @@ def test_bad_input_is_refused_before_anything_starts(
 
     refuse("index=nowhere: no such file or directory", index="nowhere")
     refuse(r"model=./nowhere: no such model directory", model="./nowhere")
+    refuse("writable=true: index=s3://bucket/index is in an object store, .* writable=false", index="s3://bucket/index")
     encoder = InstructionEncoder.from_pretrained(minilm)
     next(encoder.backbone.parameters()).data.mul_(1.01)
     encoder.save_pretrained(tmp_path / "other")
