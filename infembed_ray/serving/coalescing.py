@@ -2,75 +2,133 @@
 
 A call goes out at once while few are on their way; else it waits for one of them to come back and travels with all
 that gathered meanwhile. So nothing is delayed on purpose, and the more there is to do, the less each call costs.
+
+What would wait too long is refused when it comes: how long that is, is known from what is there already and how fast
+it has gone of late. So under overload those who are taken are answered in time, and the others know it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from infembed_ray.serving.engine import DeadlineExceeded, QueueFull
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+
+RATE_MEMORY = 0.9
+"""Weight of the past in the running estimate of how fast calls go."""
+
+
+@dataclass(frozen=True)
+class _Gathered(Generic[Item]):
+    """What somebody waits for; times are the event loop's."""
+
+    item: Item
+    weight: int
+    came: float
+    deadline: float
 
 
 class Coalescer(Generic[Item, Answer]):
     """Gathers the items of concurrent callers. All calls come from one event loop.
 
     Args:
-        send: answers several items, one answer or exception each, in their order. It is cancelled when nobody waits
-            for any of its answers any more; what it raises itself goes to all of them.
+        send: answers several items, one answer or exception each, in their order, by the event loop's time that is
+            given: the latest at which one of them is of use. It is cancelled when nobody waits for any of its answers
+            any more; what it raises itself goes to all of them.
         calls: so many may be on their way before items gather.
         most: weight of the items that travel together.
         weigh: an item's weight. One heavier than `most` travels alone and at once: it neither waits for the others
             nor do they wait for it.
+        patience_s: an item that would wait longer for those before it is refused. As much as travels together is
+            taken in any case: how fast that goes is not known before it goes.
     """
 
     def __init__(
         self,
-        send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | Exception]]],
+        send: Callable[[Sequence[Item], float], Awaitable[Sequence[Answer | Exception]]],
         *,
         calls: int,
         most: int,
         weigh: Callable[[Item], int] = lambda _: 1,
+        patience_s: float = float("inf"),
     ) -> None:
         self._send = send
         self._calls = calls
         self._most = most
         self._weigh = weigh
-        self._gathered: deque[tuple[Item, int, asyncio.Future[Answer]]] = deque()
+        self._patience_s = patience_s
+        self._gathered: OrderedDict[asyncio.Future[Answer], _Gathered[Item]] = OrderedDict()
+        self._unanswered = 0  # weight of what has gathered and what is under way, but for what travels alone
+        # Of the calls of late, while as many as may be were under way. Until there are any, one a second is supposed.
+        self._carried, self._seconds = float(most), 1.0
         self._departing = False
         self._under_way: set[asyncio.Task[None]] = set()
         self._alone: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, item: Item) -> Answer:
-        """The answer to an item, or the exception it got. A cancelled caller's item is not sent any more."""
+    async def __call__(self, item: Item, deadline: float = float("inf")) -> Answer:
+        """The answer to an item, or the exception it got. A cancelled caller's item is not sent any more.
+
+        Args:
+            item: to be answered.
+            deadline: by the event loop's time; it is not sent any more after that.
+
+        Raises:
+            QueueFull: it would wait too long.
+            DeadlineExceeded: it was not sent in time.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         weight = self._weigh(item)
+        gathered = _Gathered(item, weight, loop.time(), deadline)
         if weight > self._most:
-            self._start(self._alone, [(item, answer)])
+            self._start(self._alone, {answer: gathered})
         else:
-            self._gathered.append((item, weight, answer))
+            self._require_room(weight)
+            self._gathered[answer] = gathered
+            self._unanswered += weight
+            answer.add_done_callback(lambda _: self._settled(answer, weight))
             if not self._departing and len(self._under_way) < self._calls:
                 self._departing = True
                 loop.call_soon(self._depart)  # with all that this pass of the event loop brings
         return await answer
 
+    def _require_room(self, weight: int) -> None:
+        if self._unanswered + weight > self._most:
+            wait = self._unanswered * self._seconds / (self._calls * self._carried)
+            if wait > self._patience_s:
+                raise QueueFull(wait)
+
+    def _settled(self, answer: asyncio.Future[Answer], weight: int) -> None:
+        self._unanswered -= weight
+        self._gathered.pop(answer, None)  # it is there only if its caller has gone
+
     def _depart(self) -> None:
         self._departing = False
+        now = asyncio.get_running_loop().time()
         while self._gathered and len(self._under_way) < self._calls:
-            together, room = [], self._most
-            while self._gathered and self._gathered[0][1] <= room:
-                item, weight, answer = self._gathered.popleft()
-                if not answer.done():  # its caller has gone
-                    together.append((item, answer))
-                    room -= weight
+            together, room = {}, self._most
+            while self._gathered:
+                answer, gathered = next(iter(self._gathered.items()))
+                if gathered.weight > room:
+                    break
+                del self._gathered[answer]
+                if answer.done():  # its caller has just gone
+                    continue
+                if gathered.deadline <= now:
+                    answer.set_exception(DeadlineExceeded(gathered.deadline - gathered.came))
+                    continue
+                together[answer] = gathered
+                room -= gathered.weight
             if together:
                 self._start(self._under_way, together)
 
-    def _start(self, lane: set[asyncio.Task[None]], together: list[tuple[Item, asyncio.Future[Answer]]]) -> None:
+    def _start(self, lane: set[asyncio.Task[None]], together: dict[asyncio.Future[Answer], _Gathered[Item]]) -> None:
         task = asyncio.get_running_loop().create_task(self._travel(together))
         lane.add(task)
         waited_for = len(together)
@@ -83,21 +141,31 @@ class Coalescer(Generic[Item, Answer]):
 
         def back(_: object) -> None:
             lane.discard(task)
-            for _, answer in together:
+            for answer in together:
                 answer.cancel()  # has none only if the call was cancelled; nobody may wait for ever
             self._depart()
 
-        for _, answer in together:
+        for answer in together:
             answer.add_done_callback(settled)
         task.add_done_callback(back)
 
-    async def _travel(self, together: list[tuple[Item, asyncio.Future[Answer]]]) -> None:
+    async def _travel(self, together: dict[asyncio.Future[Answer], _Gathered[Item]]) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
-            answers = await self._send([item for item, _ in together])
-            outcomes = list(zip(together, answers, strict=True))
+            answers = await self._send(
+                [one.item for one in together.values()], max(one.deadline for one in together.values())
+            )
+            outcomes: list[tuple[asyncio.Future[Answer], Answer | Exception]] = list(
+                zip(together, answers, strict=True)
+            )
         except Exception as error:
-            outcomes = [(one, error) for one in together]
-        for (_, answer), outcome in outcomes:
+            outcomes = [(answer, error) for answer in together]
+        else:
+            if len(self._under_way) == self._calls:
+                self._carried = RATE_MEMORY * self._carried + sum(one.weight for one in together.values())
+                self._seconds = RATE_MEMORY * self._seconds + loop.time() - began
+        for answer, outcome in outcomes:
             if answer.done():
                 continue
             if isinstance(outcome, Exception):

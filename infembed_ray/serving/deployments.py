@@ -22,12 +22,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve._private.constants import MAX_REPLICAS_PER_NODE_MAX_VALUE
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -59,12 +61,16 @@ CONSTRUCTOR_ATTEMPTS = 3
 FOLLOW_S = 0.1
 """Between two looks of a shard at the log of changes."""
 INGRESS_ENVIRONMENT = {
-    # One event loop for Serve's part of a request and ours: a thread of its own for each costs a third of the time.
+    # One event loop for Serve's part of a request and ours: no hand-over between threads for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when a replica is full or lost, and nobody knows better."""
+LONGEST_RETRY_AFTER_S = 10.0
+"""The same, when none has been there for as long: the longer none is, the longer."""
+LOOK_S = 0.25
+"""Between two looks whether a deployment that is waited for has any replicas left."""
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +165,9 @@ def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serv
         Encoder,
         name=ENCODER,
         ray_actor_options={"num_cpus": settings.cpus_per_encoder, "num_gpus": settings.gpus_per_encoder},
+        max_replicas_per_node=spread(
+            most or settings.encoder_replicas, CPU=settings.cpus_per_encoder, GPU=settings.gpus_per_encoder
+        ),
         **_replicas(settings.encoder_replicas, most),
         **_bounds(settings),
     ).bind(arguments)
@@ -168,11 +177,13 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
     """The shards of an index, one deployment each, behind a first one that only names them."""
     arguments = IndexArguments.model_validate(arguments)
     settings = arguments.settings
+    per_node = spread(settings.shard_replicas, CPU=settings.cpus_per_shard, GPU=settings.gpus_per_shard)
     shards = [
         serve.deployment(
             ShardSearch,
             name=facts.name,
             ray_actor_options={"num_cpus": settings.cpus_per_shard, "num_gpus": settings.gpus_per_shard},
+            max_replicas_per_node=per_node,
             **_replicas(settings.shard_replicas),
             **_bounds(settings),
         )
@@ -199,12 +210,39 @@ def api_over(arguments: ApiArguments, blueprint: Blueprint | None) -> serve.Appl
         name=INGRESS,
         ray_actor_options={"num_cpus": SMALL_CPUS, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
         user_config=blueprint and blueprint.model_dump(mode="json"),
-        max_surge_percent=100,  # the old ones serve until the new ones do
+        max_surge_percent=100,  # the old ones serve until the new ones do, so there has to be room for one more
+        max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=SMALL_CPUS),
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         **_replicas(settings.ingress_replicas),
         **_bounds(settings),
     ).options(version=arguments.digest(), _internal=True)  # the same one, so a new blueprint restarts nothing
     return ingress.bind(arguments, metrics.bind())
+
+
+def spread(replicas: int, room: int | None = None, **each: float) -> int | None:
+    """Most replicas of a deployment on a node: as few as there can be, so that a lost node takes few of them.
+
+    None, for as many as come: on one node, or where there is room for all only if they are not spread. It goes by the
+    nodes of this moment; Serve keeps to it for as long as the deployment is there, even if nodes go.
+
+    Args:
+        replicas: of the deployment.
+        room: so many there must be room for; None: `replicas`.
+        each: what a replica asks a node for, by Ray's name for it.
+    """
+    if replicas < 2 or not ray.is_initialized():
+        return None
+    room = room or replicas
+    held = [held for node in ray.nodes() if node["Alive"] and (held := _held(node["Resources"], each))]
+    for most in range(1, min(replicas, MAX_REPLICAS_PER_NODE_MAX_VALUE + 1)):
+        if sum(min(most, there) for there in held) >= room:
+            return most
+    return None
+
+
+def _held(node: Mapping[str, float], each: Mapping[str, float]) -> int:
+    """Replicas that a node has room for."""
+    return int(min((node.get(name, 0.0) + 1e-9) // amount for name, amount in each.items() if amount))
 
 
 def _replicas(least: int, most: int | None = None) -> dict[str, Any]:
@@ -513,11 +551,32 @@ class Remote:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
         self._methods: dict[str, DeploymentHandle] = {}  # making one costs more than calling it
+        self._deserted_at: float | None = None
 
     async def __call__(self, method: str, *arguments: Any) -> Any:
         call = self._methods.get(method)
         if call is None:
             call = self._methods[method] = self._handle.options(method_name=method)
+        else:
+            self._require_replicas(call)
+        answer = asyncio.ensure_future(self._answer(call, arguments))
+        try:
+            while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
+                self._require_replicas(call)  # Serve itself would wait for one as long as it takes
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    def _require_replicas(self, call: DeploymentHandle) -> None:
+        # Serve tells nobody, but its router knows, once it has heard of any.
+        if not call.running_replicas_populated() or call._router._asyncio_router._request_router.curr_replicas:
+            self._deserted_at = None
+            return
+        now = time.monotonic()
+        self._deserted_at = self._deserted_at or now
+        raise ReplicaLost(min(max(now - self._deserted_at, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S))
+
+    async def _answer(self, call: DeploymentHandle, arguments: Sequence[Any]) -> Any:
         try:
             return await call.remote(*arguments)
         except RayTaskError as error:

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
 from ray import serve
 from ray.serve.config import ControllerOptions
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
 
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
@@ -41,6 +42,7 @@ from infembed_ray.serving.deployments import (
     APPLICATION,
     ENCODER,
     INGRESS,
+    SMALL_CPUS,
     ApiArguments,
     EncoderArguments,
     IndexArguments,
@@ -56,6 +58,10 @@ START_TIMEOUT_S = 600.0
 READY_TIMEOUT_S = 120.0
 PROBE_TIMEOUT_S = 2.0
 POLL_S = 0.1
+TELL_S = 10.0
+"""Between two lines about what is waited for."""
+NODE_GROUP = "ray.io/node-group"
+"""Label of the nodes that KubeRay or the cluster launcher started, and may start more of."""
 CANARY = "Is anybody there?"
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
@@ -135,6 +141,15 @@ class Plan:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
 
+    def asks(self) -> Iterator[tuple[str, int, float]]:
+        """(setting, replicas, CPUs of each) of what asks for CPUs, then the same of GPUs."""
+        settings, shards = self.settings, len(self.blueprint.shards) * self.settings.shard_replicas
+        yield f"cpus_per_encoder={settings.cpus_per_encoder:g}", settings.encoder_replicas, settings.cpus_per_encoder
+        yield f"cpus_per_shard={settings.cpus_per_shard:g}", shards, settings.cpus_per_shard
+        yield f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, SMALL_CPUS
+        yield f"gpus_per_encoder={settings.gpus_per_encoder:g}", settings.encoder_replicas, settings.gpus_per_encoder
+        yield f"gpus_per_shard={settings.gpus_per_shard:g}", shards, settings.gpus_per_shard
+
     @property
     def controller_environment(self) -> dict[str, str]:
         """Variables of Serve's controller, and so of its proxies and replicas; they count when Serve starts.
@@ -149,6 +164,11 @@ class Plan:
                 "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response junk-response",
                 "RAY_SERVE_HAPROXY_RETRIES": "3",
                 "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a lost replica is left out from its first error on
+                # One that is busy is not: were no server left, HAProxy would answer Serve's bare 500 itself. A check
+                # may take as long as there is between two.
+                "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "5",
+                "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "1s",
+                "RAY_SERVE_HAPROXY_HEALTH_CHECK_DOWNINTER": "1s",
                 "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
             }
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
@@ -294,6 +314,7 @@ def _write_config(plan: Plan, file: Path) -> None:
 def _deploy(plan: Plan) -> None:
     """Hand the API over to the plan's generation. After a failure everything is as it was."""
     _join(plan)
+    require_resources(plan)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process' own talk of what it starts
     serve.start(
         http_options={"host": plan.settings.host, "port": plan.settings.port},
@@ -320,9 +341,12 @@ def _deploy(plan: Plan) -> None:
         for name in lacking:
             _wait_for(name)
         _ask_canary(plan)
+        say("serve: checked: encoder and shards answer")
         _start(APPLICATION, api_over(plan.api, wanted), "/")
         _wait_for(APPLICATION)
         _wait_until_handed_over(plan)
+        if before is not None:
+            say(f"serve: handed over: every answer comes from index {card.index_version} from now on")
     except BaseException:
         if before is None:
             stop()
@@ -334,6 +358,25 @@ def _deploy(plan: Plan) -> None:
     if before is not None:
         _, blueprint = before
         _retire({blueprint.encoder, blueprint.index} - {wanted.encoder, wanted.index}, plan.settings.request_timeout_s)
+
+
+def require_resources(plan: Plan) -> None:
+    """InputError if this cluster, as it is and stays, cannot hold all replicas: they would be waited for in vain."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if any(NODE_GROUP in node["Labels"] for node in nodes):
+        return  # there may come more
+    for resource in ("CPU", "GPU"):
+        has = [node["Resources"].get(resource, 0.0) for node in nodes]
+        asks = [ask for ask in plan.asks() if ask[0].startswith("gpus") == (resource == "GPU")]
+        asked = sum(replicas * each for _, replicas, each in asks)
+        largest = max(has)
+        setting, replicas, each = max(asks, key=lambda ask: (ask[2] > largest, ask[1] * ask[2]))
+        if each > largest or asked > sum(has) + 1e-6:
+            raise InputError(
+                f"{setting}: {replicas} replicas of it, and {asked:g} {resource} for all that is to be "
+                f"served; the cluster has {sum(has):g}, its largest node {largest:g}; "
+                "ask for less, or for fewer replicas, or add nodes"
+            )
 
 
 def _ports_of_haproxy() -> dict[str, str]:
@@ -392,9 +435,12 @@ def _start(name: str, application: serve.Application, route: str | None) -> None
 
 
 def _wait_for(name: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline, tell_at = time.monotonic() + START_TIMEOUT_S, time.monotonic() + TELL_S
     while (found := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
         failed = found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if time.monotonic() > tell_at and not failed:
+            say(f"serve: waiting for {name}: {_pending(found)}")
+            tell_at = time.monotonic() + TELL_S
         if failed or time.monotonic() > deadline:
             messages = [deployment.message for deployment in found.deployments.values() if deployment.message]
             reasons = [message.strip().splitlines()[-1] for message in messages]  # the ends of their tracebacks
@@ -404,6 +450,23 @@ def _wait_for(name: str) -> None:
                     raise InputError(told)
             raise RuntimeError(f"{name} did not start: {'; '.join(reasons) or found.message}")
         time.sleep(POLL_S)
+
+
+def _pending(application: ApplicationStatusOverview) -> str:
+    """What of an application is not there yet, and what the cluster has left for it."""
+    waited_for = [
+        f"{name} ({', '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())})"
+        + (f": {' '.join(deployment.message.split())}" if deployment.message else "")
+        for name, deployment in application.deployments.items()
+        if deployment.status != DeploymentStatus.HEALTHY
+    ]
+    there, free = ray.cluster_resources(), ray.available_resources()
+    left = [
+        f"{free.get(resource, 0.0):g} of {there[resource]:g} {resource}"
+        for resource in ("CPU", "GPU")
+        if resource in there
+    ]
+    return f"{'; '.join(waited_for) or application.message}; free: {', '.join(left)}"
 
 
 def _ask_canary(plan: Plan) -> None:
@@ -440,9 +503,11 @@ def _wait_until_handed_over(plan: Plan) -> None:
 def _retire(applications: set[str], after_s: float) -> None:
     """Delete what nobody asks any more, when the last request that began with it must have ended."""
     if applications:
+        say(f"serve: draining what served before for {after_s:g} s: as long as a request lives")
         time.sleep(after_s)
-        for name in applications:
+        for name in sorted(applications):
             serve.delete(name)
+            say(f"serve: retired {name}")
 
 
 def _served_at(url: str, path: str = "/healthz") -> str | None:

@@ -159,7 +159,7 @@ class EncodingEngine:
         instructions: Sequence[str | None] | None,
         timeout_s: float | None,
     ) -> Embedded:
-        self._engine.require_room(self._unready)  # before there is work with it
+        self._engine.require_room(len(inputs), timeout_s, ahead=self._unready)  # before there is work with it
         began = asyncio.get_running_loop().time()
         tokens: list[Tokens] = []
         self._unready += 1

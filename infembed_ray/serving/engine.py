@@ -28,8 +28,11 @@ Embed = Callable[[list[Any]], np.ndarray]
 
 WINDOW = 256
 """Sequences, nearest in length to the one whose turn it is, that are looked at to form its batch."""
+MAX_WAIT_S = 4.0
+"""A request that would wait longer for those before it is refused, if its answer is of use for a limited time only. One
+that is more work than that may wait as long as it takes itself; and none longer than half the time that it has."""
 _RATE_MEMORY = 0.9
-"""Weight of the past in the running estimate of tokens per second."""
+"""Weight of the past, at every batch, in the running estimate of how fast the model works."""
 
 
 class Embedded(NamedTuple):
@@ -150,9 +153,10 @@ class BatchingEngine:
         self._cost = cost
         self._waiting: list[_Waiting] = []  # sorted by (cost, arrival)
         self._occupied = 0  # of max_queue
+        self._in_model = 0  # cost of what the model has
         self._arrivals = itertools.count()
         self._turn = 0
-        self._tokens_per_s: float | None = None
+        self._done = self._done_s = 0.0  # of late, in tokens; that of a batch is its overhead besides
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embed")
         self._drain: asyncio.Task[None] | None = None  # runs while anything waits
         self.counters = Counters()
@@ -162,11 +166,19 @@ class BatchingEngine:
         """Sequences in the queue; those in the model are not counted."""
         return len(self._waiting)
 
-    def require_room(self, ahead: int = 0) -> None:
-        """QueueFull if a request would be refused now, and `ahead` others came before it."""
-        if self._occupied + ahead >= self._max_queue:
+    def require_room(self, sequences: int = 1, timeout_s: float | None = None, ahead: int = 0) -> None:
+        """QueueFull if a request would be refused now.
+
+        Args:
+            sequences: of it.
+            timeout_s: how long its answer is of use; None: however long it takes, so it may wait as long.
+            ahead: so many others came before it that are not in the queue yet.
+        """
+        wait = self._wait_s(sequences)
+        limit = float("inf") if timeout_s is None else min(max(MAX_WAIT_S, self._work_s(sequences)), timeout_s / 2)
+        if self._occupied + ahead >= self._max_queue or wait > limit:
             self.counters.refused += 1
-            raise QueueFull(self._drain_time_s())
+            raise QueueFull(wait or 1.0)
 
     async def embed(self, sequences: Sequence[Sized], timeout_s: float | None = None) -> np.ndarray:
         """(len(sequences), d) vectors, in the order given. A call that is cancelled or expires leaves the queue.
@@ -176,7 +188,7 @@ class BatchingEngine:
             timeout_s: how long the answer is of use; None: however long it takes.
 
         Raises:
-            QueueFull: `max_queue` sequences wait already.
+            QueueFull: `max_queue` sequences wait already, or it would wait too long.
             EmptySequence: one of them has no tokens.
             DeadlineExceeded: there was no answer within `timeout_s`.
             Exception: what the model raised on one of these sequences.
@@ -185,10 +197,10 @@ class BatchingEngine:
             raise ValueError("no sequences to embed")
         if not all(sequences):
             raise EmptySequence(f"input {[bool(s) for s in sequences].index(False)} has no tokens")
-        self.require_room()
         if timeout_s is not None and timeout_s <= 0:
             self.counters.expired += 1
             raise DeadlineExceeded(timeout_s)
+        self.require_room(len(sequences), timeout_s)
         loop = asyncio.get_running_loop()
         request = _Request(len(sequences))
         self._occupied += min(request.waiting, self._largest_share)
@@ -223,7 +235,9 @@ class BatchingEngine:
         while self._waiting:
             batch = [w for w in self._next_batch() if not w.request.result.done()]
             if batch:
+                self._in_model = sum(w.cost for w in batch)
                 await self._answer(batch)
+                self._in_model = 0
             await asyncio.sleep(0)  # who was just answered may ask again: in time for the next batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
@@ -282,11 +296,21 @@ class BatchingEngine:
         self.counters.texts += texts
         self.counters.tokens += tokens
         self.counters.seconds += seconds
-        past, now = self._tokens_per_s, tokens / max(seconds, 1e-9)
-        self._tokens_per_s = now if past is None else _RATE_MEMORY * past + (1 - _RATE_MEMORY) * now
+        self._done = _RATE_MEMORY * self._done + tokens + self._overhead_tokens
+        self._done_s = _RATE_MEMORY * self._done_s + seconds
 
-    def _drain_time_s(self) -> float:
-        return sum(w.cost for w in self._waiting) / self._tokens_per_s if self._tokens_per_s else 1.0
+    def _wait_s(self, sequences: int) -> float:
+        """For what comes before the last of so many more; 0 while that is no more than a batch of them or two."""
+        last = self._turn + sequences
+        tokens = sum(w.cost for w in self._waiting if w.turn < last)
+        if tokens <= self._batch_tokens or not self._done:
+            return 0.0
+        batches = 1 + tokens / self._batch_tokens
+        return (self._in_model + tokens + batches * self._overhead_tokens) * self._done_s / self._done
+
+    def _work_s(self, sequences: int) -> float:
+        """For so many of the usual length."""
+        return sequences * self.counters.seconds / max(self.counters.texts, 1)
 
 
 def cheapest_batches(lengths: Sequence[int], batch_tokens: int, overhead_tokens: float) -> list[tuple[int, int]]:

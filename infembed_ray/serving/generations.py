@@ -34,6 +34,8 @@ CALLS_PER_REPLICA = 2
 LOSS_TOLD_AT = 0.9
 """Of the longest time for an answer, a call ends: so that what was lost is told as that, and not as a time-out."""
 PROBE_TIMEOUT_S = 2.0
+PATIENCE_S = 2.0
+"""A request that would wait longer for those before it, or half of the longest time for an answer, is refused."""
 PARTIAL_PATIENCE_S = 1.0
 """How long a search that may be partial waits for shards when others have answered."""
 
@@ -107,6 +109,7 @@ class Generation:
             calls=CALLS_PER_REPLICA * encoder_replicas,
             most=TOGETHER_CHARACTERS,
             weigh=_characters,
+            patience_s=min(PATIENCE_S, self._timeout_s / 2),
         )
         self._search = [
             Coalescer(
@@ -114,6 +117,7 @@ class Generation:
                 calls=CALLS_PER_REPLICA * shard_replicas,
                 most=TOGETHER_QUERIES,
                 weigh=lambda query: len(query.vectors),
+                patience_s=min(PATIENCE_S, self._timeout_s / 2),
             )
             for shard in shards
         ]
@@ -127,17 +131,17 @@ class Generation:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        return await self._embed(Inputs(inputs, input_type, instruction))
+        return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
 
     async def search(
         self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
     ) -> Found:
         """As `Service.search`: all shards are asked at once and their hits merged."""
         filters.parse(filter, self.card.metadata)  # refused here, before anything is done
-        start = time.perf_counter()
-        vectors = (await self._embed(list(queries))).vectors
+        start, deadline = time.perf_counter(), self._deadline()
+        vectors = (await self._embed(list(queries), deadline)).vectors
         encoded = time.perf_counter()
-        answers = await self._ask_shards(ShardQuery(vectors, top_k, filter), allow_partial)
+        answers = await self._ask_shards(ShardQuery(vectors, top_k, filter), deadline, allow_partial)
         there = [answer for answer in answers if answer is not None]
         results = [merge(hits, top_k) for hits in zip(*(answer.hits for answer in there), strict=True)]
         return Found(
@@ -158,7 +162,7 @@ class Generation:
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""
         self._require_writable()
-        embedded = await self._embed(Inputs([d.text for d in documents], "passage", None))
+        embedded = await self._embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
         return await self._append(
             Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)
         )
@@ -191,19 +195,25 @@ class Generation:
         # In a thread: it waits for the disk.
         return await asyncio.get_running_loop().run_in_executor(None, self._log.append, list(changes))
 
-    async def _send_texts(self, items: Sequence[Inputs | list[Query]]) -> Sequence[Embedded | Exception]:
-        return await self._encoder_calls(lambda: self._encoder("embed_many", items, self._timeout_s), self._timeout_s)
+    def _deadline(self) -> float:
+        """Of a request that comes now, by the event loop's time."""
+        return asyncio.get_running_loop().time() + self._timeout_s
+
+    async def _send_texts(
+        self, items: Sequence[Inputs | list[Query]], deadline: float
+    ) -> Sequence[Embedded | Exception]:
+        return await self._encoder_calls(lambda: self._encoder("embed_many", items, _until(deadline)), _until(deadline))
 
     async def _send_queries(
-        self, shard: Deployment, calls: Redundancy, items: Sequence[ShardQuery]
+        self, shard: Deployment, calls: Redundancy, items: Sequence[ShardQuery], deadline: float
     ) -> Sequence[ShardAnswer | Exception]:
-        return await calls(lambda: shard("search_many", items), self._timeout_s)
+        return await calls(lambda: shard("search_many", items), _until(deadline))
 
-    async def _ask_shards(self, query: ShardQuery, allow_partial: bool) -> list[ShardAnswer | None]:
+    async def _ask_shards(self, query: ShardQuery, deadline: float, allow_partial: bool) -> list[ShardAnswer | None]:
         """The answer of every shard; None for one that has none, if that is allowed and another has."""
         if not allow_partial:
-            return list(await asyncio.gather(*(ask(query) for ask in self._search)))
-        tasks = [asyncio.ensure_future(ask(query)) for ask in self._search]
+            return list(await asyncio.gather(*(ask(query, deadline) for ask in self._search)))
+        tasks = [asyncio.ensure_future(ask(query, deadline)) for ask in self._search]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(tasks, timeout=PARTIAL_PATIENCE_S)
@@ -213,6 +223,11 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _until(deadline: float) -> float:
+    """Seconds."""
+    return deadline - asyncio.get_running_loop().time()
 
 
 def _succeeded(task: asyncio.Future[ShardAnswer]) -> bool:

@@ -1,5 +1,7 @@
 """In Ray Serve's HTTP proxy: a request whose replica is lost is sent to another, and every error has OpenAI's shape.
 
+Behind HAProxy the same is done by the server of every replica of the ingress, which Serve builds likewise.
+
 Serve's proxy answers a request that was under way in a lost replica with a bare 500, and its own refusals with plain text.
 Everything that the API does may be done twice, so the request is simply made again; it comes from the body that was read
 already, and only if nothing of an answer has gone out.
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.errors import in_one_line
 from infembed_ray.serving.refusals import ApiError
+from infembed_ray.serving.throttle import Throttle, refusal
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ PREFIX = "/-/"
 
 def middlewares() -> list[Middleware]:
     """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
-    return [Middleware(AnotherReplica)]
+    return [Middleware(Throttle), Middleware(AnotherReplica)]
 
 
 class AnotherReplica:
@@ -112,5 +115,5 @@ def _refusal(status: int | None) -> ApiError:
     if status == 404:
         return ApiError.later(503, "nothing is served here yet", code="not_ready")
     if status == 429:
-        return ApiError.later(429, "too many requests are waiting", type="rate_limit_error", code="queue_full")
+        return refusal()
     return ApiError.later(503, "a part of the service is not there", code="replica_lost")

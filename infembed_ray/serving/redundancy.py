@@ -13,10 +13,14 @@ Answer = TypeVar("Answer")
 
 PAUSES_S = (0.01, 0.5)
 """First and longest pause before a call is made again; each is twice the one before."""
+LOSS_PATIENCE_S = 2.0
+"""A deployment that has answered nothing for so long since a replica was lost has none left: who asks it is told so."""
 REMEMBERED = 200
 """Calls that tell how long one usually takes."""
 SLOW = 2.0
 """A call is slow that takes so many times as long as 19 of 20 do."""
+SLOW_S = 1.0
+"""And before that is known, one that takes so long."""
 FASTEST_S = 0.005
 """No call is slow before this."""
 HEDGED_SHARE = 0.05
@@ -36,17 +40,18 @@ class Redundancy:
         self._lost = lost
         self._hedged = hedged
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
-        self._slow_s = float("inf")
-        self._hedges = 0.0
-        self._loss: BaseException | None = None  # since which nothing was answered
+        self._slow_s = SLOW_S
+        self._hedges = 1.0
+        self._loss: BaseException | None = None  # the latest
+        self._lost_at: float | None = None  # the first of those since which nothing was answered
 
     async def __call__(self, call: Callable[[], Awaitable[Answer]], timeout_s: float) -> Answer:
         """The answer of `call`, which is made until it has one.
 
         Raises:
-            DeadlineExceeded: no answer within `timeout_s`; or what the loss of a replica raised, if nothing was
-                answered since: all that might have answered are gone.
-            Exception: what the call raised, if no replica was lost.
+            DeadlineExceeded: no answer within `timeout_s`.
+            Exception: what the call raised. If that was the loss of a replica: nothing was answered since, so all that
+                might have answered are gone.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -63,9 +68,13 @@ class Redundancy:
                         self._took(loop.time() - began)
                         return attempt.result()
                     if not self._lost(error):
+                        self._loss = self._lost_at = None  # somebody is there
                         raise error
                     self._loss = error
+                    self._lost_at = self._lost_at or loop.time()
                 if not attempts:
+                    if self._loss and self._lost_at and loop.time() > self._lost_at + LOSS_PATIENCE_S:
+                        raise self._loss
                     await asyncio.sleep(min(pause, left))
                     pause = min(2 * pause, PAUSES_S[1])
                     attempts.add(_attempt(call))
@@ -80,7 +89,7 @@ class Redundancy:
                 attempt.cancel()
 
     def _took(self, seconds: float) -> None:
-        self._loss = None
+        self._loss = self._lost_at = None
         self._seconds.append(seconds)
         self._hedges = min(self._hedges + HEDGED_SHARE, HEDGED_SHARE * REMEMBERED)
         if len(self._seconds) == REMEMBERED:  # looked at in blocks: sorting for every call would cost more than it

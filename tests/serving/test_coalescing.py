@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.serving.coalescing import Coalescer
+from infembed_ray.serving.engine import DeadlineExceeded, QueueFull
 
 
 class Sender:
@@ -21,7 +22,7 @@ class Sender:
         if not held:
             self.go.set()
 
-    async def __call__(self, items: Sequence[int]) -> list[int | Exception]:
+    async def __call__(self, items: Sequence[int], deadline: float) -> list[int | Exception]:
         self.sent.append(list(items))
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -77,7 +78,7 @@ def test_an_error_is_its_own_items_and_a_failed_call_everybodys() -> None:
         assert answers[0::2] == [10, 30]
         assert isinstance(answers[1], ValueError)
 
-        async def broken(items: Sequence[int]) -> list[int]:
+        async def broken(items: Sequence[int], deadline: float) -> list[int]:
             raise OSError("no way through")
 
         answers = await asyncio.gather(*map(Coalescer(broken, calls=1, most=64), range(3)), return_exceptions=True)
@@ -175,10 +176,95 @@ def test_everybody_who_stays_gets_their_own_answer(
 
 def test_a_call_that_is_cancelled_from_outside_leaves_nobody_waiting() -> None:
     async def scenario() -> None:
-        async def ended(items: Sequence[int]) -> list[int]:
+        async def ended(items: Sequence[int], deadline: float) -> list[int]:
             raise asyncio.CancelledError
 
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(Coalescer(ended, calls=1, most=1)(1), 30)
+
+    asyncio.run(scenario())
+
+
+def test_what_would_wait_too_long_is_refused_at_once_and_what_is_taken_is_answered_in_time() -> None:
+    """Ten a second for ten seconds, and five times as many come: 500, of which two seconds' worth may wait."""
+
+    async def scenario() -> None:
+        clock = 0.0
+        asyncio.get_running_loop().time = lambda: clock  # type: ignore[method-assign]
+        under_way: list[tuple[float, asyncio.Future[None]]] = []
+
+        async def send(items: Sequence[int], deadline: float) -> list[int]:
+            back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            begin = max([clock, *(at for at, _ in under_way)])  # one at a time
+            under_way.append((begin + len(items) / 10, back))
+            await back
+            return list(items)
+
+        call = Coalescer(send, calls=2, most=4, patience_s=2.0)
+        waits, refused = [], []
+
+        async def caller(item: int) -> None:
+            came = clock
+            try:
+                await call(item)
+                waits.append(clock - came)
+            except QueueFull as full:
+                refused.append((clock - came, full.retry_after_s))
+
+        callers = []
+        for step in range(1000):
+            clock = step / 50
+            for at, back in [one for one in under_way if one[0] <= clock]:
+                under_way.remove((at, back))
+                back.set_result(None)
+            if step < 500:
+                callers.append(asyncio.ensure_future(caller(step)))
+            await soon()
+        await asyncio.gather(*callers)
+        assert 90 <= len(waits) <= 130  # all that there was time for
+        assert max(waits) < 3.0
+        assert {seconds for seconds, _ in refused} == {0.0}
+        assert all(1.9 < retry_after_s < 4 for _, retry_after_s in refused)
+
+    asyncio.run(scenario())
+
+
+def test_as_much_as_travels_together_is_taken_however_slow_it_goes() -> None:
+    async def scenario() -> None:
+        sender = Sender(held=True)
+        call = Coalescer(sender, calls=1, most=8, patience_s=0.0)
+        taken = [asyncio.ensure_future(call(i)) for i in range(8)]
+        await soon()
+        with pytest.raises(QueueFull):
+            await call(8)
+        taken[7].cancel()
+        await soon()
+        taken[7] = asyncio.ensure_future(call(7))  # its room is free again
+        sender.go.set()
+        assert await asyncio.gather(*taken) == [10 * i for i in range(8)]
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_can_use_any_more_is_not_sent_and_the_call_knows_until_when_it_is_of_use() -> None:
+    async def scenario() -> None:
+        sent: list[tuple[list[int], float]] = []
+        go = asyncio.Event()
+
+        async def send(items: Sequence[int], deadline: float) -> list[int]:
+            sent.append((list(items), deadline))
+            await go.wait()
+            return list(items)
+
+        call, now = Coalescer(send, calls=1, most=9), asyncio.get_running_loop().time()
+        callers = [asyncio.ensure_future(call(1, now + 50))]
+        await soon()
+        callers += [asyncio.ensure_future(call(i, now + late)) for i, late in ((2, 0.01), (3, 60), (4, 70))]
+        await asyncio.sleep(0.02)
+        go.set()
+        answers = await asyncio.gather(*callers, return_exceptions=True)
+        assert [answers[0], *answers[2:]] == [1, 3, 4]
+        assert isinstance(answers[1], DeadlineExceeded)
+        assert sent == [([1], now + 50), ([3, 4], now + 70)]
 
     asyncio.run(scenario())

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from infembed_ray.config import ServeSettings
+from infembed_ray.serving import deployments
 from infembed_ray.serving.deployments import (
     ApiArguments,
     Encoder,
@@ -18,6 +20,7 @@ from infembed_ray.serving.deployments import (
     IndexArguments,
     Ingress,
     Remote,
+    spread,
 )
 from infembed_ray.serving.engine import Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.generations import Inputs
@@ -135,3 +138,80 @@ def test_a_replica_without_the_keys_it_should_have_refuses_to_start(monkeypatch:
     replica: Any = Ingress.__mro__[1]  # as written, without Serve's wrapper
     with pytest.raises(RuntimeError, match="would be open"):
         replica(ApiArguments.of(SETTINGS, locked=True), None)
+
+
+def test_a_call_to_a_deployment_without_replicas_is_lost_and_does_not_wait_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployments, "LOOK_S", 0.01)
+
+    class Router:
+        def __init__(self) -> None:
+            self.curr_replicas = {"replica": object()}
+            self._asyncio_router = self
+            self._request_router = self
+
+    class Handle:
+        def __init__(self) -> None:
+            self._router = Router()
+            self.asked = 0
+
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        def running_replicas_populated(self) -> bool:
+            return True
+
+        async def remote(self, *arguments: Any) -> None:
+            self.asked += 1
+            await asyncio.sleep(60)  # as Serve's own does while there is nobody
+
+    async def scenario() -> None:
+        handle = Handle()
+        call = asyncio.ensure_future(Remote(handle)("method"))
+        await asyncio.sleep(0.05)
+        assert not call.done()  # somebody is at work
+        handle._router.curr_replicas.clear()
+        with pytest.raises(ReplicaLost):
+            await call
+        remote, asked = Remote(handle), handle.asked
+        for _ in range(2):
+            with pytest.raises(ReplicaLost):
+                await remote("method")
+        assert handle.asked == asked + 1  # it is known the second time
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cpus", "replicas", "most"),
+    [
+        ([4], 3, None),  # a laptop
+        ([4, 4, 4], 1, None),
+        ([4, 4, 4], 2, 1),
+        ([4, 4, 4], 3, 1),
+        ([4, 4, 4], 4, 2),
+        ([0, 4, 4], 2, 1),  # a head without room
+        ([0, 4], 2, None),
+        ([3, 1], 4, 3),
+        ([3, 1, 1], 4, 2),
+        ([2, 2], 8, None),  # too few for all: Serve starts what it can
+    ],
+)
+def test_replicas_are_spread_as_far_as_there_is_room(
+    cpus: list[float], replicas: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(n)} if n else {}} for n in cpus]
+    )
+    assert spread(replicas, CPU=1.0, GPU=0.0) == most
+
+
+def test_where_new_replicas_start_before_the_old_ones_end_there_is_room_for_one_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}] * 2)
+    assert spread(2, room=3, CPU=0.1) is None
+    assert spread(3, room=4, CPU=0.1) == 2

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,16 @@ from ray._common.utils import import_attr
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    ReplicaState,
+    ServeDeploySchema,
+    ServeStatus,
+)
 
 from infembed_ray.config import ServeSettings
 from infembed_ray.errors import InputError
@@ -420,6 +430,55 @@ def test_bad_input_is_refused_before_anything_starts(
     refuse(r"host=0\.0\.0\.0: open to other machines without API keys", host="0.0.0.0")
     monkeypatch.setenv("INFEMBED_API_KEYS", "key1,,key2")
     refuse("holds an empty key")
+
+
+@pytest.mark.parametrize(
+    ("cpus", "changes", "refusal"),
+    [
+        ([2], {}, None),
+        ([2], {"cpus_per_encoder": 2}, "cpus_per_encoder=2: .* the cluster has 2, its largest node 2"),
+        ([8], {"encoder_replicas": 8}, "cpus_per_encoder=1: 8 replicas of it, and 8.3 CPU for all"),
+        ([2, 2], {"cpus_per_encoder": 3}, "its largest node 2"),
+        ([2], {"shard_replicas": 20}, "cpus_per_shard=0.1: 40 replicas"),
+        ([8], {"gpus_per_encoder": 1}, "gpus_per_encoder=1: .* the cluster has 0"),
+    ],
+)
+def test_what_the_cluster_can_never_hold_is_refused_at_once(
+    cpus: list[float], changes: dict[str, Any], refusal: str | None, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "Labels": {}, "Resources": {"CPU": float(n)}} for n in cpus]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    plan = Plan.of(ServeSettings.of({"index": index, **changes}).model_copy(update={"gpus_per_encoder": 0.0}))
+    plan = replace(plan, settings=plan.settings.model_copy(update=changes))
+    if refusal is None:
+        distributed.require_resources(plan)
+        return
+    with pytest.raises(InputError, match=refusal) as caught:
+        distributed.require_resources(plan)
+    assert "\n" not in str(caught.value)
+    for node in nodes:
+        node["Labels"] = {"ray.io/node-group": "workers"}  # of which there may come more
+    distributed.require_resources(plan)
+
+
+def test_it_is_told_what_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def status(application: ApplicationStatus, deployment: DeploymentStatus, message: str) -> ServeStatus:
+        trigger = DeploymentStatusTrigger.CONFIG_UPDATE_STARTED
+        encoder = DeploymentStatusOverview(deployment, trigger, {ReplicaState.STARTING: 2}, message)
+        shard = DeploymentStatusOverview(DeploymentStatus.HEALTHY, trigger, {ReplicaState.RUNNING: 1}, "")
+        overview = ApplicationStatusOverview(application, "", 0.0, {"encoder": encoder, "shard-00000": shard})
+        return ServeStatus(proxies={}, applications={"app": overview})
+
+    starting = status(ApplicationStatus.DEPLOYING, DeploymentStatus.UPDATING, "no room for\n2 replicas")
+    running = status(ApplicationStatus.RUNNING, DeploymentStatus.HEALTHY, "")
+    statuses = iter([starting] * 3 + [running])
+    monkeypatch.setattr(serve, "status", lambda: next(statuses))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 0.5})
+    monkeypatch.setattr(distributed, "TELL_S", 0.05)
+    distributed._wait_for("app")
+    line = "serve: waiting for app: encoder (2 starting): no room for 2 replicas; free: 0.5 of 4 CPU"
+    assert set(capsys.readouterr().out.splitlines()) == {line}
 
 
 def test_a_free_port_is_accepted_even_just_after_use() -> None:

@@ -420,3 +420,37 @@ def test_the_overhead_is_that_of_the_model(
 
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now))
     assert measured_overhead(embed, lambda n: [0] * n, 4096) == pytest.approx(expected)
+
+
+def test_what_could_not_be_answered_while_it_is_of_use_is_refused_and_what_comes_next_is_not() -> None:
+    async def run() -> None:
+        model = Model()
+        engine = BatchingEngine(model, batch_tokens=40, max_queue=10_000, overhead_tokens=0)
+        await engine.embed([sequence(10)])
+        model.batches.clear()
+        first = await behind_a_shut_gate(model, engine)
+        engine._done, engine._done_s = 100.0, 1.0  # whatever this machine did
+        engine.counters.texts, engine.counters.seconds = 10, 1.0
+        crowd = [asyncio.create_task(engine.embed([sequence(10)], timeout_s=60)) for _ in range(30)]
+        await until(lambda: engine.waiting == 30)  # three seconds' work
+        engine.require_room(timeout_s=60)
+        engine.require_room(timeout_s=None)
+        with pytest.raises(QueueFull) as refusal:
+            await engine.embed([sequence(10)], timeout_s=5)
+        assert 3 <= refusal.value.retry_after_s < 4
+        crowd += [asyncio.create_task(engine.embed([sequence(10)])) for _ in range(20)]
+        await until(lambda: engine.waiting == 50)
+        with pytest.raises(QueueFull):  # longer than anybody should wait
+            engine.require_room(timeout_s=60)
+        engine.require_room(sequences=60, timeout_s=60)  # but for one that takes as long itself
+        for task in crowd[:-5]:
+            task.cancel()
+        await until(lambda: engine.waiting == 5)
+        bulk = asyncio.create_task(engine.embed([sequence(10)] * 400, timeout_s=60))
+        await until(lambda: engine.waiting == 405)
+        engine.require_room(timeout_s=5)  # whose turn is next, however much is behind it
+        bulk.cancel()
+        model.gate.set()
+        await asyncio.gather(first, *crowd[-5:])
+
+    asyncio.run(run())

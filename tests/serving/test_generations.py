@@ -34,13 +34,16 @@ class Encoder:
 
     def __init__(self) -> None:
         self.calls: list[int] = []
+        self.timeouts: list[float] = []
+        self.held: asyncio.Event | None = None
 
     async def __call__(self, method: str, *arguments: Any) -> Any:
         if method == "ready":
             return True
-        items, _ = arguments
+        items, timeout_s = arguments
         self.calls.append(len(items))
-        await asyncio.sleep(0.001)
+        self.timeouts.append(timeout_s)
+        await (self.held.wait() if self.held else asyncio.sleep(0.001))
         answers = []
         for item in items:
             texts = list(item.inputs) if isinstance(item, Inputs) else [f"{q.instruction} {q.text}" for q in item]
@@ -211,5 +214,37 @@ def test_one_requests_fault_is_not_anothers(world: World) -> None:
         )
         assert [hit.id for hit in good.results[0]] == best("I q", 5)
         assert isinstance(bad, ValueError)
+
+    world.play(scenario)
+
+
+def test_the_time_that_a_request_has_left_goes_with_it(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        generation._embed._calls = 1
+        world.encoder.held = asyncio.Event()
+        first = asyncio.ensure_future(generation.search([Query("a", "I")], 1, None, False))
+        await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(generation.search([Query("b", "I")], 1, None, False))
+        await asyncio.sleep(0.3)
+        world.encoder.held.set()
+        await asyncio.gather(first, second)
+        assert world.encoder.timeouts[1] < world.encoder.timeouts[0] - 0.25
+
+    world.play(scenario)
+
+
+def test_more_than_can_be_answered_soon_is_refused_and_none_of_it_waits(world: World) -> None:
+    async def scenario(generation: Generation) -> None:
+        world.encoder.held = asyncio.Event()
+        text = "x" * (generations.TOGETHER_CHARACTERS // 2)
+        searches = [asyncio.ensure_future(generation.search([Query(text)], 1, None, False)) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        refused = [search for search in searches if search.done()]
+        assert 0 < len(refused) < 100
+        assert all(isinstance(search.exception(), QueueFull) for search in refused)
+        world.encoder.held.set()
+        for search in searches:
+            if search not in refused:
+                assert (await search).missing_shards == []
 
     world.play(scenario)

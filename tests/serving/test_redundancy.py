@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from infembed_ray.serving import redundancy
 from infembed_ray.serving.engine import DeadlineExceeded
 from infembed_ray.serving.redundancy import HEDGED_SHARE, REMEMBERED, Redundancy
 
@@ -129,5 +130,48 @@ def test_a_call_that_changes_something_is_made_once() -> None:
         with pytest.raises(DeadlineExceeded):
             await once(call, timeout_s=0.1)
         assert made == [0]
+
+    asyncio.run(scenario())
+
+
+def test_when_nobody_has_been_there_for_a_while_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redundancy, "LOSS_PATIENCE_S", 0.05)
+
+    async def scenario() -> None:
+        made: list[int] = []
+        there = False
+
+        async def call() -> str:
+            made.append(1)
+            if not there:
+                raise Lost
+            return "answer"
+
+        calls = Redundancy(is_lost)
+        with pytest.raises(Lost):  # long before the deadline
+            await asyncio.wait_for(calls(call, timeout_s=60), 10)
+        assert len(made) > 1
+        made.clear()
+        with pytest.raises(Lost):
+            await calls(call, timeout_s=60)
+        assert made == [1]
+        there = True
+        assert await calls(call, timeout_s=60) == "answer"
+        there = False
+        made.clear()
+        with pytest.raises(Lost):
+            await calls(call, timeout_s=60)
+        assert len(made) > 1  # there is hope again
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_slow_beyond_doubt_is_made_again_even_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redundancy, "SLOW_S", 0.05)
+
+    async def scenario() -> None:
+        made, call = slow_then_quick()
+        assert await Redundancy(is_lost, hedged=True)(call, timeout_s=30) == 1
+        assert made == [0, 1]
 
     asyncio.run(scenario())
