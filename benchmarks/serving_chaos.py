@@ -47,7 +47,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import material
 import psutil
 from load import Answer, milliseconds, mixed, percentile, read, summary
-from serving_engine import real_texts
+from serving_engine import real_rows
 from serving_http import free_port
 
 from infembed_ray.training.tuples import flatten
@@ -143,7 +143,7 @@ class Trial:
 
     def index(self, owner: str, passages: int) -> None:
         """Passages of MS MARCO under ids that begin with the owner."""
-        texts = dict.fromkeys(real_texts(2 * passages)[0][1::2])
+        texts = dict.fromkeys(row["passage"] for row in real_rows()[0][:passages])
         corpus = self.folder / f"{owner}.jsonl"
         corpus.write_text("".join(json.dumps({"id": f"{owner}-{n}", "text": t}) + "\n" for n, t in enumerate(texts)))
         self.infembed("index", f"corpus={corpus}", f"model={self.model}", f"output={self.folder / owner}", "shards=2")

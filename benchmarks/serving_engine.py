@@ -132,14 +132,21 @@ class Infinity:
         self._cache.cleanup()
 
 
-def real_texts(count: int) -> tuple[list[str], str]:
-    """Queries and passages in turn, in random order, and where they come from."""
+def real_rows() -> tuple[list[dict[str, str]], str]:
+    """Queries, each with a passage, in random order, and where they come from."""
     source = SEEDS if SEEDS.is_file() else SAMPLE
     with source.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     random.Random(0).shuffle(rows)
-    texts = [row[field] for field, row in zip(itertools.cycle(("query", "passage")), rows, strict=False)]
-    return list(itertools.islice(itertools.cycle(texts), count)), source.parent.name
+    return rows, source.parent.name
+
+
+def real_texts(count: int) -> tuple[list[str], str]:
+    """Queries and passages in turn, of different rows, and where they come from."""
+    rows, source = real_rows()
+    pairs = zip(rows[::2], rows[1::2], strict=False)
+    texts = [text for one, other in pairs for text in (one["query"], other["passage"])]
+    return list(itertools.islice(itertools.cycle(texts), count)), source
 
 
 def tiny_qwen2(path: Path, texts: list[str]) -> str:

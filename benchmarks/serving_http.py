@@ -46,7 +46,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import material
 import numpy as np
 from load import percentile, read
-from serving_engine import SAMPLE, SEEDS, real_texts
+from serving_engine import real_rows, real_texts
 
 from infembed_ray.retrieval.index import Index
 from infembed_ray.training.tuples import flatten
@@ -163,15 +163,13 @@ def searches(instructed: bool) -> list[Body]:
         records, _ = material.records(200)
         tuples = [t for record in records for t in flatten(record)]
         return [{"query": t.query, "instruction": t.instruction, "top_k": 10} for t in tuples]
-    texts, _ = real_texts(4000)
-    return [{"query": text, "top_k": 10} for text in texts[::2]]
+    rows, _ = real_rows()
+    return [{"query": row["query"], "top_k": 10} for row in rows]
 
 
 def built(folder: Path, model: str) -> tuple[Path, Path]:
     """The passages at hand as an index of ours, and its vectors for the straightforward graph."""
-    source = SEEDS if SEEDS.is_file() else SAMPLE
-    with source.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows, _ = real_rows()
     corpus = folder / "corpus.jsonl"
     passages = dict.fromkeys(row["passage"] for row in rows)
     corpus.write_text("".join(json.dumps({"id": str(n), "text": t}) + "\n" for n, t in enumerate(passages)))

@@ -16,7 +16,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -295,30 +295,13 @@ class Encoder:
     ) -> list[Embedded | BaseException]:
         """Embeds for several requests: each gets its vectors, or the exception that is its own."""
         self._metrics.start()
-        queries = [item for item in items if not isinstance(item, Inputs)]
-        answers = iter(await self._embed_queries(queries, timeout_s)) if queries else iter(())
-        inputs = [item for item in items if isinstance(item, Inputs)]
-        embedded = iter(
-            await asyncio.gather(*(self._engine.embed(*item, timeout_s) for item in inputs), return_exceptions=True)
-        )
-        return [next(embedded if isinstance(item, Inputs) else answers) for item in items]
+        return await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
 
-    async def _embed_queries(self, items: list[list[Query]], timeout_s: float) -> list[Embedded | BaseException]:
-        """All of them at once; one by one if one of them cannot be."""
-        together = [query for item in items for query in item]
-        texts, instructions = zip(*together, strict=True)
-        try:
-            vectors, tokens = await self._engine.embed_queries(texts, instructions, timeout_s)
-        except ValueError as error:
-            if len(items) == 1:
-                return [error]
-            alone = await asyncio.gather(*(self._embed_queries([item], timeout_s) for item in items))
-            return [answer for (answer,) in alone]
-        answers: list[Embedded | BaseException] = []
-        for item in items:
-            answers.append(Embedded(vectors[: len(item)], tokens * len(item) // len(together)))
-            vectors = vectors[len(item) :]
-        return answers
+    def _embed(self, item: Inputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
+        if isinstance(item, Inputs):
+            return self._engine.embed(*item, timeout_s)
+        texts, instructions = zip(*item, strict=True)
+        return self._engine.embed_queries(texts, instructions, timeout_s)
 
     async def ready(self) -> bool:
         """Answers once the model is loaded."""
