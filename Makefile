@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PRODUCT := $(VENV)/.product
+DEV := $(VENV)/.dev
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -12,7 +13,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 
 .PHONY: quickstart test lint environment clean
 
-quickstart: environment
+quickstart: $(PRODUCT)
 	infembed quickstart $(ARGS)
 
 test: environment lint
@@ -24,15 +25,19 @@ lint: environment
 	mypy
 	lint-imports --no-logo
 
-environment: $(STAMP)
+environment: $(DEV)
 
-$(STAMP): pyproject.toml constraints.txt
+$(PRODUCT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=python3.11 ...")'
 	@command -v g++ >/dev/null || { echo "g++ is needed (DeepSpeed compiles a small op): apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[quickstart,onnx]'
+	@touch $@
+
+$(DEV): $(PRODUCT)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $(STAMP)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .cache runs

@@ -9,8 +9,9 @@ over to another index, a node with replicas on it is killed (its raylet and all 
 over to the first index again. The two indexes hold the same texts under ids that begin with A- or B-, so an answer
 that mixes them is seen from its hits alone.
 
-Then overload: what 64 waiting clients get is the capacity, five times as many requests a second are sent whether they
-are answered or not, none of them again, while the replicas' resident memory is read; then load returns to a third.
+Then overload, of one node with one replica of everything: the servers on half of the cores, the client on the others. What
+64 waiting clients get is the capacity; five times as many requests a second are sent whether they are answered or not, none
+of them again, while the replicas' resident memory is read; then load returns to a third.
 
 Each part alone: `--overload-seconds 0`, `--seconds 0`.
 
@@ -55,19 +56,26 @@ from infembed_ray.training.tuples import flatten
 HERE = Path(__file__).parent
 CLIENTS = 64
 DURING_S = 10.0
+SETTLE_S = 3.0
+"""Of a load, that are not counted: until there is as much under way as there will be."""
 REPLICA = "ray::ServeReplica:"
 RECOVERED = 2.0
 """Times the latency before an overload, at which it counts as over."""
 
 
 class Nodes:
-    """The simulated cluster: a head, and three nodes to kill."""
+    """The simulated cluster: a head, and nodes to kill.
 
-    def __init__(self, count: int = 3) -> None:
+    Args:
+        head_cpus: of the head.
+        count: nodes besides, of four CPUs each.
+    """
+
+    def __init__(self, head_cpus: int, count: int) -> None:
         from ray.cluster_utils import Cluster
 
         store = {"object_store_memory": 80 * 2**20}
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **store})
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, **store})
         self._nodes = [self._cluster.add_node(num_cpus=4, **store) for _ in range(count)]
 
     @property
@@ -97,6 +105,22 @@ class Nodes:
         for process in everything:  # a machine that is lost takes them all; simulated, they would live on for seconds
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def leave_cores(self) -> int:
+        """Leave half of the cores to the client, whose cost counts neither as capacity nor as overload.
+
+        Returns:
+            How many the servers keep.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        kept, left = cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                for thread in process.threads():
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(thread.id, kept)
+        os.sched_setaffinity(0, left)
+        return len(kept)
 
     def close(self) -> None:
         """End all of it."""
@@ -229,6 +253,11 @@ def chaos(trial: Trial, seconds: float, rate: float) -> dict[str, Any]:
     }
 
 
+def _good(answers: Sequence[Answer], begin: float, end: float) -> float:
+    """Answered requests a second, by when their answers came."""
+    return sum(answer.ok and begin <= answer.at + answer.latency < end for answer in answers) / (end - begin)
+
+
 def _span(values: Sequence[float]) -> list[float]:
     return [round(min(values), 1), round(max(values), 1)] if values else []
 
@@ -240,9 +269,11 @@ def _p99(answers: Sequence[Answer], begin: float, end: float) -> float | None:
 def overload(trial: Trial, seconds: float) -> dict[str, Any]:
     """Five times the capacity, then a third of it."""
     measuring = max(5.0, seconds / 3)
-    with trial.load("capacity", f"--clients={CLIENTS}", f"--seconds={measuring}", "--give-up") as client:
+    apart = trial.nodes.leave_cores()
+    with trial.load("capacity", f"--clients={CLIENTS}", f"--seconds={measuring + SETTLE_S}") as client:
         measured = client.answers()
-    capacity = sum(a.ok for a in measured) / measuring
+    begin = min(answer.at for answer in measured) + SETTLE_S
+    capacity = _good(measured, begin, begin + measuring)
     memory: list[tuple[float, float]] = []
     over = threading.Event()
 
@@ -263,12 +294,11 @@ def overload(trial: Trial, seconds: float) -> dict[str, Any]:
         stormed = client.answers()
     over.set()
     watcher.join()
-    # Answers are counted by when they came, over the storm's middle: its client takes some of its time to start.
-    begin, end = min(a.at for a in stormed) + 2, max(a.at for a in stormed)
-    good = sum(a.ok and begin <= a.at + a.latency < end for a in stormed) / (end - begin)
+    good = _good(stormed, min(a.at for a in stormed) + SETTLE_S, max(a.at for a in stormed))
     late = [a.at for a in after if not a.ok or a.latency > RECOVERED * usual + 0.05]
     early, peak = [rss for at, rss in memory if at < began + 3], max(rss for _, rss in memory)
     return {
+        "cores": apart,
         "capacity_per_second": round(capacity, 1),
         "sent_per_second": round(5 * capacity, 1),
         "goodput_per_second": round(good, 1),
@@ -287,6 +317,21 @@ def overload(trial: Trial, seconds: float) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) -> Iterator[Trial]:
+    """A cluster that serves index A, while the block runs; index B is there too."""
+    try:
+        trial = Trial(folder, nodes, free_port(), material.minilm(), ["request_timeout_s=10", *settings])
+        for owner in "AB":
+            if not (folder / owner).exists():
+                trial.index(owner, passages)
+        trial.serve("A")
+        print(f"replicas: {sorted(process.cmdline()[0] for process in nodes.replicas())}", flush=True)
+        yield trial
+    finally:
+        nodes.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180, help="of constant load; 0: none")
@@ -298,22 +343,20 @@ def main() -> None:
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    settings = ["ingress_replicas=2", "encoder_replicas=2", "shard_replicas=2", "request_timeout_s=10", *options.set]
-    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
-        nodes = Nodes()
-        try:
-            trial = Trial(Path(folder), nodes, free_port(), material.minilm(), settings)
-            for owner in "AB":
-                trial.index(owner, options.passages)
-            trial.serve("A")
-            print(f"replicas: {sorted(process.cmdline()[0] for process in nodes.replicas())}", flush=True)
-            found = chaos(trial, options.seconds, options.rate) if options.seconds else {}
-            print(json.dumps(found), flush=True)
-            stormed = overload(trial, options.overload_seconds) if options.overload_seconds else None
-        finally:
-            nodes.close()
+    found: dict[str, Any] = {}
+    stormed: dict[str, Any] | None = None
+    twice = ["ingress_replicas=2", "encoder_replicas=2", "shard_replicas=2"]
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        if options.seconds:
+            with serving(folder, Nodes(2, 3), [*twice, *options.set], options.passages) as trial:
+                found = chaos(trial, options.seconds, options.rate)
+                print(json.dumps(found), flush=True)
+        if options.overload_seconds:
+            with serving(folder, Nodes(8, 0), options.set, options.passages) as trial:
+                stormed = overload(trial, options.overload_seconds)
     figures = {name: found.pop(name, None) for name in ("failed", "mixed", "p99_ms")}
-    figures |= {"overload": stormed, "chaos": found or None, "settings": settings}
+    figures |= {"overload": stormed, "chaos": found or None, "settings": options.set}
     machine = f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}"
     print(json.dumps(figures | {"machine": machine, "date": date.today().isoformat()}))
 

@@ -8,12 +8,12 @@ is `EncodingEngine`, infinity-emb 0.0.78 its `AsyncEmbeddingEngine` on torch and
 texts (its default) and of 8 (it sorts by length only what is more than one batch), each in a process of its own. All take
 turns; medians of the rounds. Its embeddings and ours must agree to a cosine of 0.999 in every text, or there is no figure.
 
-A cached instruction: a decoder of 6 layers at 256 wide (Qwen2, random), one thread and client, queries under an instruction of 64
-tokens: one that comes for the first time, and one that is cached, in turn.
+A cached instruction: a random Qwen2 of 6 layers, tiny (256 wide) and as wide as the 0.5B one (896), one thread and client, queries
+under an instruction of 64 tokens: one that comes for the first time, and one that is cached, in turn.
 
 The last line is one JSON object:
     vs_infinity             texts a second of ours / of infinity's faster engine
-    prefix_cold_over_warm   median latency of a query, instruction new / cached
+    prefix_cold_over_warm   median latency of a query, instruction new / cached, of the tiny one; `prefixes` has both
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ PEER = Path(__file__).parent / "peers" / "infinity_engine.py"
 CLIENTS = 64
 BATCH_SIZES = (32, 8)
 INSTRUCTION_TOKENS = 64
+DECODERS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4},
+    "0.5B wide": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14},
+}
+"""Of 6 layers with two key-value heads."""
 
 
 class Ours:
@@ -149,7 +154,7 @@ def real_texts(count: int) -> tuple[list[str], str]:
     return list(itertools.islice(itertools.cycle(texts), count)), source
 
 
-def tiny_qwen2(path: Path, texts: list[str]) -> str:
+def random_qwen2(path: Path, texts: list[str], shape: dict[str, int]) -> str:
     """A random Qwen2 with a tokenizer of these texts."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -164,17 +169,16 @@ def tiny_qwen2(path: Path, texts: list[str]) -> str:
         tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", model_max_length=512
     )
     torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    Qwen2Model(Qwen2Config(vocab_size=len(tokenizer) + 1, **shape, **heads)).save_pretrained(path)
+    config = Qwen2Config(vocab_size=len(tokenizer) + 1, num_hidden_layers=6, num_key_value_heads=2, **shape)
+    Qwen2Model(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 
 
-def prefix_latencies(texts: list[str], trials: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of a query under an instruction that is new, and under one that is cached."""
+def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threads: int) -> dict[str, float]:
+    """Milliseconds of a query under an instruction that is new, and under one that is cached: medians."""
     with tempfile.TemporaryDirectory() as folder:
-        ours = Ours(tiny_qwen2(Path(folder), texts), cpus_per_encoder=threads, runtime="torch")
+        ours = Ours(random_qwen2(Path(folder), texts, shape), cpus_per_encoder=threads, runtime="torch")
         tokenizer = ours.engine.tokenizer
         rng = random.Random(0)
         words = sorted({word for text in texts for word in text.split()})
@@ -193,7 +197,7 @@ def prefix_latencies(texts: list[str], trials: int, threads: int) -> dict[str, l
             taken["cold"].append(ours.query(query, instruction()))
             taken["warm"].append(ours.query(query, known))
         assert (ours.engine.facts.prefix_hits, ours.engine.facts.prefix_misses) == (trials, trials + 1)
-    return taken
+    return {f"{which}_ms": round(1e3 * statistics.median(every), 2) for which, every in taken.items()}
 
 
 def main() -> None:
@@ -234,7 +238,9 @@ def main() -> None:
     for run in runs.values():
         if isinstance(run, Infinity):
             run.close()
-    prefix = prefix_latencies(texts, options.trials, threads=1)
+    prefixes = {name: prefix_latencies(texts, shape, options.trials, threads=1) for name, shape in DECODERS.items()}
+    for taken_by in prefixes.values():
+        taken_by["ratio"] = round(taken_by["cold_ms"] / taken_by["warm_ms"], 3)
 
     rates = {name: len(texts) / statistics.median(r["seconds"] for r in measured) for name, measured in taken.items()}
     peers = [rate for name, rate in rates.items() if name.startswith("infinity")]
@@ -243,10 +249,10 @@ def main() -> None:
         every = [seconds for measured in taken[name] for seconds in measured["latencies"]]
         return round(1e3 * float(np.percentile(every, percentile)), 1)
 
-    cold, warm = (statistics.median(prefix[which]) for which in ("cold", "warm"))
     summary = {
         "vs_infinity": round(rates["ours"] / max(peers), 3) if peers else None,
-        "prefix_cold_over_warm": round(cold / warm, 3),
+        "prefix_cold_over_warm": prefixes["tiny"]["ratio"],
+        "prefixes": prefixes,
         "texts_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "cpu_seconds": {
             name: round(statistics.median(r["cpu"] for r in measured), 2) for name, measured in taken.items()
@@ -254,8 +260,6 @@ def main() -> None:
         "p50_ms": {name: latency(name, 50) for name in runs},
         "p99_ms": {name: latency(name, 99) for name in runs},
         "one_client_p50_ms": {name: round(1e3 * seconds, 2) for name, seconds in alone.items()},
-        "cold_ms": round(1e3 * cold, 2),
-        "warm_ms": round(1e3 * warm, 2),
         "runtime": runs["ours"].engine.facts.runtime,
         "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
         "absent": absent,

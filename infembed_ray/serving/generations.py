@@ -25,12 +25,16 @@ from infembed_ray.serving.engine import Embedded
 from infembed_ray.serving.redundancy import Redundancy
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost
 
-TOGETHER_CHARACTERS = 16_384
-"""Of texts that travel to the encoder together; a request of more goes alone, so that short ones do not wait for it."""
+TOGETHER_CHARACTERS = 4_096
+"""Of texts that travel to the encoder together: a batch or two of its engine. Were it all that waits, all of it would come
+back at once, and the encoder idle until there is more. A request of more goes alone, so that short ones do not wait for it.
+"""
+ENCODER_CALLS = 4
+"""Under way for each replica of the encoder: one or two are worked on, and the next are there when those are done."""
 TOGETHER_QUERIES = 64
 """That travel to a shard together."""
-CALLS_PER_REPLICA = 2
-"""Under way to a deployment for each of its replicas: one is worked on, and the next is there when it is done."""
+SHARD_CALLS = 2
+"""Under way for each replica of a shard."""
 LOSS_TOLD_AT = 0.9
 """Of the longest time for an answer, a call ends: so that what was lost is told as that, and not as a time-out."""
 PROBE_TIMEOUT_S = 2.0
@@ -106,7 +110,7 @@ class Generation:
         self._encoder_calls = Redundancy(_lost)
         self._embed = Coalescer(
             self._send_texts,
-            calls=CALLS_PER_REPLICA * encoder_replicas,
+            calls=ENCODER_CALLS * encoder_replicas,
             most=TOGETHER_CHARACTERS,
             weigh=_characters,
             patience_s=min(PATIENCE_S, self._timeout_s / 2),
@@ -114,7 +118,7 @@ class Generation:
         self._search = [
             Coalescer(
                 partial(self._send_queries, shard, Redundancy(_lost, hedged=shard_replicas > 1)),
-                calls=CALLS_PER_REPLICA * shard_replicas,
+                calls=SHARD_CALLS * shard_replicas,
                 most=TOGETHER_QUERIES,
                 weigh=lambda query: len(query.vectors),
                 patience_s=min(PATIENCE_S, self._timeout_s / 2),

@@ -29,8 +29,8 @@ PREFIX = "/-/"
 
 
 def middlewares() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
-    return [Middleware(Throttle), Middleware(AnotherReplica)]
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names. Serve puts each around the one before it."""
+    return [Middleware(AnotherReplica), Middleware(Throttle)]
 
 
 class AnotherReplica:

@@ -1,16 +1,11 @@
-"""Under overload most requests are refused before there is work with them: each costs more than its refusal is worth.
+"""Under overload requests are refused before there is work with them: each costs more than its refusal is worth.
 
-Adaptive throttling (Beyer et al., Site Reliability Engineering, chapter 21): who passes requests on refuses a share of
-them itself, once more have been refused behind it than there is use in asking. What is let through is still more than
-what is taken, so that no room is left unused, and that it has become calm again is seen at once.
+How many may be under way at a time nobody has to say: the window shrinks by one with each that is refused behind it, and
+grows by a fraction of one with each that is taken. So it settles where that fraction of those let through is refused; few
+go the long way to be refused there, and no room is left unused.
 """
 
 from __future__ import annotations
-
-import math
-import random
-import time
-from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,16 +13,14 @@ from infembed_ray.serving.refusals import ApiError
 
 PATHS = frozenset({"/v1/search", "/v1/embeddings"})
 """Where there is work with a request."""
-SURPLUS = 1.5
-"""Requests that are let through for each that is taken."""
-MEMORY_S = 1.0
-"""After which a request has 1/e of its weight."""
-FEW = 10.0
-"""So many are let through in any case."""
-UNDER_WAY_S = 3.0
-"""No more are let through than are taken in so many seconds, as long as those are not answered."""
-FEW_UNDER_WAY = 128
-"""But so many in any case."""
+FIRST = 128
+"""Requests that may be under way before anything is known."""
+FEWEST = 8
+"""So many may be in any case."""
+GROWTH = 0.02
+"""Of the window, for each request that is taken while it is in use."""
+OVERLOADED = frozenset({429, 504})
+"""What is answered where too much is waiting."""
 
 
 class Throttle:
@@ -35,36 +28,24 @@ class Throttle:
 
     Args:
         app: it.
-        clock: seconds.
-        draw: a random number in [0, 1).
     """
 
-    def __init__(
-        self, app: ASGIApp, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random
-    ) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._clock = clock
-        self._draw = draw
-        self._asked = 0.0
-        self._taken = 0.0
+        self._window = float(FIRST)
         self._under_way = 0
-        self._at = clock()
+        self._refusal = refusal().response()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] != "http" or scope["path"] not in PATHS:
             return await self._app(scope, receive, send)
-        self._forget()
-        share = (self._asked - max(SURPLUS * self._taken, FEW)) / (self._asked + 1)
-        if self._draw() < share or self._under_way >= max(FEW_UNDER_WAY, UNDER_WAY_S * self._taken / MEMORY_S):
-            self._asked += 1
-            return await refusal().response()(scope, receive, send)
+        if self._under_way >= self._window:
+            return await self._refusal(scope, receive, send)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._forget()
-                self._asked += 1  # now, not when it came: an answer that takes its time is no refusal
-                self._taken += message["status"] != 429
+                self._note(message["status"])
             await send(message)
 
         self._under_way += 1
@@ -73,12 +54,11 @@ class Throttle:
         finally:
             self._under_way -= 1
 
-    def _forget(self) -> None:
-        now = self._clock()
-        kept = math.exp((self._at - now) / MEMORY_S)
-        self._at = now
-        self._asked *= kept
-        self._taken *= kept
+    def _note(self, status: int) -> None:
+        if status in OVERLOADED:
+            self._window = max(FEWEST, self._window - 1)
+        elif status < 400 and self._under_way > self._window / 2:  # else nothing is learnt about its bound
+            self._window += GROWTH
 
 
 def refusal() -> ApiError:

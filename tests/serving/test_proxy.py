@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from infembed_ray.serving.proxy import ATTEMPTS, AnotherReplica
+from infembed_ray.serving.proxy import ATTEMPTS, AnotherReplica, middlewares
+from infembed_ray.serving.throttle import Throttle
 
 OURS = {"X-Content-Type-Options": "nosniff"}
 
@@ -91,3 +92,10 @@ def test_serves_own_refusals_get_the_shape_of_the_apis_and_a_time_to_come_back(
 def test_serves_own_paths_are_its_own() -> None:
     answer = ask(Proxy(lambda _: PlainTextResponse("success", 404)), "/-/healthz")
     assert (answer.status_code, answer.text) == (404, "success")
+
+
+def test_a_refusal_at_the_door_passes_nothing_else() -> None:
+    app: Any = None
+    for middleware in middlewares():  # as Serve does it
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    assert isinstance(app, Throttle)

@@ -1,90 +1,118 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 
 import httpx
-import pytest
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from infembed_ray.serving.throttle import FEW_UNDER_WAY, Throttle
+from infembed_ray.serving.throttle import FEWEST, FIRST, Throttle
 
 
 class Service:
-    """Takes so many requests a second and refuses the others."""
+    """Has room for so many requests at a time, which take a while, and refuses the others."""
 
-    def __init__(self, per_second: float) -> None:
-        self.now = 0.0
-        self.asked = 0
-        self._per_second = per_second
-        self._room = 0.0
-        self._at = 0.0
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.asked = self.refused = self.under_way = self.most = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked += 1
-        self._room = min(3.0, self._room + (self.now - self._at) * self._per_second)
-        self._at = self.now
-        taken = self._room >= 1
-        self._room -= taken
-        await JSONResponse({}, 200 if taken else 429)(scope, receive, send)
+        if self.under_way >= self.room:
+            self.refused += 1
+            return await JSONResponse({}, 429)(scope, receive, send)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(0.02)
+        self.under_way -= 1
+        await JSONResponse({})(scope, receive, send)
 
 
-def answers(
-    service: Service, throttle: Throttle, rate: float, seconds: float, path: str = "/v1/search"
-) -> Counter[int]:
-    async def asked() -> Counter[int]:
-        statuses: Counter[int] = Counter()
-        transport = httpx.ASGITransport(throttle)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            for _ in range(round(rate * seconds)):
-                service.now += 1 / rate
-                answer = await client.post(path)
-                statuses[answer.status_code] += 1
-        return statuses
+async def storm(throttle: Throttle, clients: int, requests: int, path: str = "/v1/search") -> Counter[int]:
+    """What so many clients get that each ask again at once, whatever they were told."""
+    statuses: Counter[int] = Counter()
 
-    return asyncio.run(asked())
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
 
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses[message["status"]] += 1
 
-@pytest.fixture
-def service() -> Service:
-    return Service(per_second=20)
+    async def ask() -> None:
+        for _ in range(requests):
+            await throttle({"type": "http", "path": path}, receive, send)
+            await asyncio.sleep(0.005)
 
-
-@pytest.fixture
-def throttle(service: Service) -> Throttle:
-    return Throttle(service, clock=lambda: service.now, draw=random.Random(0).random)
+    await asyncio.gather(*(ask() for _ in range(clients)))
+    return statuses
 
 
-def test_under_overload_most_is_refused_before_it_is_asked_and_no_room_is_left_unused(
-    service: Service, throttle: Throttle
-) -> None:
-    statuses = answers(service, throttle, rate=100, seconds=10)
-    assert statuses[200] >= 0.95 * 200
-    assert service.asked < 0.45 * 1000
-    assert sum(statuses.values()) == 1000
+def test_under_overload_few_are_refused_behind_the_door_and_no_room_is_left_unused() -> None:
+    async def scenario() -> None:
+        service = Service(room=20)
+        throttle = Throttle(service)
+        await storm(throttle, clients=100, requests=20)  # until it knows how much room there is
+        service.asked = service.refused = service.most = 0
+        statuses = await storm(throttle, clients=100, requests=60)
+        assert statuses[200] == service.asked - service.refused
+        assert statuses[429] > service.refused
+        assert service.refused < 0.1 * service.asked
+        assert service.most == service.room
+
+    asyncio.run(scenario())
 
 
-def test_it_is_soon_forgotten(service: Service, throttle: Throttle) -> None:
-    answers(service, throttle, rate=100, seconds=5)
-    answers(service, throttle, rate=10, seconds=5)
-    assert answers(service, throttle, rate=10, seconds=10) == {200: 100}
+def test_more_room_is_found_once_there_is_more() -> None:
+    async def scenario() -> None:
+        service = Service(room=10)
+        throttle = Throttle(service)
+        await storm(throttle, clients=60, requests=20)
+        service.room = 200
+        await storm(throttle, clients=60, requests=200)
+        assert await storm(throttle, clients=60, requests=5) == {200: 300}
+
+    asyncio.run(scenario())
 
 
-def test_what_costs_nothing_is_always_asked(service: Service, throttle: Throttle) -> None:
-    answers(service, throttle, rate=100, seconds=5)
-    asked = service.asked
-    answers(service, throttle, rate=100, seconds=5, path="/healthz")
-    assert service.asked == asked + 500
+def test_few_at_a_time_are_never_refused_at_the_door() -> None:
+    async def scenario() -> None:
+        service = Service(room=0)
+        throttle = Throttle(service)
+        await storm(throttle, clients=50, requests=20)
+        service.room = 100
+        assert await storm(throttle, clients=FEWEST, requests=3) == {200: 3 * FEWEST}
+
+    asyncio.run(scenario())
+
+
+def test_what_costs_nothing_is_always_asked() -> None:
+    async def scenario() -> None:
+        service = Service(room=0)
+        throttle = Throttle(service)
+        await storm(throttle, clients=50, requests=10)
+        service.room, service.asked = 1000, 0
+        assert await storm(throttle, clients=50, requests=2, path="/healthz") == {200: 100}
+
+    asyncio.run(scenario())
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
     async def refused() -> httpx.Response:
-        transport = httpx.ASGITransport(Throttle(Service(0), draw=lambda: 0.0))
+        go = asyncio.Event()
+
+        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+            await go.wait()
+            await JSONResponse({})(scope, receive, send)
+
+        transport = httpx.ASGITransport(Throttle(slow))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            for _ in range(20):
-                answer = await client.post("/v1/search", content=b"q" * 1000)
+            asked = [asyncio.ensure_future(client.post("/v1/search", content=b"q" * 1000)) for _ in range(FIRST + 1)]
+            done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            go.set()
+            await asyncio.gather(*asked)
+        (answer,) = (task.result() for task in done)
         return answer
 
     answer = asyncio.run(refused())
@@ -102,11 +130,11 @@ def test_what_is_not_answered_yet_is_not_added_to_without_bound() -> None:
 
         transport = httpx.ASGITransport(Throttle(slow))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            asked = [asyncio.ensure_future(client.post("/v1/search")) for _ in range(FEW_UNDER_WAY + 50)]
+            asked = [asyncio.ensure_future(client.post("/v1/search")) for _ in range(FIRST + 50)]
             await asyncio.wait(asked, timeout=0.5)
             assert [task.result().status_code for task in asked if task.done()] == [429] * 50
             go.set()
-            assert Counter(answer.status_code for answer in await asyncio.gather(*asked))[200] == FEW_UNDER_WAY
+            assert Counter(answer.status_code for answer in await asyncio.gather(*asked))[200] == FIRST
             assert (await client.post("/v1/search")).status_code == 200
 
     asyncio.run(scenario())
