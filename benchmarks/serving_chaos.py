@@ -17,6 +17,7 @@ Each part alone: `--overload-seconds 0`, `--seconds 0`.
 
 The last line is one JSON object:
     failed      requests neither answered nor told to come back (429 or 503 with Retry-After), or told, and in vain
+    cut         of those, requests on connections to the killed node itself, which end with it
     mixed       answers with hits of more than one index, or of another one than they say
     p99_ms      before, during (10 s) and after each event
     overload    goodput / capacity, answers by status, growth of replicas' memory, seconds until latencies are as before
@@ -240,9 +241,12 @@ def chaos(trial: Trial, seconds: float, rate: float) -> dict[str, Any]:
         for (name, (start, end)), following in zip(times.items(), ends, strict=True)
     }
     told = [answer for answer in found if len(answer.statuses) > 1]
+    killed = times["node"][0]
+    cut = [a for a in found if a.statuses[-1] == 0 and a.at <= killed <= a.at + a.latency]
     return {
         **summary(found, found[-1].at - found[0].at),
         "rate": rate,
+        "cut": len(cut),
         "p99_ms": {name: {when: _p99(found, *window) for when, window in of.items()} for name, of in windows.items()},
         "seconds_of": {name: round(end - start, 1) for name, (start, end) in times.items()},
         "answers_of": {owner: sum(a.owners == (owner,) for a in found) for owner in "AB"},
@@ -355,7 +359,7 @@ def main() -> None:
         if options.overload_seconds:
             with serving(folder, Nodes(8, 0), options.set, options.passages) as trial:
                 stormed = overload(trial, options.overload_seconds)
-    figures = {name: found.pop(name, None) for name in ("failed", "mixed", "p99_ms")}
+    figures = {name: found.pop(name, None) for name in ("failed", "cut", "mixed", "p99_ms")}
     figures |= {"overload": stormed, "chaos": found or None, "settings": options.set}
     machine = f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}"
     print(json.dumps(figures | {"machine": machine, "date": date.today().isoformat()}))

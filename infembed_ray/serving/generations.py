@@ -106,8 +106,8 @@ class Generation:
         self._shards = shards
         self._timeout_s = LOSS_TOLD_AT * timeout_s
         self._log = ChangeLog(Path(blueprint.changes), blueprint.card.metadata, blueprint.card.dimension)
-        # The encoder's calls are long and its replicas busy: a second call would only double the work.
-        self._encoder_calls = Redundancy(_lost)
+        # A machine that is lost stays silent for seconds before Ray knows of it; calls to it would hold all others up.
+        self._encoder_calls = Redundancy(_lost, hedged=encoder_replicas > 1)
         self._embed = Coalescer(
             self._send_texts,
             calls=ENCODER_CALLS * encoder_replicas,

@@ -14,7 +14,7 @@ import pytest
 from infembed_ray.retrieval.changes import ChangeLog
 from infembed_ray.retrieval.live import LiveShard
 from infembed_ray.retrieval.shards import Shard, shard_of
-from infembed_ray.serving import generations, schema
+from infembed_ray.serving import generations, redundancy, schema
 from infembed_ray.serving.engine import Embedded, QueueFull
 from infembed_ray.serving.generations import Blueprint, Generation, Inputs
 from infembed_ray.serving.service import Document, Query, ReadOnly, ReplicaLost
@@ -172,6 +172,24 @@ def test_a_lost_replica_is_asked_again_and_a_full_one_is_not(world: World) -> No
             await generation.search([Query("q", "I")], 5, None, False)
 
     world.play(scenario)
+
+
+def test_a_silent_replica_of_several_encoders_holds_nobody_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redundancy, "SLOW_S", 0.05)
+
+    class HalfSilent(Encoder):
+        async def __call__(self, method: str, *arguments: Any) -> Any:
+            answer = await super().__call__(method, *arguments)
+            if len(self.calls) == 1:
+                await asyncio.sleep(60)  # its machine is gone, and nobody knows yet
+            return answer
+
+    async def scenario() -> None:
+        generation = Generation(world.blueprint, HalfSilent(), world.shards, timeout_s=20, encoder_replicas=2)
+        found = await asyncio.wait_for(generation.search([Query("q", "I")], 3, None, False), 5)
+        assert [hit.id for hit in found.results[0]] == best("I q", 3)
+
+    asyncio.run(scenario())
 
 
 def test_without_a_shard_there_is_an_answer_only_if_it_may_be_partial(
