@@ -11,6 +11,7 @@ the other types return some of them.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +53,7 @@ class Searcher:
         index: FAISS index of them, under the inner product.
         originals: (n, d) float32, the vectors; may be mapped. None: the index holds them as they are.
         parameters: see `calibrate`; those that the index has no use for are left out.
-        gpu: search on this process' GPUs, where nothing is left out and the type allows it.
+        gpu: search on this process' GPUs, one call at a time, where nothing is left out and the type allows it.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Searcher:
         self.parameters: dict[str, int] = {}
         self.use(parameters or {})
         self._on_gpus = on_gpus(index) if gpu and not isinstance(self._leaf, faiss.IndexHNSW) else None
+        self._one_at_a_time = threading.Lock()  # what FAISS keeps on a GPU besides the vectors serves one call
 
     def __len__(self) -> int:
         return int(self.index.ntotal)
@@ -148,18 +150,20 @@ class Searcher:
 
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """The nearest by the index' own scores. It looks as hard for each as it was calibrated to for ten."""
-        index = self.index if self._on_gpus is None or asked is not None or count > MOST_ON_GPU else self._on_gpus
+        on_gpus = self._on_gpus if asked is None and count <= MOST_ON_GPU else None
         harder = count / (NEAR * self._again)
-        if harder <= 1 or isinstance(self._leaf, faiss.IndexFlat):
-            return index.search(vectors, count, params=asked)
-        if isinstance(self._leaf, faiss.IndexHNSW):
-            asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self._leaf.hnsw.efSearch * harder))
-        else:
-            lists = min(self._leaf.nlist, math.ceil(self._leaf.nprobe * harder))
-            asked = faiss.SearchParametersIVF(nprobe=lists, **self._finding(lists))
-        if self._leaf is not self.index:
-            asked = faiss.SearchParametersPreTransform(index_params=asked)
-        return index.search(vectors, count, params=asked)
+        if harder > 1 and not isinstance(self._leaf, faiss.IndexFlat):
+            if isinstance(self._leaf, faiss.IndexHNSW):
+                asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self._leaf.hnsw.efSearch * harder))
+            else:
+                lists = min(self._leaf.nlist, math.ceil(self._leaf.nprobe * harder))
+                asked = faiss.SearchParametersIVF(nprobe=lists, **self._finding(lists))
+            if self._leaf is not self.index:
+                asked = faiss.SearchParametersPreTransform(index_params=asked)
+        if on_gpus is None:
+            return self.index.search(vectors, count, params=asked)
+        with self._one_at_a_time:
+            return on_gpus.search(vectors, count, params=asked)
 
     def _best(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The best `k` of candidates; those whose row is -1 are none."""

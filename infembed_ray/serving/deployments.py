@@ -334,7 +334,7 @@ class ShardSearch:
         root = Path(arguments.index)
         facts = IndexFacts.read(root)
         changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
-        base = Shard.open(root, facts.shards[number])
+        base = Shard.open(root, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
         self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
         registry = CollectorRegistry()

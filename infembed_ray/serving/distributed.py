@@ -34,6 +34,7 @@ from infembed_ray.distributed import connect, on_a_cluster
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
 from infembed_ray.progress import say
+from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.live import ShardQuery
 from infembed_ray.serving import schema
@@ -99,6 +100,8 @@ class Plan:
                 f"writable=true: index={settings.index} is in an object store, which keeps no changes; copy it to a directory "
                 "that all nodes share and serve that, or set writable=false"
             )
+        if settings.gpus_per_shard:
+            require_gpu_faiss()
         index = Index.open(settings.index)
         found = locate(settings.model or index.facts.model, "model")
         described = InstructionEncoder.from_pretrained(found.path, dimensions=index.facts.dimensions, device="meta")

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -216,3 +220,53 @@ def test_recall_is_not_only_that_of_queries_which_are_passages() -> None:
     _, best = brute_force(searcher, passages, np.ones(len(vectors), bool), 10)
     assert (scores >= best[:, -1:] - 1e-6).mean() > 0.97
     assert Neighbours(vectors, np.arange(0, 3000, 10)).recall(searcher) < 0.94
+
+
+class OnOneGpu:
+    """An index of the CPU that notices when it is searched twice at a time."""
+
+    def __init__(self, index: Any) -> None:
+        self.calls = 0
+        self._index = index
+        self._free = threading.Lock()
+
+    def search(self, vectors: np.ndarray, k: int, params: Any) -> tuple[np.ndarray, np.ndarray]:
+        assert self._free.acquire(blocking=False), "FAISS's memory on a GPU is one call's"
+        try:
+            self.calls += 1
+            return self._index.search(vectors, k, params=params)
+        finally:
+            self._free.release()
+
+
+@pytest.mark.parametrize("kind", ["Flat", "IVF16,Flat", "OPQ4_16,IVF16,PQ4x4"])
+def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = clustered_vectors(1500, 16, 40)
+    index, queries = build(kind, vectors), unit_vectors(64, 16, 7)
+    parameters = {} if kind == "Flat" else {"nprobe": 4, "rerank": 4}
+    on_cpu = Searcher(index, vectors, parameters)
+    monkeypatch.setattr(room, "on_gpus", OnOneGpu)
+    searcher = Searcher(index, vectors, parameters, gpu=True)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda query: searcher.search(query[None], 30)[1][0], queries))
+    assert np.array_equal(found, on_cpu.search(queries, 30)[1])
+    assert searcher._on_gpus.calls >= len(queries)
+    keep = np.arange(len(vectors)) % 2 == 0
+    assert np.array_equal(searcher.search(queries, 5, keep)[1], on_cpu.search(queries, 5, keep)[1])
+
+
+def test_graphs_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "on_gpus", OnOneGpu)
+    vectors = unit_vectors(300, 8)
+    assert Searcher(build("HNSW16", vectors), vectors, gpu=True)._on_gpus is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hasattr(faiss, "StandardGpuResources"), reason="this FAISS runs on CPUs only")
+@pytest.mark.parametrize("kind", ["Flat", "IVF64,Flat"])
+def test_a_gpu_finds_what_the_cpu_finds(kind: str) -> None:
+    vectors = clustered_vectors(20_000, 32, 200)
+    index, queries = build(kind, vectors), unit_vectors(100, 32, 7)
+    parameters = {} if kind == "Flat" else {"nprobe": 8}
+    on_gpu, on_cpu = (Searcher(index, vectors, parameters, gpu) for gpu in (True, False))
+    assert np.mean(on_gpu.search(queries, 10)[1] == on_cpu.search(queries, 10)[1]) > 0.99

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import faiss
 import numpy as np
 import openai
 import pytest
@@ -430,6 +431,12 @@ def test_bad_input_is_refused_before_anything_starts(
     refuse(r"host=0\.0\.0\.0: open to other machines without API keys", host="0.0.0.0")
     monkeypatch.setenv("INFEMBED_API_KEYS", "key1,,key2")
     refuse("holds an empty key")
+
+
+def test_shards_on_gpus_need_a_faiss_for_them(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip install faiss-gpu"):
+        Plan.of(ServeSettings.of({"index": index, "gpus_per_shard": 1}))
 
 
 @pytest.mark.parametrize(
