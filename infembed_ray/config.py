@@ -811,7 +811,7 @@ class ServeSettings(Settings):
     shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
     gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs per encoder replica, and its threads")
-    gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, which searches there; needs faiss-gpu")
+    gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, to search on (faiss-gpu)")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; at least one thread each")
     runtime: Literal["auto", "torch", "onnx"] = Field(
         "auto", description="what runs the encoder; auto: ONNX Runtime on CPUs where it is equal and faster"
