@@ -13,6 +13,7 @@ leaves drafts out keeps what nobody called a draft.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -96,10 +97,17 @@ def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> 
         if field not in schema:
             known = nearest(str(field), schema) if schema else "this index has no metadata columns"
             raise FilterError(f"filter.{_short_name(field)}: unknown field; {known}")
-        comparisons = written if isinstance(written, Mapping) else {"eq": written}
-        if not comparisons:
+        if written == {}:
             raise FilterError(f"filter.{field}={{}}: no condition; give a value, or one of {', '.join(OPERATORS)}")
-        of_field = [_condition(field, schema[field], operator, value) for operator, value in comparisons.items()]
+        if isinstance(written, Mapping):
+            of_field = [
+                _condition(
+                    f"filter.{field}.{_short_name(operator)}={_short(value)}", field, schema[field], operator, value
+                )
+                for operator, value in written.items()
+            ]
+        else:
+            of_field = [_condition(f"filter.{field}={_short(written)}", field, schema[field], "eq", written)]
         _require_room(field, of_field)
         conditions += of_field
     return Filter(tuple(sorted(conditions, key=lambda c: (c.field, c.operator)))) if conditions else None
@@ -134,8 +142,7 @@ def _taken(value: Any, kind: FieldType) -> Value | None:
     return None
 
 
-def _condition(field: str, kind: FieldType, operator: Any, written: Any) -> Condition:
-    where = f"filter.{field}.{_short_name(operator)}={_short(written)}"
+def _condition(where: str, field: str, kind: FieldType, operator: Any, written: Any) -> Condition:
     if operator not in OPERATORS:
         raise FilterError(f"{where}: unknown operator; {nearest(str(operator), OPERATORS)}")
     if operator in _BOUNDS and kind == "boolean":
@@ -172,6 +179,8 @@ def _require_room(field: str, conditions: list[Condition]) -> None:
 
 def _short(value: Any) -> str:
     """A value in one line, however large it is."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return reprlib.repr(str(value) if isinstance(value, date) else value)
 
 
