@@ -10,6 +10,7 @@ it has gone of late. So under overload those who are taken are answered in time,
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from infembed_ray.serving.engine import DeadlineExceeded, QueueFull
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
+MOST_ALONE = 8
+"""Items under way that travel alone, for each of the calls that may be."""
 RATE_MEMORY = 0.9
 """Weight of the past in the running estimate of how fast calls go."""
 
@@ -87,6 +90,8 @@ class Coalescer(Generic[Item, Answer]):
         weight = self._weigh(item)
         gathered = _Gathered(item, weight, loop.time(), deadline)
         if weight > self._most:
+            if len(self._alone) >= MOST_ALONE * self._calls:
+                raise QueueFull(1.0)
             self._start(self._alone, {answer: gathered})
         else:
             self._require_room(weight)
@@ -129,7 +134,8 @@ class Coalescer(Generic[Item, Answer]):
                 self._start(self._under_way, together)
 
     def _start(self, lane: set[asyncio.Task[None]], together: dict[asyncio.Future[Answer], _Gathered[Item]]) -> None:
-        task = asyncio.get_running_loop().create_task(self._travel(together))
+        # In a context of its own: by that of the caller who happens to be first, Serve would cancel it when he goes.
+        task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._travel(together))
         lane.add(task)
         waited_for = len(together)
 
@@ -162,7 +168,7 @@ class Coalescer(Generic[Item, Answer]):
         except Exception as error:
             outcomes = [(answer, error) for answer in together]
         else:
-            if len(self._under_way) == self._calls:
+            if len(self._under_way) == self._calls and asyncio.current_task() in self._under_way:
                 self._carried = RATE_MEMORY * self._carried + sum(one.weight for one in together.values())
                 self._seconds = RATE_MEMORY * self._seconds + loop.time() - began
         for answer, outcome in outcomes:

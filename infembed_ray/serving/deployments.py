@@ -36,6 +36,7 @@ from ray.serve.handle import DeploymentHandle
 
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
+from infembed_ray.errors import in_one_line
 from infembed_ray.retrieval.changes import ChangeLog
 from infembed_ray.retrieval.index import IndexFacts, changes_of
 from infembed_ray.retrieval.live import LiveShard, ShardAnswer, ShardQuery
@@ -43,7 +44,7 @@ from infembed_ray.retrieval.shards import Shard
 from infembed_ray.serving import schema
 from infembed_ray.serving.app import Limits, create_app
 from infembed_ray.serving.auth import ApiKeys
-from infembed_ray.serving.engine import Embedded, QueueFull
+from infembed_ray.serving.engine import DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.generations import Blueprint, Generation, Inputs
 from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
 from infembed_ray.serving.snapshots import PUSH_S, Snapshots, snapshot
@@ -71,6 +72,9 @@ LONGEST_RETRY_AFTER_S = 10.0
 """The same, when none has been there for as long: the longer none is, the longer."""
 LOOK_S = 0.25
 """Between two looks whether a deployment that is waited for has any replicas left."""
+
+TOLD = (QueueFull, DeadlineExceeded, EmptySequence)
+"""What an encoding engine raises by itself, and the API tells its client."""
 
 log = logging.getLogger(__name__)
 
@@ -290,12 +294,11 @@ class Encoder:
         registry.register(EngineMetrics(self._engine))
         self._metrics = Reporter(registry)
 
-    async def embed_many(
-        self, items: Sequence[Inputs | list[Query]], timeout_s: float
-    ) -> list[Embedded | BaseException]:
+    async def embed_many(self, items: Sequence[Inputs | list[Query]], timeout_s: float) -> list[Embedded | Exception]:
         """Embeds for several requests: each gets its vectors, or the exception that is its own."""
         self._metrics.start()
-        return await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
+        answers = await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
+        return [answer if isinstance(answer, (Embedded, *TOLD)) else _told(answer) for answer in answers]
 
     def _embed(self, item: Inputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
         if isinstance(item, Inputs):
@@ -307,6 +310,12 @@ class Encoder:
         """Answers once the model is loaded."""
         self._metrics.start()
         return True
+
+
+def _told(fault: BaseException) -> Exception:
+    """A fault of one item as the ingress can read it, whatever libraries it lacks; in full it is logged here."""
+    log.error("a text could not be embedded", exc_info=fault)
+    return RuntimeError(in_one_line(fault))
 
 
 class EngineMetrics:
@@ -546,6 +555,8 @@ class Remote:
         try:
             while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
                 self._require_replicas(call)  # Serve itself would wait for one as long as it takes
+            if answer.cancelled():  # by the other side: our own cancellation is raised by the wait
+                raise ReplicaLost(RETRY_AFTER_S)
             return answer.result()
         finally:
             answer.cancel()
@@ -561,7 +572,12 @@ class Remote:
 
     async def _answer(self, call: DeploymentHandle, arguments: Sequence[Any]) -> Any:
         try:
-            return await call.remote(*arguments)
+            response = call.remote(*arguments)
+            try:
+                return await response
+            except asyncio.CancelledError:
+                response.cancel()  # Serve would let the replica go on
+                raise
         except RayTaskError as error:
             raise error.cause from error
         except BackPressureError as error:

@@ -208,9 +208,9 @@ class EncodingEngine:
             instructions = [i for one in queries for i in one.instructions or ()]
             of_queries = iter(self._encoder.tokenize_queries(self._texts(queries), instructions))
             of_passages = iter(self._encoder.tokenize_passages(self._texts(passages)))
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizer is no Exception
             if len(batch) == 1:
-                return [error]
+                return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
             return [answer for one in batch for answer in self._tokenize([one])]
         return [list(islice(of_passages if one.instructions is None else of_queries, len(one.inputs))) for one in batch]
 

@@ -21,7 +21,7 @@ from infembed_ray.retrieval.live import ShardAnswer, ShardQuery
 from infembed_ray.retrieval.shards import merge, shard_of
 from infembed_ray.serving import schema
 from infembed_ray.serving.coalescing import Coalescer
-from infembed_ray.serving.engine import Embedded
+from infembed_ray.serving.engine import Embedded, QueueFull
 from infembed_ray.serving.redundancy import Redundancy
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost
 
@@ -107,7 +107,7 @@ class Generation:
         self._timeout_s = LOSS_TOLD_AT * timeout_s
         self._log = ChangeLog(Path(blueprint.changes), blueprint.card.metadata, blueprint.card.dimension)
         # A machine that is lost stays silent for seconds before Ray knows of it; calls to it would hold all others up.
-        self._encoder_calls = Redundancy(_lost, hedged=encoder_replicas > 1)
+        self._encoder_calls = Redundancy(_lost, hedged=encoder_replicas > 1, refused=_refused)
         self._embed = Coalescer(
             self._send_texts,
             calls=ENCODER_CALLS * encoder_replicas,
@@ -240,6 +240,10 @@ def _succeeded(task: asyncio.Future[ShardAnswer]) -> bool:
 
 def _lost(error: BaseException) -> bool:
     return isinstance(error, ReplicaLost)
+
+
+def _refused(answers: Iterable[Embedded | Exception]) -> bool:
+    return any(isinstance(answer, QueueFull) for answer in answers)
 
 
 def _characters(item: Inputs | list[Query]) -> int:

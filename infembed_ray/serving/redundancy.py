@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from infembed_ray.serving.engine import DeadlineExceeded
 
@@ -34,11 +34,19 @@ class Redundancy:
         lost: does an exception mean that a replica was lost, so that another may answer?
         hedged: make slow calls a second time, and take the answer that comes first; for calls that change nothing, to
             deployments of several replicas.
+        refused: does an answer hold what another replica might not have refused? A refusal is quicker than work, so of two
+            calls it is not taken before the other has ended.
     """
 
-    def __init__(self, lost: Callable[[BaseException], bool], hedged: bool = False) -> None:
+    def __init__(
+        self,
+        lost: Callable[[BaseException], bool],
+        hedged: bool = False,
+        refused: Callable[[Any], bool] = lambda _: False,
+    ) -> None:
         self._lost = lost
         self._hedged = hedged
+        self._refused = refused
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
         self._slow_s = SLOW_S
         self._hedges = 1.0
@@ -56,6 +64,7 @@ class Redundancy:
         loop = asyncio.get_running_loop()
         began = loop.time()
         attempts = {_attempt(call)}
+        ended: list[asyncio.Task[Answer]] = []  # but for what was lost
         pause = PAUSES_S[0]
         hedge_at = began + self._slow_s if self._hedged else float("inf")
         try:
@@ -64,14 +73,18 @@ class Redundancy:
                 done, attempts = await asyncio.wait(attempts, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     error = attempt.exception()
-                    if error is None:
-                        self._took(loop.time() - began)
-                        return attempt.result()
-                    if not self._lost(error):
+                    if error is None or not self._lost(error):
                         self._loss = self._lost_at = None  # somebody is there
-                        raise error
-                    self._loss = error
-                    self._lost_at = self._lost_at or loop.time()
+                        ended.append(attempt)
+                    else:
+                        self._loss = error
+                        self._lost_at = self._lost_at or loop.time()
+                good = [attempt for attempt in ended if attempt.exception() is None]
+                welcome = [attempt for attempt in good if not self._refused(attempt.result())]
+                if welcome or (ended and not attempts):
+                    if good:
+                        self._took(loop.time() - began)
+                    return (welcome or good or ended)[0].result()
                 if not attempts:
                     if self._loss and self._lost_at and loop.time() > self._lost_at + LOSS_PATIENCE_S:
                         raise self._loss
@@ -83,6 +96,8 @@ class Redundancy:
                     if self._hedges >= 1:
                         self._hedges -= 1
                         attempts.add(_attempt(call))
+            if ended:
+                return ended[0].result()
             raise self._loss or DeadlineExceeded(timeout_s)
         finally:
             for attempt in attempts:

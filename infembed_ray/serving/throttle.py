@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.serving.refusals import ApiError
 
-PATHS = frozenset({"/v1/search", "/v1/embeddings"})
+PATHS = ("/v1/search", "/v1/embeddings", "/v1/documents")
 """Where there is work with a request."""
 FIRST = 128
 """Requests that may be under way before anything is known."""
@@ -23,6 +23,26 @@ OVERLOADED = frozenset({429, 504})
 """What is answered where too much is waiting."""
 
 
+class Window:
+    """How many requests of one kind are under way, and how many may be."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self._size = float(FIRST)
+
+    @property
+    def full(self) -> bool:
+        """Is there no room for another?"""
+        return self.under_way >= self._size
+
+    def note(self, status: int) -> None:
+        """Learn from the answer to one of them."""
+        if status in OVERLOADED:
+            self._size = max(FEWEST, self._size - 1)
+        elif status < 400 and self.under_way > self._size / 2:  # else nothing is learnt about its bound
+            self._size += GROWTH
+
+
 class Throttle:
     """ASGI middleware before what may answer 429.
 
@@ -32,33 +52,32 @@ class Throttle:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._window = float(FIRST)
-        self._under_way = 0
+        # Apart, so that large requests of one kind, which are refused sooner, do not shut the door to the other.
+        self._windows = {path: Window() for path in PATHS}
         self._refusal = refusal().response()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] != "http" or scope["path"] not in PATHS:
+        window = self._windows.get(scope["path"]) if scope["type"] == "http" else None
+        if window is None:
             return await self._app(scope, receive, send)
-        if self._under_way >= self._window:
+        if window.full:
             return await self._refusal(scope, receive, send)
+        answered = False
 
         async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._note(message["status"])
+            nonlocal answered
+            if message["type"] == "http.response.start" and not answered:
+                answered = True
+                window.note(message["status"])
+                window.under_way -= 1  # before it is sent: a client that does not read keeps nobody out
             await send(message)
 
-        self._under_way += 1
+        window.under_way += 1
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._under_way -= 1
-
-    def _note(self, status: int) -> None:
-        if status in OVERLOADED:
-            self._window = max(FEWEST, self._window - 1)
-        elif status < 400 and self._under_way > self._window / 2:  # else nothing is learnt about its bound
-            self._window += GROWTH
+            window.under_way -= not answered
 
 
 def refusal() -> ApiError:

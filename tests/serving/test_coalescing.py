@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.serving.coalescing import Coalescer
+from infembed_ray.serving.coalescing import MOST_ALONE, Coalescer
 from infembed_ray.serving.engine import DeadlineExceeded, QueueFull
 
 
@@ -266,5 +267,43 @@ def test_what_nobody_can_use_any_more_is_not_sent_and_the_call_knows_until_when_
         assert [answers[0], *answers[2:]] == [1, 3, 4]
         assert isinstance(answers[1], DeadlineExceeded)
         assert sent == [([1], now + 50), ([3, 4], now + 70)]
+
+    asyncio.run(scenario())
+
+
+def test_a_call_is_nobodys_who_travels_in_it() -> None:
+    request: ContextVar[str | None] = ContextVar("request", default=None)
+
+    async def scenario() -> None:
+        seen: list[str | None] = []
+
+        async def send(items: Sequence[int], deadline: float) -> list[int]:
+            seen.append(request.get())
+            return list(items)
+
+        call = Coalescer(send, calls=1, most=3)
+
+        async def ask(item: int) -> None:
+            request.set(f"request {item}")
+            await call(item)
+
+        await asyncio.gather(*(ask(item) for item in range(3)))
+        assert seen == [None]  # or Serve would cancel it for all with the request whose it is
+
+    asyncio.run(scenario())
+
+
+def test_of_what_travels_alone_only_so_much_is_under_way() -> None:
+    async def scenario() -> None:
+        sender = Sender(held=True)
+        call = Coalescer(sender, calls=2, most=3, weigh=lambda item: item)
+        heavy = [asyncio.ensure_future(call(10)) for _ in range(2 * MOST_ALONE)]
+        await soon()
+        with pytest.raises(QueueFull):
+            await call(10)
+        light = asyncio.ensure_future(call(1))
+        sender.go.set()
+        assert await asyncio.gather(*heavy, light) == [100] * len(heavy) + [10]
+        assert await call(10) == 100
 
     asyncio.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,73 @@ def test_a_query_that_cannot_be_embedded_is_its_own_requests_affair() -> None:
     assert (first.vectors.tolist(), fourth.vectors.tolist()) == ([[1]], [[2]])
     assert isinstance(second, EmptySequence)
     assert isinstance(third, EmptySequence)
+
+
+def test_a_fault_that_the_ingress_could_not_read_is_told_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    class OnlyHere(Exception):
+        def __init__(self, one: int, other: int) -> None:  # does not survive pickling
+            super().__init__("both")
+
+    class Faulty(Engine):
+        async def embed(self, inputs: list[str], *rest: Any) -> Embedded:
+            raise OnlyHere(1, 2)
+
+    fault, well = asyncio.run(an_encoder(Faulty()).embed_many([Inputs(["a"], "passage", None), [Query("bb")]], 1.0))
+    assert type(fault) is RuntimeError
+    assert str(pickle.loads(pickle.dumps(fault))) == "OnlyHere: both"
+    assert well.vectors.tolist() == [[2]]
+    assert "OnlyHere" in caplog.text  # in full
+
+
+def test_a_call_that_nobody_waits_for_is_cancelled_at_its_replica() -> None:
+    class Response:
+        def __init__(self) -> None:
+            self.cancelled = 0
+
+        def __await__(self) -> Any:
+            return asyncio.sleep(60).__await__()
+
+        def cancel(self) -> None:
+            self.cancelled += 1
+
+    class Handle:
+        def __init__(self) -> None:
+            self.response = Response()
+
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        def remote(self, *arguments: Any) -> Response:
+            return self.response
+
+    async def scenario() -> None:
+        handle = Handle()
+        call = asyncio.ensure_future(Remote(handle)("method"))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0)
+        assert call.cancelled()
+        assert handle.response.cancelled == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_the_other_side_cancels_is_a_lost_one() -> None:
+    class Handle:
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        def remote(self, *arguments: Any) -> Any:
+            response = asyncio.get_running_loop().create_future()
+            response.cancel()
+            return response
+
+    async def scenario() -> None:
+        with pytest.raises(ReplicaLost):
+            await Remote(Handle())("method")
+
+    asyncio.run(scenario())
 
 
 def test_what_happens_to_a_replica_comes_as_what_the_service_may_raise() -> None:

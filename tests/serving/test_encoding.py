@@ -9,8 +9,9 @@ import pytest
 from infembed_ray.config import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Tokens
 from infembed_ray.serving.encoding import EncodingEngine
-from infembed_ray.serving.engine import DeadlineExceeded, EmptySequence, QueueFull
+from infembed_ray.serving.engine import BatchingEngine, DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from tests.modeling import backbones
 
 INSTRUCTIONS = ["For nurses, in plain words.", "no brand names", None]
@@ -159,3 +160,29 @@ def test_a_text_that_cannot_be_tokenised_fails_alone_and_the_engine_goes_on(path
 def test_what_the_settings_ask_for_and_cannot_be_is_refused(tmp_path):
     with pytest.raises(InputError, match="a decoder"):
         load(backbones.write("qwen2", tmp_path / "qwen2"), runtime="onnx")
+
+
+def test_a_tokenizer_that_panics_leaves_nobody_waiting() -> None:
+    class Panic(BaseException):
+        """As those of Rust come to Python."""
+
+    class Panicking:
+        def tokenize_queries(self, texts: list[str], instructions: list[str | None]) -> list[Tokens]:
+            return []
+
+        def tokenize_passages(self, texts: list[str]) -> list[Tokens]:
+            if "bad" in texts:
+                raise Panic("index out of bounds")
+            return [Tokens([1, 2]) for _ in texts]
+
+    async def scenario() -> None:
+        batching = BatchingEngine(lambda sequences: np.ones((len(sequences), 2), np.float32))
+        engine = EncodingEngine(Panicking(), None, batching)
+        asked = [engine.embed([text], "passage", None, 5.0) for text in ("a", "bad", "b")]
+        good, bad, well = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+        assert isinstance(good, Embedded)
+        assert isinstance(well, Embedded)
+        assert isinstance(bad, RuntimeError)
+        assert "index out of bounds" in str(bad)
+
+    asyncio.run(scenario())

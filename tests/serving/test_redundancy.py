@@ -175,3 +175,27 @@ def test_a_call_that_is_slow_beyond_doubt_is_made_again_even_among_the_first(mon
         assert made == [0, 1]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_refusal_is_not_taken_while_another_call_may_be_answered(raised: bool) -> None:
+    async def scenario(first: str) -> object:
+        made = []
+
+        async def call() -> str:
+            made.append(1)
+            if len(made) == 1:
+                await asyncio.sleep(0.2)
+                return first
+            if raised:
+                raise OSError("refused")
+            return "refused"
+
+        hedged = Redundancy(is_lost, hedged=True, refused=lambda answer: answer == "refused")
+        await used_to(hedged)
+        answer = await hedged(call, timeout_s=30)
+        assert len(made) == 2
+        return answer
+
+    assert asyncio.run(scenario("answer")) == "answer"
+    assert asyncio.run(scenario("refused")) == "refused"  # both of them, then

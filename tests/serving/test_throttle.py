@@ -140,3 +140,42 @@ def test_what_is_not_answered_yet_is_not_added_to_without_bound() -> None:
             assert (await client.post("/v1/search")).status_code == 200
 
     asyncio.run(scenario())
+
+
+def test_refusals_of_one_kind_do_not_shut_the_door_to_another() -> None:
+    async def scenario() -> None:
+        async def no_room_for_embeddings(scope: Scope, receive: Receive, send: Send) -> None:
+            await asyncio.sleep(0.001)
+            await JSONResponse({}, 200 if scope["path"] == "/v1/search" else 429)(scope, receive, send)
+
+        throttle = Throttle(no_room_for_embeddings)
+        await storm(throttle, clients=60, requests=20, path="/v1/embeddings")
+        assert await storm(throttle, clients=60, requests=5) == {200: 300}
+
+    asyncio.run(scenario())
+
+
+def test_clients_that_do_not_read_their_answers_keep_nobody_out() -> None:
+    async def scenario() -> None:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await JSONResponse({})(scope, receive, send)
+
+        async def never(message: Message) -> None:
+            await asyncio.Event().wait()
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b""}
+
+        throttle = Throttle(answer)
+        deaf = [
+            asyncio.ensure_future(throttle({"type": "http", "path": "/v1/search"}, receive, never))
+            for _ in range(2 * FIRST)
+        ]
+        await asyncio.sleep(0)
+        assert await storm(throttle, clients=FIRST, requests=1) == {200: FIRST}
+        for one in deaf:
+            one.cancel()
+        await asyncio.gather(*deaf, return_exceptions=True)
+        assert await storm(throttle, clients=FIRST, requests=1) == {200: FIRST}
+
+    asyncio.run(scenario())
