@@ -21,7 +21,7 @@ from infembed_ray.serving.engine import DeadlineExceeded, QueueFull
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-MOST_ALONE = 8
+MOST_ALONE = 32
 """Items under way that travel alone, for each of the calls that may be."""
 RATE_MEMORY = 0.9
 """Weight of the past in the running estimate of how fast calls go."""
