@@ -27,6 +27,7 @@ from infembed_ray.modeling.packing import (
     packing_pays,
 )
 from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
+from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat, render
 from infembed_ray.modeling.tokenizer import add_eos, marks_the_end, tokens_before
 from infembed_ray.storage import resolve
@@ -119,6 +120,8 @@ class InstructionEncoder(nn.Module):
         saved = checkpoint.describe(path, with_pooling=pooling == "auto")
         if share_encoder and len(saved.towers) > 1:
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
+        if dtype == torch.bfloat16:
+            warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
         options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
         with_weights = torch.device(device).type != "meta"
         backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dtype=dtype, **options)
