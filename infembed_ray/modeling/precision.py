@@ -13,7 +13,7 @@ _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 def warn_of_slow_bf16(device: torch.device | str, setting: str, remedy: str) -> None:
     """Log one line if a model is to compute in bfloat16 on a CPU without instructions for it.
 
-    Nothing is logged under a torch that cannot name the CPU's instructions (before 2.11).
+    Nothing is logged under an older torch without `torch.cpu.get_capabilities`.
 
     Args:
         device: of the model.
