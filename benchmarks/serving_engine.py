@@ -14,6 +14,7 @@ under an instruction of 64 tokens: one that comes for the first time, and one th
 The last line is one JSON object:
     vs_infinity             texts a second of ours / of infinity's faster engine
     prefix_cold_over_warm   median latency of a query, instruction new / cached, of the tiny one; `prefixes` has both
+    failed                  error of each part that failed; that part has no figures, and the exit status is 1
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -42,8 +45,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
 from infembed_ray.config import ServeSettings
+from infembed_ray.errors import in_one_line
 from infembed_ray.serving.encoding import EncodingEngine
 
+T = TypeVar("T")
 SEEDS = Path(__file__).parents[2] / "shared" / "data" / "msmarco_seeds" / "seeds.jsonl"
 SAMPLE = Path(__file__).parents[1] / "infembed_ray" / "quickstart" / "sample" / "seeds.jsonl"
 PEER = Path(__file__).parent / "peers" / "infinity_engine.py"
@@ -209,11 +214,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
 
+    failed: dict[str, str] = {}
+
+    def attempt(part: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """The result of a call; None if it fails, which makes the part a failed one."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            failed[part] = in_one_line(error)
+            print(f"{part} failed: {failed[part]}", flush=True)
+            return None
+
     texts, source = real_texts(options.texts)
     model = material.minilm()
-    runs: dict[str, Any] = {"ours": Ours(model, cpus_per_encoder=options.threads)}
-    runs["ours_torch"] = Ours(model, cpus_per_encoder=options.threads, runtime="torch")
-    runs["ours_bf16"] = Ours(model, cpus_per_encoder=options.threads, dtype="bfloat16")
+    ours = Ours(model, cpus_per_encoder=options.threads)
+    runs: dict[str, Any] = {"ours": ours}
+    for name, setting in (("ours_torch", {"runtime": "torch"}), ("ours_bf16", {"dtype": "bfloat16"})):
+        if run := attempt(name, Ours, model, cpus_per_encoder=options.threads, **setting):
+            runs[name] = run
     absent: dict[str, str] = {}
     for kind, batch_size in itertools.product(("torch", "optimum"), BATCH_SIZES):
         name = f"infinity_{kind}_{batch_size}"
@@ -224,23 +242,38 @@ def main() -> None:
             runs[name] = Infinity(options.infinity_python, kind, batch_size, model, options.threads)
         except (OSError, RuntimeError) as error:
             absent[name] = str(error)
-    reference = runs["ours"].vectors(texts[:CLIENTS])
-    cosines = {name: float((reference * run.vectors(texts[:CLIENTS])).sum(axis=1).min()) for name, run in runs.items()}
+    started = dict(runs)
+    reference = ours.vectors(texts[:CLIENTS])
+    cosines: dict[str, float] = {}
+    for name, run in started.items():
+        vectors = attempt(name, run.vectors, texts[:CLIENTS])
+        if vectors is None:
+            del runs[name]
+        else:
+            cosines[name] = float((reference * vectors).sum(axis=1).min())
     assert min(cosines.values()) >= 0.999, cosines
 
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for number in range(options.rounds):
-        for name, run in runs.items():
-            taken[name].append(run.run(texts, CLIENTS))
+        for name, run in list(runs.items()):
+            measured = attempt(name, run.run, texts, CLIENTS)
+            if measured is None:
+                del runs[name], taken[name]
+            else:
+                taken[name].append(measured)
         rates = {name: round(len(texts) / measured[-1]["seconds"], 1) for name, measured in taken.items()}
         print(f"round {number + 1}, texts a second:", rates, flush=True)
-    alone = {name: statistics.median(run.run(texts[:64], 1)["latencies"]) for name, run in runs.items()}
-    for run in runs.values():
+    alone: dict[str, float] = {}
+    for name, run in runs.items():
+        if measured := attempt(f"{name}, one client", run.run, texts[:64], 1):
+            alone[name] = statistics.median(measured["latencies"])
+    for name, run in started.items():
         if isinstance(run, Infinity):
-            run.close()
-    prefixes = {name: prefix_latencies(texts, shape, options.trials, threads=1) for name, shape in DECODERS.items()}
-    for taken_by in prefixes.values():
-        taken_by["ratio"] = round(taken_by["cold_ms"] / taken_by["warm_ms"], 3)
+            attempt(f"{name}, close", run.close)
+    prefixes: dict[str, dict[str, float]] = {}
+    for name, shape in DECODERS.items():
+        if medians := attempt(f"prefixes, {name}", prefix_latencies, texts, shape, options.trials, threads=1):
+            prefixes[name] = medians | {"ratio": round(medians["cold_ms"] / medians["warm_ms"], 3)}
 
     rates = {name: len(texts) / statistics.median(r["seconds"] for r in measured) for name, measured in taken.items()}
     peers = [rate for name, rate in rates.items() if name.startswith("infinity")]
@@ -250,8 +283,8 @@ def main() -> None:
         return round(1e3 * float(np.percentile(every, percentile)), 1)
 
     summary = {
-        "vs_infinity": round(rates["ours"] / max(peers), 3) if peers else None,
-        "prefix_cold_over_warm": prefixes["tiny"]["ratio"],
+        "vs_infinity": round(rates["ours"] / max(peers), 3) if peers and "ours" in rates else None,
+        "prefix_cold_over_warm": prefixes["tiny"]["ratio"] if "tiny" in prefixes else None,
         "prefixes": prefixes,
         "texts_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "cpu_seconds": {
@@ -260,9 +293,10 @@ def main() -> None:
         "p50_ms": {name: latency(name, 50) for name in runs},
         "p99_ms": {name: latency(name, 99) for name in runs},
         "one_client_p50_ms": {name: round(1e3 * seconds, 2) for name, seconds in alone.items()},
-        "runtime": runs["ours"].engine.facts.runtime,
+        "runtime": ours.engine.facts.runtime,
         "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
         "absent": absent,
+        "failed": failed,
         "clients": CLIENTS,
         "texts": len(texts),
         "of": source,
@@ -271,6 +305,8 @@ def main() -> None:
         "date": date.today().isoformat(),
     }
     print(json.dumps(summary))
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

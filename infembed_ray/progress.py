@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Advance = Callable[..., None]
-"""`advance(n=1, note="")`: n more units are done; the note is shown beside the bar."""
+"""`advance(n=1, note="")`: n more units are done; the note is shown beside the bar. n=0 only shows the note."""
 
 LOG_INTERVAL_S = 10.0
 
@@ -25,9 +25,11 @@ def say(line: str) -> None:
 def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     """Show the progress of one step of `total` units (None where it is not known beforehand).
 
+    The remaining time is estimated once units have followed the first ones: those include the start of workers and models.
+
     Args:
         title, total: of the step.
-        done: units that were done before; they say nothing of how long the others take.
+        done: units that were done before; they do not count for the estimate.
     """
     with (_terminal if sys.stdout.isatty() else _log)(title, total, done) as advance:
         yield advance
@@ -56,17 +58,22 @@ def _terminal(title: str, total: int | None, done: int) -> Iterator[Advance]:
 def _log(title: str, total: int | None, done: int) -> Iterator[Advance]:
     start = last = time.monotonic()
     before = done
+    first: tuple[float, int] | None = None  # when the first units were done, and the count then
     latest_note = ""
 
     def line() -> str:
         of = f"/{total}" if total is not None else ""
-        elapsed = time.monotonic() - start
-        left = f", {elapsed / (done - before) * (total - done):.0f} s left" if total and before < done < total else ""
-        return f"{title}: {done}{of}  {elapsed:.0f} s{left}  {latest_note}".rstrip()
+        now = time.monotonic()
+        left = ""
+        if total and first and first[1] < done < total:
+            left = f", {(now - first[0]) / (done - first[1]) * (total - done):.0f} s left"
+        return f"{title}: {done}{of}  {now - start:.0f} s{left}  {latest_note}".rstrip()
 
     def advance(n: int = 1, note: str = "") -> None:
-        nonlocal done, last, latest_note
+        nonlocal done, last, first, latest_note
         done += n
+        if first is None and done > before:
+            first = time.monotonic(), done
         latest_note = note or latest_note
         if time.monotonic() - last >= LOG_INTERVAL_S:
             last = time.monotonic()

@@ -1,18 +1,48 @@
 """Progress in a job log."""
 
 import re
-from itertools import count
+from types import SimpleNamespace
+
+import pytest
 
 from infembed_ray import progress
 from infembed_ray.progress import track
 
 
-def test_what_was_done_before_says_nothing_of_how_long_the_rest_takes(capsys, monkeypatch):
-    clock = count(start=100, step=2)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves; every call of `advance` prints a line."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
-    with track("train", 110, done=100) as advance:
-        advance(2)
-    first = capsys.readouterr().out.splitlines()[0]
-    done, seconds, left = map(int, re.fullmatch(r"train: (\d+)/110  (\d+) s, (\d+) s left", first).groups())
-    assert (done, left) == (102, 4 * seconds)
+    return clock
+
+
+@pytest.mark.parametrize("done", [0, 40])
+def test_the_remaining_time_is_that_of_the_steps_without_the_start(capsys, clock, done):
+    steps, start_s, step_s = 57, 115.0, 10.0
+    with track("train", done + steps, done=done) as advance:
+        clock.now += start_s
+        advance(0, note="starting workers")
+        for step in range(1, steps):
+            clock.now += step_s + (0.3 if step % 2 else -0.3)
+            advance(1, note="loss 1.000")
+    starting, first, *others, _ = capsys.readouterr().out.splitlines()
+    assert starting == f"train: {done}/{done + steps}  115 s  starting workers"
+    assert first == f"train: {done + 1}/{done + steps}  125 s  loss 1.000"
+    assert len(others) == steps - 2
+    for step, line in enumerate(others, start=2):
+        shown, left = map(int, re.fullmatch(r"train: (\d+)/\d+  \d+ s, (\d+) s left  loss 1.000", line).groups())
+        assert (shown, left) == (done + step, pytest.approx((steps - step) * step_s, rel=0.05, abs=0.5))
+
+
+def test_a_step_whose_units_all_come_at_once_has_no_estimate(capsys, clock):
+    with track("search", 10) as advance:
+        clock.now += 5
+        advance(4)
+        advance(6)
+    assert capsys.readouterr().out.splitlines() == [
+        "search: 4/10  5 s",
+        "search: 10/10  5 s",
+        "search: 10/10  5 s",
+    ]

@@ -27,6 +27,7 @@ from infembed_ray.modeling.packing import (
     packing_pays,
 )
 from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
+from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat, render
 from infembed_ray.modeling.tokenizer import add_eos, marks_the_end, tokens_before
 from infembed_ray.storage import resolve
@@ -119,6 +120,8 @@ class InstructionEncoder(nn.Module):
         saved = checkpoint.describe(path, with_pooling=pooling == "auto")
         if share_encoder and len(saved.towers) > 1:
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
+        if dtype == torch.bfloat16:
+            warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
         options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
         with_weights = torch.device(device).type != "meta"
         backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dtype=dtype, **options)
@@ -320,14 +323,46 @@ class InstructionEncoder(nn.Module):
         return embeddings
 
     def encode_queries(
-        self, queries: Sequence[str], instructions: Sequence[str | None] | None = None, batch_tokens: int = 4096
+        self,
+        queries: str | Sequence[str],
+        instructions: str | Sequence[str | None] | None = None,
+        batch_tokens: int = 4096,
     ) -> np.ndarray:
-        """(n, d) float32 unit vectors of queries under their instructions (None: no instruction at all)."""
-        return self.embed(self.tokenize_queries(queries, instructions or [None] * len(queries)), batch_tokens)
+        """Embed queries under their instructions.
 
-    def encode_passages(self, passages: Sequence[str], batch_tokens: int = 4096) -> np.ndarray:
-        """(n, d) float32 unit vectors of passages."""
-        return self.embed(self.tokenize_passages(passages), batch_tokens)
+        Args:
+            queries: n queries, or a single one as a str.
+            instructions: one for each query (None or "" for a query without), or a single str for all of them.
+            batch_tokens: as of `embed`.
+
+        Returns:
+            float32 unit vectors: (n, d), or (d,) for a single str.
+
+        Raises:
+            InputError: as many instructions as queries were expected.
+        """
+        several = [queries] if isinstance(queries, str) else queries
+        each = [instructions] * len(several) if instructions is None or isinstance(instructions, str) else instructions
+        if len(each) != len(several):
+            raise InputError(
+                f"instructions: {len(each)} for {len(several)} queries; give one for each query, or one str for all"
+            )
+        vectors = self.embed(self.tokenize_queries(several, each), batch_tokens)
+        return vectors[0] if isinstance(queries, str) else vectors
+
+    def encode_passages(self, passages: str | Sequence[str], batch_tokens: int = 4096) -> np.ndarray:
+        """Embed passages.
+
+        Args:
+            passages: n passages, or a single one as a str.
+            batch_tokens: as of `embed`.
+
+        Returns:
+            float32 unit vectors: (n, d), or (d,) for a single str.
+        """
+        several = [passages] if isinstance(passages, str) else passages
+        vectors = self.embed(self.tokenize_passages(several), batch_tokens)
+        return vectors[0] if isinstance(passages, str) else vectors
 
     def save_pretrained(self, path: Path) -> None:
         """Write the sentence-transformers directory of this encoder.

@@ -27,7 +27,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens
 from infembed_ray.modeling.packing import compile_layers
-from infembed_ray.training.collectives import most_of_workers
+from infembed_ray.modeling.precision import warn_of_slow_bf16
+from infembed_ray.training.collectives import most_of_workers, world
+from infembed_ray.training.compiled_ops import build_one_at_a_time
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.flops import Workload
 from infembed_ray.training.grad_cache import GradCache, KeptGraphs, Passes
@@ -89,7 +91,10 @@ class Engine:
 
     def __init__(self, encoder: InstructionEncoder, settings: TrainSettings) -> None:
         _single_process_environment()
+        build_one_at_a_time()
         deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
+        if settings.precision == "bf16" and world()[0] == 0:
+            warn_of_slow_bf16(encoder.device, "precision=bf16", "precision=fp32")
         learned = LearnedTemperature(settings.temperature).to(encoder.device) if settings.temperature_learned else None
         groups: list[dict[str, Any]] = [{"params": [p for p in encoder.parameters() if p.requires_grad]}]
         self._rates = [1.0]  # of each group, in learning rates

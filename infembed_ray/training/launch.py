@@ -333,6 +333,8 @@ def _follow(directory: Path, steps: int, done: int, stop: threading.Event) -> No
             if lines and lines[-1]["step"] > shown:
                 advance(lines[-1]["step"] - shown, note=_note(lines[-1]))
                 shown = lines[-1]["step"]
+            elif shown == done:
+                advance(0, note="starting workers")
 
 
 def _note(line: Mapping[str, Any]) -> str:

@@ -39,6 +39,43 @@ def test_a_saved_checkpoint_embeds_as_sentence_transformers_does(family, pooling
     assert theirs.encode(texts).shape == (2, ours.dimension)
 
 
+@pytest.mark.parametrize("family", ["minilm", "qwen2"])
+def test_a_single_text_has_a_single_vector_as_in_sentence_transformers(family, backbone_path, tmp_path):
+    encoder = InstructionEncoder.from_pretrained(backbone_path(family))
+    encoder.save_pretrained(tmp_path)
+    theirs = sentence_transformer(tmp_path)
+    query, instruction, passage = QUERIES[0], INSTRUCTIONS[0], PASSAGES[1]
+    for mine, text in (
+        (encoder.encode_passages(passage), passage),
+        (encoder.encode_queries(query), query),
+        (encoder.encode_queries(query, instruction), f"{instruction} {query}"),
+    ):
+        assert mine.shape == theirs.encode(text).shape == (encoder.dimension,)
+        assert mine @ theirs.encode(text) >= 0.9999
+    assert (encoder.encode_passages(passage) == encoder.encode_passages([passage])[0]).all()
+    assert (encoder.encode_queries(query, instruction) == encoder.encode_queries([query], [instruction])[0]).all()
+    assert (encoder.encode_queries(query, [instruction]) == encoder.encode_queries(query, instruction)).all()
+    of_all = encoder.encode_queries(QUERIES, instruction)
+    assert (of_all == encoder.encode_queries(QUERIES, [instruction] * 2)).all()
+    assert of_all.shape == (2, encoder.dimension)
+    assert encoder.encode_queries([], instruction).shape == (0, encoder.dimension)
+
+
+@pytest.mark.parametrize(
+    ("queries", "instructions", "counts"),
+    [
+        (QUERIES, INSTRUCTIONS[:1], "1 for 2 queries"),
+        (QUERIES, [], "0 for 2 queries"),
+        ("q", ["i", "j"], "2 for 1 quer"),
+    ],
+)
+def test_instructions_that_are_not_as_many_as_queries_are_an_error_with_both_counts(
+    queries, instructions, counts, backbone_path
+):
+    with pytest.raises(InputError, match=rf"^instructions: {counts}.*; give one for each query"):
+        InstructionEncoder.from_pretrained(backbone_path("minilm")).encode_queries(queries, instructions)
+
+
 @pytest.mark.parametrize("family", DECODERS)
 def test_where_the_last_token_is_pooled_every_text_ends_with_eos_also_one_that_is_cut(family, backbone_path, tmp_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path(family), passage_length=16)
