@@ -1,10 +1,11 @@
 """Constant load while replicas and a node are killed and the index changes twice; then five times what it can bear.
 
-    python benchmarks/serving_chaos.py [--seconds 180] [--rate 12] [--overload-seconds 30]
+    python benchmarks/serving_chaos.py [--seconds 240] [--rate 12] [--overload-seconds 30]
+    taskset -c 0 python benchmarks/serving_chaos.py      # everything on one core
 
 A cluster of three simulated nodes beside its head serves with `infembed serve`: two replicas of the ingress, the encoder
-and each of two shards. Searches come at a constant rate (load.py: latencies count from the moment at which a request was to
-be sent), and meanwhile a replica of the encoder, of a shard and of the ingress are killed (SIGKILL), `infembed serve` hands
+and each of two shards. What 32 waiting clients get is measured first. Then searches come at half of that rate (load.py: latencies
+count from the moment at which a request was to be sent), and meanwhile a replica of the encoder, of a shard and of the ingress are killed (SIGKILL), `infembed serve` hands
 over to another index, a node with replicas on it is killed (its raylet and all of its workers), and `infembed serve` hands
 over to the first index again. The two indexes hold the same texts under ids that begin with A- or B-, so an answer
 that mixes them is seen from its hits alone.
@@ -20,6 +21,8 @@ The last line is one JSON object:
     cut         of those, requests on connections to the killed node itself, which end with it
     mixed       answers with hits of more than one index, or of another one than they say
     p99_ms      before, during (10 s) and after each event
+    recovery_s  seconds from each kill, or from the end of each hand-over, to the last slow answer: one that took more than
+                twice the p99 before the event and 50 ms
     overload    goodput / capacity, answers by status, growth of replicas' memory, seconds until latencies are as before
 """
 
@@ -56,6 +59,10 @@ from infembed_ray.training.tuples import flatten
 
 HERE = Path(__file__).parent
 CLIENTS = 64
+CAPACITY_CLIENTS = 32
+CAPACITY_S = 20.0
+SHARE = 0.5
+"""Of the measured capacity, that is the constant load."""
 DURING_S = 10.0
 SETTLE_S = 3.0
 """Of a load, that are not counted: until there is as much under way as there will be."""
@@ -207,8 +214,19 @@ class Client:
         return read(self.out)
 
 
-def chaos(trial: Trial, seconds: float, rate: float) -> dict[str, Any]:
-    """The events, at even intervals of a constant load, which goes on until the last one is as long past as they are apart."""
+def capacity_of(trial: Trial, clients: int, seconds: float, name: str = "capacity") -> float:
+    """Searches a second that so many waiting clients get."""
+    with trial.load(name, f"--clients={clients}", f"--seconds={seconds + SETTLE_S}") as client:
+        measured = client.answers()
+    begin = min(answer.at for answer in measured) + SETTLE_S
+    return _good(measured, begin, begin + seconds)
+
+
+def chaos(trial: Trial, seconds: float, rate: float | None) -> dict[str, Any]:
+    """The events under constant load, each a fixed time after the end of the one before."""
+    capacity = None if rate else capacity_of(trial, CAPACITY_CLIENTS, CAPACITY_S, "chaos-capacity")
+    rate = rate or SHARE * (capacity or 0.0)
+    print(f"capacity {capacity}, load {rate:.1f} a second", flush=True)
     events: list[tuple[str, Callable[[], None]]] = [
         ("encoder replica", lambda: trial.nodes.kill_replica(":encoder")),
         ("shard replica", lambda: trial.nodes.kill_replica(":shard-00000")),
@@ -227,7 +245,7 @@ def chaos(trial: Trial, seconds: float, rate: float) -> dict[str, Any]:
             happen()
             times[name] = (start, time.time())
             print(f"{start - began:6.1f} s  {name}: took {time.time() - start:.1f} s", flush=True)
-            due = max(due, time.time() - began - apart / 2) + apart  # a long one is not followed at once
+            due = time.time() - began + apart
         time.sleep(max(0.0, began + max(due, seconds) - time.time()))
         client.end()
         found = sorted(client.answers(), key=lambda answer: answer.at)
@@ -240,14 +258,25 @@ def chaos(trial: Trial, seconds: float, rate: float) -> dict[str, Any]:
         }
         for (name, (start, end)), following in zip(times.items(), ends, strict=True)
     }
+    p99 = {name: {when: _p99(found, *window) for when, window in of.items()} for name, of in windows.items()}
+    recovery = {}
+    for name, (start, end) in times.items():
+        usual, following = (p99[name]["before"] or 0.0) / 1e3, windows[name]["after"][1]
+        slow = [
+            a.at for a in found if start <= a.at < following and not (a.ok and a.latency < RECOVERED * usual + 0.05)
+        ]
+        over = end if name.startswith("flip") else start
+        recovery[name] = round(max(0.0, max(slow, default=over) - over), 1)
     told = [answer for answer in found if len(answer.statuses) > 1]
     killed = times["node"][0]
     cut = [a for a in found if a.statuses[-1] == 0 and a.at <= killed <= a.at + a.latency]
     return {
         **summary(found, found[-1].at - found[0].at),
-        "rate": rate,
+        "rate": round(rate, 2),
         "cut": len(cut),
-        "p99_ms": {name: {when: _p99(found, *window) for when, window in of.items()} for name, of in windows.items()},
+        "p99_ms": p99,
+        "recovery_s": recovery,
+        "capacity_per_second": capacity and round(capacity, 1),
         "seconds_of": {name: round(end - start, 1) for name, (start, end) in times.items()},
         "answers_of": {owner: sum(a.owners == (owner,) for a in found) for owner in "AB"},
         "most_attempts": max(len(answer.statuses) for answer in found),
@@ -274,10 +303,7 @@ def overload(trial: Trial, seconds: float) -> dict[str, Any]:
     """Five times the capacity, then a third of it."""
     measuring = max(5.0, seconds / 3)
     apart = trial.nodes.leave_cores()
-    with trial.load("capacity", f"--clients={CLIENTS}", f"--seconds={measuring + SETTLE_S}") as client:
-        measured = client.answers()
-    begin = min(answer.at for answer in measured) + SETTLE_S
-    capacity = _good(measured, begin, begin + measuring)
+    capacity = capacity_of(trial, CLIENTS, measuring)
     memory: list[tuple[float, float]] = []
     over = threading.Event()
 
@@ -338,8 +364,8 @@ def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=180, help="of constant load; 0: none")
-    parser.add_argument("--rate", type=float, default=12, help="searches a second")
+    parser.add_argument("--seconds", type=float, default=240, help="of constant load; 0: none")
+    parser.add_argument("--rate", type=float, help="searches a second (default: half of the capacity)")
     parser.add_argument("--overload-seconds", type=float, default=30, help="0: none")
     parser.add_argument("--passages", type=int, default=400)
     parser.add_argument(
@@ -359,7 +385,7 @@ def main() -> None:
         if options.overload_seconds:
             with serving(folder, Nodes(8, 0), options.set, options.passages) as trial:
                 stormed = overload(trial, options.overload_seconds)
-    figures = {name: found.pop(name, None) for name in ("failed", "cut", "mixed", "p99_ms")}
+    figures = {name: found.pop(name, None) for name in ("failed", "cut", "mixed", "p99_ms", "recovery_s")}
     figures |= {"overload": stormed, "chaos": found or None, "settings": options.set}
     machine = f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}"
     print(json.dumps(figures | {"machine": machine, "date": date.today().isoformat()}))

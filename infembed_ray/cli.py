@@ -86,6 +86,10 @@ def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
         if os.environ.get("RANK", "0") != "0":  # torchrun's first process says it for all
             raise SystemExit(2) from None
         raise
+    if isinstance(settings, ServeSettings):
+        from infembed_ray.serving import startup
+
+        startup.yield_to_api(settings.host, settings.port)
     result = getattr(importlib.import_module(entry.module), entry.function)(settings)
     if isinstance(result, Published):
         for line in result.account.splitlines():

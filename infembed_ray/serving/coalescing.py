@@ -1,10 +1,10 @@
-"""Concurrent calls gathered into few: what a call costs between processes is paid once for all that wait.
+"""Micro-batching: gathers concurrent calls into few, so that the cost of a call between processes is shared.
 
-A call goes out at once while few are on their way; else it waits for one of them to come back and travels with all
-that gathered meanwhile. So nothing is delayed on purpose, and the more there is to do, the less each call costs.
+An item is sent at once while few calls are in flight. Otherwise it waits until one of them returns, and is sent with all
+items that have gathered meanwhile. Nothing is delayed on purpose, and the higher the load, the less each item costs.
 
-What would wait too long is refused when it comes: how long that is, is known from what is there already and how fast
-it has gone of late. So under overload those who are taken are answered in time, and the others know it at once.
+An item that has waited too long is rejected. The wait is measured, as in CoDel (Nichols and Jacobson 2012), and never
+predicted: a prediction made from slow calls would reject items long after the service has recovered.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ Answer = TypeVar("Answer")
 
 MOST_ALONE = 32
 """Items under way that travel alone, for each of the calls that may be."""
-RATE_MEMORY = 0.9
-"""Weight of the past in the running estimate of how fast calls go."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Coalescer(Generic[Item, Answer]):
         most: weight of the items that travel together.
         weigh: an item's weight. One heavier than `most` travels alone and at once: it neither waits for the others
             nor do they wait for it.
-        patience_s: an item that would wait longer for those before it is refused. As much as travels together is
-            taken in any case: how fast that goes is not known before it goes.
+        patience_s: seconds that an item may wait to be sent.
     """
 
     def __init__(
@@ -67,9 +64,6 @@ class Coalescer(Generic[Item, Answer]):
         self._weigh = weigh
         self._patience_s = patience_s
         self._gathered: OrderedDict[asyncio.Future[Answer], _Gathered[Item]] = OrderedDict()
-        self._unanswered = 0  # weight of what has gathered and what is under way, but for what travels alone
-        # Of the calls of late, while as many as may be were under way. Until there are any, one a second is supposed.
-        self._carried, self._seconds = float(most), 1.0
         self._departing = False
         self._under_way: set[asyncio.Task[None]] = set()
         self._alone: set[asyncio.Task[None]] = set()
@@ -82,7 +76,7 @@ class Coalescer(Generic[Item, Answer]):
             deadline: by the event loop's time; it is not sent any more after that.
 
         Raises:
-            QueueFull: it would wait too long.
+            QueueFull: it waited too long, or too many heavy items are in flight.
             DeadlineExceeded: it was not sent in time.
         """
         loop = asyncio.get_running_loop()
@@ -94,24 +88,18 @@ class Coalescer(Generic[Item, Answer]):
                 raise QueueFull(1.0)
             self._start(self._alone, {answer: gathered})
         else:
-            self._require_room(weight)
             self._gathered[answer] = gathered
-            self._unanswered += weight
-            answer.add_done_callback(lambda _: self._settled(answer, weight))
+            answer.add_done_callback(lambda _: self._gathered.pop(answer, None))  # there only if its caller has gone
+            loop.call_later(self._patience_s, self._reject, answer)
             if not self._departing and len(self._under_way) < self._calls:
                 self._departing = True
                 loop.call_soon(self._depart)  # with all that this pass of the event loop brings
         return await answer
 
-    def _require_room(self, weight: int) -> None:
-        if self._unanswered + weight > self._most:
-            wait = self._unanswered * self._seconds / (self._calls * self._carried)
-            if wait > self._patience_s:
-                raise QueueFull(wait)
-
-    def _settled(self, answer: asyncio.Future[Answer], weight: int) -> None:
-        self._unanswered -= weight
-        self._gathered.pop(answer, None)  # it is there only if its caller has gone
+    def _reject(self, answer: asyncio.Future[Answer]) -> None:
+        """Reject an item unless it has been sent."""
+        if answer in self._gathered and not answer.done():
+            answer.set_exception(QueueFull(self._patience_s))
 
     def _depart(self) -> None:
         self._departing = False
@@ -156,8 +144,6 @@ class Coalescer(Generic[Item, Answer]):
         task.add_done_callback(back)
 
     async def _travel(self, together: dict[asyncio.Future[Answer], _Gathered[Item]]) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         try:
             answers = await self._send(
                 [one.item for one in together.values()], max(one.deadline for one in together.values())
@@ -167,10 +153,6 @@ class Coalescer(Generic[Item, Answer]):
             )
         except Exception as error:
             outcomes = [(answer, error) for answer in together]
-        else:
-            if len(self._under_way) == self._calls and asyncio.current_task() in self._under_way:
-                self._carried = RATE_MEMORY * self._carried + sum(one.weight for one in together.values())
-                self._seconds = RATE_MEMORY * self._seconds + loop.time() - began
         for answer, outcome in outcomes:
             if answer.done():
                 continue

@@ -41,7 +41,7 @@ from infembed_ray.retrieval.changes import ChangeLog
 from infembed_ray.retrieval.index import IndexFacts, changes_of
 from infembed_ray.retrieval.live import LiveShard, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.shards import Shard
-from infembed_ray.serving import schema
+from infembed_ray.serving import schema, startup
 from infembed_ray.serving.app import Limits, create_app
 from infembed_ray.serving.auth import ApiKeys
 from infembed_ray.serving.engine import DeadlineExceeded, Embedded, EmptySequence, QueueFull
@@ -168,7 +168,11 @@ def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serv
     return serve.deployment(
         Encoder,
         name=ENCODER,
-        ray_actor_options={"num_cpus": settings.cpus_per_encoder, "num_gpus": settings.gpus_per_encoder},
+        ray_actor_options={
+            "num_cpus": settings.cpus_per_encoder,
+            "num_gpus": settings.gpus_per_encoder,
+            "runtime_env": {"worker_process_setup_hook": startup.ENCODER_HOOK},
+        },
         max_replicas_per_node=spread(
             most or settings.encoder_replicas, CPU=settings.cpus_per_encoder, GPU=settings.gpus_per_encoder
         ),
@@ -186,7 +190,11 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
         serve.deployment(
             ShardSearch,
             name=facts.name,
-            ray_actor_options={"num_cpus": settings.cpus_per_shard, "num_gpus": settings.gpus_per_shard},
+            ray_actor_options={
+                "num_cpus": settings.cpus_per_shard,
+                "num_gpus": settings.gpus_per_shard,
+                "runtime_env": {"worker_process_setup_hook": startup.HOOK},
+            },
             max_replicas_per_node=per_node,
             **_replicas(settings.shard_replicas),
             **_bounds(settings),
@@ -212,7 +220,10 @@ def api_over(arguments: ApiArguments, blueprint: Blueprint | None) -> serve.Appl
     ingress = serve.deployment(
         Ingress,
         name=INGRESS,
-        ray_actor_options={"num_cpus": SMALL_CPUS, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
+        ray_actor_options={
+            "num_cpus": SMALL_CPUS,
+            "runtime_env": {"env_vars": INGRESS_ENVIRONMENT, "worker_process_setup_hook": startup.HOOK},
+        },
         user_config=blueprint and blueprint.model_dump(mode="json"),
         max_surge_percent=100,  # the old ones serve until the new ones do, so there has to be room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=SMALL_CPUS),
@@ -283,7 +294,7 @@ class Encoder:
         from infembed_ray.serving.encoding import EncodingEngine
 
         described = InstructionEncoder.from_pretrained(arguments.model, dimensions=arguments.dimensions, device="meta")
-        found = described.fingerprint()
+        found = startup.in_background(described.fingerprint)
         if found != arguments.fingerprint:
             raise RuntimeError(
                 f"model={arguments.model}: its fingerprint on this node is {found}, where `serve` was started it was "

@@ -58,7 +58,8 @@ START_TIMEOUT_S = 600.0
 """For replicas to start: a large model is read and warmed up, a node may have to be added first."""
 READY_TIMEOUT_S = 120.0
 PROBE_TIMEOUT_S = 2.0
-POLL_S = 0.1
+POLL_S = 0.5
+"""Between two questions to Serve's controller, which work for each."""
 TELL_S = 10.0
 """Between two lines about what is waited for."""
 NODE_GROUP = "ray.io/node-group"

@@ -16,7 +16,7 @@ import torch
 from infembed_ray.config import ServeSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Side, Tokens
-from infembed_ray.serving import runtime
+from infembed_ray.serving import runtime, startup
 from infembed_ray.serving.engine import BatchingEngine, Counters, DeadlineExceeded, Embedded, measured_overhead
 from infembed_ray.serving.runtime import Runtime
 
@@ -85,11 +85,13 @@ class EncodingEngine:
             InputError: the model cannot run as the settings ask.
         """
         torch.set_num_threads(runtime.threads(settings))
-        encoder = InstructionEncoder.from_pretrained(
-            model,
-            dimensions=dimensions,
-            device="cuda" if settings.gpus_per_encoder else "cpu",
-            dtype=getattr(torch, settings.dtype),
+        encoder = startup.in_background(
+            lambda: InstructionEncoder.from_pretrained(
+                model,
+                dimensions=dimensions,
+                device="cuda" if settings.gpus_per_encoder else "cpu",
+                dtype=getattr(torch, settings.dtype),
+            )
         ).eval()
         chosen = runtime.choose(encoder, settings, model)
         for text in runtime.probes(encoder):

@@ -39,7 +39,7 @@ LOSS_TOLD_AT = 0.9
 """Of the longest time for an answer, a call ends: so that what was lost is told as that, and not as a time-out."""
 PROBE_TIMEOUT_S = 2.0
 PATIENCE_S = 2.0
-"""A request that would wait longer for those before it, or half of the longest time for an answer, is refused."""
+"""Longest wait in a micro-batch queue, at most half of the request time-out; a longer one is rejected with 429."""
 PARTIAL_PATIENCE_S = 1.0
 """How long a search that may be partial waits for shards when others have answered."""
 

@@ -4,10 +4,12 @@ import asyncio
 from collections import Counter
 
 import httpx
+import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from infembed_ray.serving.throttle import FEWEST, FIRST, Throttle
+from infembed_ray.serving import throttle as module
+from infembed_ray.serving.throttle import FEWEST, MOST, RECOVERY_S, Throttle
 
 
 class Service:
@@ -49,31 +51,69 @@ async def storm(throttle: Throttle, clients: int, requests: int, path: str = "/v
     return statuses
 
 
-def test_under_overload_few_are_refused_behind_the_door_and_no_room_is_left_unused() -> None:
+def test_steady_overload_is_rejected_here_and_the_service_is_kept_busy() -> None:
     async def scenario() -> None:
         service = Service(room=20)
         throttle = Throttle(service)
-        await storm(throttle, clients=100, requests=20)  # until it knows how much room there is
+        await storm(throttle, clients=400, requests=20)  # until the limit has come down
         service.asked = service.refused = service.most = 0
-        statuses = await storm(throttle, clients=100, requests=60)
+        statuses = await storm(throttle, clients=400, requests=60)
         assert statuses[200] == service.asked - service.refused
-        assert statuses[429] > service.refused
+        assert statuses[429] > 10 * service.refused
         assert service.refused < 0.1 * service.asked
         assert service.most == service.room
 
     asyncio.run(scenario())
 
 
-def test_more_room_is_found_once_there_is_more() -> None:
+class Clock:
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time that limits see."""
+    clock = Clock()
+    monkeypatch.setattr(module, "monotonic", lambda: clock.now)
+    return clock
+
+
+def test_the_limit_recovers_with_time_though_no_request_comes(clock: Clock) -> None:
     async def scenario() -> None:
-        service = Service(room=10)
+        service = Service(room=0)
         throttle = Throttle(service)
-        await storm(throttle, clients=60, requests=20)
-        service.room = 200
-        for _ in range(100):
-            if await storm(throttle, clients=60, requests=10) == {200: 600}:
-                return
-        raise AssertionError("it is not found")
+        await storm(throttle, clients=MOST, requests=3)
+        service.room = MOST
+        rejected = (await storm(throttle, clients=MOST, requests=1))[429]
+        assert rejected == MOST - FEWEST
+        clock.now += RECOVERY_S / 2
+        assert (await storm(throttle, clients=32, requests=1)) == {200: 32}
+        clock.now += RECOVERY_S / 2
+        assert (await storm(throttle, clients=MOST, requests=1)) == {200: MOST}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [200, 400, 408, 413, 500, 503, 504])
+def test_only_429_counts_as_overload(clock: Clock, status: int) -> None:
+    async def scenario() -> None:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await asyncio.sleep(0.001)
+            await JSONResponse({}, status)(scope, receive, send)
+
+        assert await storm(Throttle(answer), clients=MOST, requests=3) == {status: 3 * MOST}
+
+    asyncio.run(scenario())
+
+
+def test_one_late_rejection_brings_the_limit_down_to_the_requests_in_flight(clock: Clock) -> None:
+    async def scenario() -> None:
+        service = Service(room=50)
+        throttle = Throttle(service)
+        for _ in range(2):
+            assert await storm(throttle, clients=200, requests=1) == {200: 50, 429: 150}
+        assert service.refused == 1
+        assert service.asked == 101
 
     asyncio.run(scenario())
 
@@ -110,7 +150,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
 
         transport = httpx.ASGITransport(Throttle(slow))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            asked = [asyncio.ensure_future(client.post("/v1/search", content=b"q" * 1000)) for _ in range(FIRST + 1)]
+            asked = [asyncio.ensure_future(client.post("/v1/search", content=b"q" * 1000)) for _ in range(MOST + 1)]
             done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             go.set()
             await asyncio.gather(*asked)
@@ -132,11 +172,11 @@ def test_what_is_not_answered_yet_is_not_added_to_without_bound() -> None:
 
         transport = httpx.ASGITransport(Throttle(slow))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            asked = [asyncio.ensure_future(client.post("/v1/search")) for _ in range(FIRST + 50)]
+            asked = [asyncio.ensure_future(client.post("/v1/search")) for _ in range(MOST + 50)]
             await asyncio.wait(asked, timeout=0.5)
             assert [task.result().status_code for task in asked if task.done()] == [429] * 50
             go.set()
-            assert Counter(answer.status_code for answer in await asyncio.gather(*asked))[200] == FIRST
+            assert Counter(answer.status_code for answer in await asyncio.gather(*asked))[200] == MOST
             assert (await client.post("/v1/search")).status_code == 200
 
     asyncio.run(scenario())
@@ -169,13 +209,13 @@ def test_clients_that_do_not_read_their_answers_keep_nobody_out() -> None:
         throttle = Throttle(answer)
         deaf = [
             asyncio.ensure_future(throttle({"type": "http", "path": "/v1/search"}, receive, never))
-            for _ in range(2 * FIRST)
+            for _ in range(2 * MOST)
         ]
         await asyncio.sleep(0)
-        assert await storm(throttle, clients=FIRST, requests=1) == {200: FIRST}
+        assert await storm(throttle, clients=MOST, requests=1) == {200: MOST}
         for one in deaf:
             one.cancel()
         await asyncio.gather(*deaf, return_exceptions=True)
-        assert await storm(throttle, clients=FIRST, requests=1) == {200: FIRST}
+        assert await storm(throttle, clients=MOST, requests=1) == {200: MOST}
 
     asyncio.run(scenario())
