@@ -32,11 +32,11 @@ $(PRODUCT): pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || { echo "g++ is needed (DeepSpeed compiles a small op): apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[quickstart,onnx]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,quickstart,onnx]'
 	@touch $@
 
 $(DEV): $(PRODUCT)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,dev]'
 	@touch $@
 
 clean:

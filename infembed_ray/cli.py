@@ -109,6 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from infembed_ray.quickstart.chain import run
 
             run(directory=options.directory, port=options.port, keep_serving=options.keep_serving)
+        elif options.verb == "init":
+            from infembed_ray import project_files
+
+            project_files.run(options.directory)
         elif options.verb == "plan":
             entry = PLANS[options.what]
             settings = entry.settings.load(options.config, options.overrides)
@@ -170,6 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--directory", default="runs/quickstart", help="where outputs go (default: %(default)s)")
     quickstart.add_argument("--port", type=int, default=8000, help="port of the HTTP API (default: %(default)s)")
     quickstart.add_argument("--keep-serving", action="store_true", help="leave the HTTP API up until interrupted")
+    init = verbs.add_parser("init", help="copy the job scripts, their settings files and cluster.yaml into a directory")
+    init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
     journal = verbs.add_parser("journal", help="look after a response journal: check, merge, export, import it")
     journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import"))
     journal.add_argument("journal", metavar="DIR", help="the journal's directory")

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-import faiss
-
 from infembed_ray.planning import cost
 from infembed_ray.planning.capacity import FLOAT
 from infembed_ray.retrieval import factory as types
+from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.searcher import EF_SEARCH, NEAR, NPROBE, RERANK
 from infembed_ray.retrieval.shards import ShardFacts
 

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
@@ -32,7 +31,7 @@ from ray.exceptions import RayTaskError
 
 from infembed_ray import records
 from infembed_ray.config import CompactSettings, FieldType, IndexSettings
-from infembed_ray.distributed import connect
+from infembed_ray.distributed import connect, on_a_cluster
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -41,6 +40,7 @@ from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.changes import ChangeLog
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.corpus import BadRow, arrange, deal, require_columns, spool_file
+from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import FORMAT, IndexFacts, changes_of
 from infembed_ray.retrieval.passages import open_passages
 from infembed_ray.retrieval.shards import (
@@ -74,8 +74,6 @@ def run(settings: IndexSettings) -> Published:
             type fits the memory, or none finds what the floor demands; or the disk is full. Nothing is published then.
     """
     require_columns(settings.columns, settings.metadata)
-    if settings.gpus_per_shard:
-        factory.require_gpu_faiss()
     corpus = existing(settings.corpus, "corpus")
     found = locate(settings.model, "model")
     names = {**found.names, "format": str(FORMAT)}
@@ -87,6 +85,7 @@ def run(settings: IndexSettings) -> Published:
     encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
     if settings.factory is not None:
         factory.new(settings.factory, encoder.dimension)
+    _require_gpu_faiss("index", settings.gpus_per_shard)
     with _told(settings.output), _workroom(step, settings) as room:
         sizes = _deal(corpus, settings, room)
         build = _build(settings, sizes, encoder.dimension)
@@ -115,6 +114,21 @@ def run(settings: IndexSettings) -> Published:
             staging.facts = {"index": facts.as_json()}
         shutil.rmtree(room.root)
     return step.published()
+
+
+def _require_gpu_faiss(verb: str, gpus: float) -> None:
+    """Check that FAISS runs on GPUs where the shards are built: on a cluster that is a GPU node, not the driver's.
+
+    Raises:
+        InputError: it runs on CPUs only.
+    """
+    if gpus and on_a_cluster():
+        connect()
+        say(f"{verb}: checking FAISS on a GPU node")
+        check = ray.remote(num_cpus=0, num_gpus=gpus)(factory.require_gpu_faiss)
+        list(_as_completed([check.remote()]))
+    elif gpus:
+        factory.require_gpu_faiss()
 
 
 def _tell_of_changes(step: Step) -> None:
@@ -430,8 +444,6 @@ def compact(settings: CompactSettings) -> Published:
         InputError: there is no index; a file of it or a change is missing or damaged; no type fits the memory, or none
             finds what the floor demands; or the disk is full. Nothing is published then.
     """
-    if settings.gpus_per_shard:
-        factory.require_gpu_faiss()
     work = Compaction.of(settings.index, settings.factory, settings.memory_gib, settings.recall_floor)
     if not work.changes and not work.retyped:
         say(f"index compact: no changes since {work.version}")
@@ -440,6 +452,7 @@ def compact(settings: CompactSettings) -> Published:
     if done := finished(step):
         work.end()
         return done
+    _require_gpu_faiss("index compact", settings.gpus_per_shard)
     work.begin()
     with _told(str(step.root)), step.publish() as staging:
         root = staging.path.resolve()

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import faiss
 import numpy as np
 
 from infembed_ray.errors import InputError
+from infembed_ray.retrieval.faiss_import import faiss
 
 EXACT_BELOW = 10_000
 """Vectors from which a shard is searched by a graph; below, exact search is as fast and exact."""
@@ -256,7 +256,8 @@ def require_gpu_faiss() -> None:
     """InputError unless this FAISS runs on GPUs."""
     if not hasattr(faiss, "StandardGpuResources"):
         raise InputError(
-            "gpus_per_shard: this FAISS runs on CPUs only; pip install faiss-gpu in place of faiss-cpu, or set 0"
+            "gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]', "
+            "or set 0"
         )
 
 

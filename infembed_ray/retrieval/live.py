@@ -14,13 +14,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.changes import OP, VECTOR, ChangeLog
+from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.passages import TEXT, take
 from infembed_ray.retrieval.shards import Hit, Shard, hits_of, merge, shard_of

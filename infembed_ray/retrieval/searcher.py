@@ -15,10 +15,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import faiss
 import numpy as np
 
 from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_originals, is_lossy, leaf, on_gpus
+from infembed_ray.retrieval.faiss_import import faiss
 
 AIM = 0.99
 """recall@10 that parameters are chosen for."""

@@ -15,7 +15,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +22,7 @@ import pyarrow.compute as pc
 from infembed_ray.config import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.passages import batches, open_passages, row_of, schema, write_passages
 from infembed_ray.retrieval.searcher import Searcher, calibrate
 from infembed_ray.storage import fingerprint

@@ -101,7 +101,7 @@ class Plan:
                 f"writable=true: index={settings.index} is in an object store, which keeps no changes; copy it to a directory "
                 "that all nodes share and serve that, or set writable=false"
             )
-        if settings.gpus_per_shard:
+        if settings.gpus_per_shard and not on_a_cluster():  # there GPU nodes have their own FAISS; replicas check it
             require_gpu_faiss()
         index = Index.open(settings.index)
         found = locate(settings.model or index.facts.model, "model")

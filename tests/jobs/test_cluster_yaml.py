@@ -15,6 +15,7 @@ import yaml
 from ray.autoscaler._private.command_runner import _with_interactive
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 
 from infembed_ray.config import EvaluateSettings, IndexSettings, TrainSettings
 
@@ -29,6 +30,7 @@ COMMANDS = (
     "initialization_commands",
     "setup_commands",
     "head_setup_commands",
+    "worker_setup_commands",
     "head_start_ray_commands",
     "worker_start_ray_commands",
 )
@@ -108,9 +110,39 @@ def test_more_than_the_pools_hold_stays_unmet(prepared):
     assert unmet == [{"GPU": 8}]
 
 
+def setup_of(prepared, node):
+    """Setup commands that Ray runs on a node of this type."""
+    if node == prepared["head_node_type"]:
+        return prepared["head_setup_commands"]
+    return AutoscalingConfig(prepared | {"file_mounts": {}}).get_worker_setup_commands(node)
+
+
+@pytest.mark.parametrize("node", ["head", "cpu", "a100"])
+def test_a_node_gets_the_one_faiss_that_fits_it(prepared, tmp_path, node):
+    """The setup commands, run for real in a home of their own, but for pip, which is a script that notes its arguments."""
+    bin_directory, package = tmp_path / "infembed" / "venv" / "bin", tmp_path / "infembed" / "package"
+    for directory in (bin_directory, package, tmp_path / ".ray"):
+        directory.mkdir(parents=True)
+    for file in ("infembed/secrets.env", ".ray/auth_token", "infembed/package/infembed_ray-1-py3-none-any.whl"):
+        (tmp_path / file).touch()
+    for name, script in {"python": "", "pip": 'echo "$@" >> ~/pip.log'}.items():
+        (bin_directory / name).write_text(f"#!/bin/sh\n{script}\n")
+        (bin_directory / name).chmod(0o755)
+    for command in setup_of(prepared, node):
+        environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+        subprocess.run(["bash", "-c", f"touch ~/.bashrc; {command}"], env=environment, check=True)
+    assert (tmp_path / "infembed" / "env.sh").is_file()
+    ours, other = ("gpu", "cpu") if prepared["available_node_types"][node]["resources"].get("GPU") else ("cpu", "gpu")
+    assert (tmp_path / "pip.log").read_text().splitlines()[-2:] == [
+        f"uninstall -qy faiss-{other}",
+        f"install -q -c constraints.txt infembed_ray-1-py3-none-any.whl[{ours}]",
+    ]
+
+
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_commands_are_valid_shell_as_ray_wraps_them(prepared, kind):
-    for command in prepared[kind]:
+    of_types = [command for node in prepared["available_node_types"].values() for command in node.get(kind, [])]
+    for command in prepared[kind] + of_types:
         *_, quoted = _with_interactive(command)
         (wrapped,) = shlex.split(quoted)
         check = subprocess.run(["bash", "-n", "-c", wrapped], capture_output=True, text=True, check=False)

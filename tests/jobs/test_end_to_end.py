@@ -1,4 +1,4 @@
-"""The six jobs as a platform team runs them: `ray job submit`, twice each, to a real head that demands a token.
+"""The jobs from synthesize to serve as a platform team runs them: `ray job submit`, twice each, to a real head with a token.
 
 Where the development data lies beside the checkout, it is synthesized from, trained and evaluated on, and searched,
 with a stand-in for the LLM; else the bundled sample, whose answers are all in its journal.
@@ -112,7 +112,7 @@ def texts(directory: Path, synthesized: Twice) -> Texts:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ the six jobs
+# ------------------------------------------------------------------------------------------------------ the jobs
 
 
 @pytest.fixture(scope="module")

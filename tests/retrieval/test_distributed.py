@@ -241,6 +241,27 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSet
     refuse(r"model=\S+damaged: model.safetensors is no whole safetensors file", model=str(damaged))
 
 
+def test_on_a_cluster_faiss_is_checked_by_a_worker_with_a_gpu() -> None:
+    """Here the cluster only claims to have one."""
+    program = """
+import ray
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import distributed
+
+def check():
+    raise InputError(f"checked with GPUs {ray.get_gpu_ids()}")
+
+ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
+distributed.factory.require_gpu_faiss = check
+try:
+    distributed._require_gpu_faiss("index", 1)
+except InputError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.splitlines() == ["index: checking FAISS on a GPU node", "checked with GPUs [0]"], done.stderr
+
+
 def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     ids = [f"passage-{i}" for i in range(1000)]
     here = [shard_of(i, 7) for i in ids]

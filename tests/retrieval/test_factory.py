@@ -153,7 +153,7 @@ def test_assigning_on_gpus_gives_the_index_of_the_cpu(name: str, monkeypatch: py
 
 def test_gpus_without_a_faiss_for_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip install faiss-gpu"):
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
         build("IVF16,Flat", unit_vectors(1000, 8), gpu=True)
 
 

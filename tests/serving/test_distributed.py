@@ -435,7 +435,7 @@ def test_bad_input_is_refused_before_anything_starts(
 
 def test_shards_on_gpus_need_a_faiss_for_them(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip install faiss-gpu"):
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
         Plan.of(ServeSettings.of({"index": index, "gpus_per_shard": 1}))
 
 

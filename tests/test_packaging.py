@@ -1,0 +1,100 @@
+"""What users install: the wheel and the source distribution as pip builds them, and what their extras require."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+LINUX = {"platform_system": "Linux", "sys_platform": "linux", "python_version": "3.12"}
+
+
+def tracked(*places: str) -> set[str]:
+    """Files of the checkout below these places, less what Python leaves there."""
+    files = (file for place in places for file in [ROOT / place, *(ROOT / place).rglob("*")] if file.is_file())
+    return {str(file.relative_to(ROOT)) for file in files if file.suffix != ".pyc"}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that pip builds from the source distribution, so both are complete if it is."""
+    pytest.importorskip("hatchling", reason="the build backend; pip install hatchling")
+    directory = tmp_path_factory.mktemp("dist")
+    sdist = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", directory]
+    subprocess.run(sdist, cwd=ROOT, check=True)
+    (source,) = directory.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", directory]
+    subprocess.run([*pip, source], check=True)
+    (built,) = directory.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+@pytest.fixture(scope="session")
+def requirements(wheel: zipfile.ZipFile) -> list[Requirement]:
+    return [Requirement(line) for line in metadata(wheel).get_all("Requires-Dist", [])]
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def required(requirements: Iterable[Requirement], extra: str) -> set[str]:
+    """Names of the distributions that `infembed-ray[extra]` requires on Linux, extras of our own followed."""
+    names: set[str] = set()
+    for one in requirements:
+        if one.marker and not one.marker.evaluate(LINUX | {"extra": extra}):
+            continue
+        if one.name == "infembed-ray":
+            names = names.union(*(required(requirements, inner) for inner in one.extras))
+        else:
+            names.add(one.name)
+    return names
+
+
+def faiss(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith("faiss")}
+
+
+def test_the_base_requires_no_faiss(requirements: list[Requirement]) -> None:
+    assert faiss(required(requirements, "")) == set()
+
+
+def test_only_two_extras_name_a_faiss_and_each_names_one(
+    wheel: zipfile.ZipFile, requirements: list[Requirement]
+) -> None:
+    extras = metadata(wheel).get_all("Provides-Extra", [])
+    named = {extra: faiss(required(requirements, extra)) for extra in extras}
+    assert {extra: names for extra, names in named.items() if names} == {"cpu": {"faiss-cpu"}, "gpu": {"faiss-gpu"}}
+
+
+def test_every_faiss_is_pinned() -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    versions = dict(re.findall(r"^(faiss-\w+)==(\S+)$", pins, re.MULTILINE))
+    assert versions.keys() == {"faiss-cpu", "faiss-gpu"}
+    assert len(set(versions.values())) == 1  # nodes of both kinds read one another's indexes
+
+
+def test_the_wheel_has_what_the_package_reads_and_what_init_writes(wheel: zipfile.ZipFile) -> None:
+    shipped = {f"infembed_ray/files/{name}" for name in tracked("jobs", "cluster.yaml", "constraints.txt")}
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == tracked("infembed_ray") | shipped
+
+
+def test_init_of_an_installed_wheel_writes_what_the_checkout_has(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    site, target = tmp_path / "site", tmp_path / "new" / "project"
+    wheel.extractall(site)
+    program = "import sys; from infembed_ray.cli import main; sys.exit(main(['init', *sys.argv[1:]]))"
+    subprocess.run(
+        [sys.executable, "-c", program, target], env=os.environ | {"PYTHONPATH": str(site)}, cwd=tmp_path, check=True
+    )
+    written = {str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()}
+    assert written == {name: (ROOT / name).read_bytes() for name in tracked("jobs", "cluster.yaml", "constraints.txt")}
