@@ -39,7 +39,6 @@ from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.progress import say, track
 
-TABLE_FILE = "table.md"
 MTEB = "mteb"
 """Folder of the same figures in mteb's layout, where mteb has the task."""
 EMBEDDINGS = "embeddings"
@@ -83,7 +82,7 @@ def run(settings: EvaluateSettings) -> storage.Published:
         staging.facts = {"figures": found.figures}
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
-        (staging.path / TABLE_FILE).write_text(tables.as_markdown(found), encoding="utf-8")
+        (staging.path / tables.TABLE_FILE).write_text(tables.as_markdown(found), encoding="utf-8")
     say(tables.as_text(found))
     return step.published()
 

@@ -16,8 +16,10 @@ LEVEL = 0.05
 MARK = "*"
 """Of a difference whose corrected p-value is below `LEVEL`."""
 
-_WIDEST = 4
-"""Columns of a table for a terminal; more of them make another table."""
+TABLE_FILE = "table.md"
+"""All tables in Markdown, with intervals."""
+WIDTH = 100
+"""Characters of a line of a table for a terminal; columns beyond it go into another table."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,16 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
 
 
 def as_text(results: Results) -> str:
-    """The tables for a terminal or a log: aligned columns, no colour."""
+    """Means and differences for a terminal or a log: aligned columns, lines of at most `WIDTH` characters, no colour."""
     parts = []
-    for title, rows in _tables(results, _WIDEST):
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        parts.append("\n".join([title, *lines]))
-    return "\n\n".join([*parts, _note(results)])
+    for title, rows in _tables(results, intervals=False):
+        for part in _fitting(rows):
+            lines = ["  ".join(row).rstrip() for row in part]
+            lines.insert(1, "  ".join("-" * len(cell) for cell in part[0]))
+            parts.append("\n".join([title, *lines]))
+    baseline = _baseline(results)
+    differences = f"Differences are to {baseline}; {MARK}: significant at {LEVEL:.0%}. " if baseline else ""
+    return "\n\n".join([*parts, f"{differences}{TABLE_FILE} has the 95% intervals."])
 
 
 def as_markdown(results: Results) -> str:
@@ -112,27 +116,40 @@ def as_markdown(results: Results) -> str:
     return "\n\n".join([*parts, _note(results), "\n".join(about), "\n".join(conventions)]) + "\n"
 
 
-def text(column: Column, cell: Cell | None) -> str:
+def text(column: Column, cell: Cell | None, interval: bool = True) -> str:
     """`0.928 [0.901, 0.950] +0.120*`: mean, interval, difference to the baseline, mark of significance."""
     if cell is None:
         return "n/a"
     mean, apart = cell.compared.mean, cell.compared.difference
-    shown = f"{column.number(mean.value)} [{column.number(mean.low)}, {column.number(mean.high)}]"
+    shown = column.number(mean.value)
+    if interval:
+        shown += f" [{column.number(mean.low)}, {column.number(mean.high)}]"
     if apart is None:
         return shown
     return f"{shown} {column.number(apart.value, sign=True)}{MARK if cell.significant else ''}"
 
 
-def _tables(results: Results, widest: int | None = None) -> Iterator[tuple[str, list[list[str]]]]:
+def _tables(results: Results, intervals: bool = True) -> Iterator[tuple[str, list[list[str]]]]:
     """Title, and rows of which the first is the header."""
-    for benchmark, of_benchmark in columns(results).items():
-        for start in range(0, len(of_benchmark), widest or len(of_benchmark)):
-            shown = of_benchmark[start : start + (widest or len(of_benchmark))]
-            found = [cells(results, column) for column in shown]
-            rows = [["model", *(column.title for column in shown)]]
-            for model in results.models:
-                rows.append([model, *(text(c, of_model.get(model)) for c, of_model in zip(shown, found, strict=True))])
-            yield benchmark, rows
+    for benchmark, shown in columns(results).items():
+        found = [cells(results, column) for column in shown]
+        rows = [["model", *(column.title for column in shown)]]
+        for model in results.models:
+            of_row = (text(c, of_model.get(model), intervals) for c, of_model in zip(shown, found, strict=True))
+            rows.append([model, *of_row])
+        yield benchmark, rows
+
+
+def _fitting(rows: Sequence[Sequence[str]]) -> Iterator[list[list[str]]]:
+    """The rows, padded, in tables of at most `WIDTH` characters a line; the first column begins each of them."""
+    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    part = [first]
+    for column in others:
+        if len(part) > 1 and sum(len(c[0]) + 2 for c in part) + len(column[0]) > WIDTH:
+            yield list(map(list, zip(*part, strict=True)))
+            part = [first]
+        part.append(column)
+    yield list(map(list, zip(*part, strict=True)))
 
 
 def note(baseline: str | None) -> str:
@@ -143,7 +160,12 @@ def note(baseline: str | None) -> str:
 
 
 def _note(results: Results) -> str:
-    return note(repr(next(iter(results.models))) if len(results.models) > 1 else None)
+    return note(_baseline(results))
+
+
+def _baseline(results: Results) -> str | None:
+    """Quoted label of the model that others are compared to; None of a single model."""
+    return repr(next(iter(results.models))) if len(results.models) > 1 else None
 
 
 def _listed(about: Mapping[str, object]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from infembed_ray import records
+from infembed_ray.analysis.report import PAGE_FILE as ANALYSIS_REPORT
 from infembed_ray.analysis.report import run as analyze
 from infembed_ray.config import (
     AnalyzeSettings,
@@ -23,10 +24,12 @@ from infembed_ray.config import (
     TrainSettings,
 )
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
-from infembed_ray.evaluation.tasks import infir
+from infembed_ray.evaluation.tables import TABLE_FILE, as_text
+from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say
-from infembed_ray.quickstart.rankings import Ranking, side_by_side
+from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
 from infembed_ray.quickstart.report import write_report
 from infembed_ray.quickstart.sample import JOURNAL, MODEL, SEEDS
 from infembed_ray.retrieval.distributed import run as index
@@ -34,13 +37,20 @@ from infembed_ray.serving.distributed import require_free_port, serving
 from infembed_ray.storage import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.launch import run as train
-from infembed_ray.training.metrics import read_metrics
+from infembed_ray.training.report import REPORT as TRAINING_REPORT
 
 S = TypeVar("S", bound=Settings)
 
-DEMO_RECORD = "databases-02"
-"""The held-out record whose query is asked under both of its instructions."""
+QUERY = "how to lower blood pressure without medication"
+"""Query of a held-out record. MiniLM ranks the same passage first under both instructions until it is trained."""
+INSTRUCTIONS = {
+    "hypertension-01/positive": "For patients: what to eat and drink, in everyday wording; no study results.",
+    "hypertension-01/negative_instruction": "For clinicians: effect sizes from trials; no eating tips.",
+}
+"""Id of the passage that an instruction asks for -> the instruction, a shorter form of the record's own."""
 TOP_K = 3
+BEFORE, AFTER = "MiniLM", "MiniLM + InF-Embed"
+CORPUS = "corpus.jsonl"
 REPORT = "report.html"
 
 
@@ -73,19 +83,24 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     settings = ServeSettings(index=str(outputs.index.path), port=port, api_keys_env=None, wait=False)
     _title("serve", "encoder and index shards behind an HTTP API, on Ray Serve")
     with serving(settings) as url:
-        rankings = _ask(url, outputs.records)
+        before, after = _ask(url, backbone, root / CORPUS)
         report = write_report(
             root / REPORT,
             funnel=outputs.records.manifest["counts"],
-            figures={label: tasks[infir.TASK] for label, tasks in outputs.results.manifest["figures"].items()},
-            metrics=read_metrics(outputs.checkpoint.path),
-            rankings=rankings,
+            results=results.read(outputs.results.path),
+            rankings={BEFORE: before, AFTER: after},
+            details={
+                "the records": outputs.analysis.path / ANALYSIS_REPORT,
+                "the training": outputs.checkpoint.path / TRAINING_REPORT,
+                "the evaluation": outputs.results.path / TABLE_FILE,
+            },
         )
         if keep_serving:
-            say(f"{_ending(report, outputs)}\n\nServing at {url}, its page at {url}/docs. Ctrl-C ends it.")
+            say(f"\nDone. Report: {report}\nServing at {url}/ (playground) and {url}/docs (API).")
+            say(f"Ask it from another terminal:\n{_questions(port)}\nPress Ctrl-C to stop.")
             while True:
                 time.sleep(3600)
-    say(_ending(report, outputs))
+    say(_ending(root, report, port))
 
 
 def _stages(root: Path, backbone: str) -> Outputs:
@@ -111,25 +126,27 @@ def _stages(root: Path, backbone: str) -> Outputs:
             instruction_negatives=3,
         ),
     )
-    results = _run(
+    evaluated = _run(
         "before and after, on topics the model has not seen",
         evaluate,
         EvaluateSettings(
             records=str(made.path),
             split="test",
-            models={"MiniLM": backbone, "MiniLM + InF-Embed": str(checkpoint.path)},
+            models={BEFORE: backbone, AFTER: str(checkpoint.path)},
             distractors=str(SEEDS),
             output=str(root / "results"),
             actors=2,
         ),
     )
-    corpus = _write_corpus(root / "corpus.jsonl", made)
+    if not evaluated.fresh:  # the stage prints the table only when it runs
+        say(as_text(results.read(evaluated.path)))
+    corpus = _write_corpus(root / CORPUS, made)
     built = _run(
         "all passages of the sample, in two FAISS shards",
         index,
         IndexSettings(corpus=str(corpus), model=str(checkpoint.path), output=str(root / "index"), actors=2),
     )
-    return Outputs(made, analysis, checkpoint, results, built)
+    return Outputs(made, analysis, checkpoint, evaluated, built)
 
 
 def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
@@ -167,25 +184,32 @@ def _documents(row: records.Record) -> tuple[str, str, str]:
     return row.document_positive, row.hard_negative_document_1, row.hard_negative_document_2
 
 
-def _ask(url: str, made: Published) -> list[Ranking]:
-    """The demo query under both instructions of its record, over HTTP."""
-    row = next(r for r in records.read(made.path, records.Record, "records") if r.id == DEMO_RECORD)
-    _title("ask", f"one query under two instructions, over HTTP: {row.query_positive!r}")
-    rankings = []
-    wanted = ("positive", row.instruction_positive), ("negative_instruction", row.instruction_negative)
-    for role, instruction in wanted:
-        body = {"query": row.query_positive, "instruction": instruction, "top_k": TOP_K}
-        answer = _post(f"{url}/v1/search", body)
-        rankings.append(Ranking(row.query_positive, instruction, f"{row.id}/{role}", answer["hits"]))
-    say(side_by_side(rankings))
-    return rankings
+def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ranking]]:
+    """The example query without an instruction and under each: by the untrained model, then by the API."""
+    _title("ask", f"under two instructions, over HTTP: {QUERY!r}")
+    wanted = next(iter(INSTRUCTIONS))
+    asked = [(wanted, None), *INSTRUCTIONS.items()]
+    instructions = [instruction for _, instruction in asked]
+    passages = records.read(corpus, records.Passage, "corpus")
+    untrained = exact_hits(InstructionEncoder.from_pretrained(backbone), QUERY, instructions, passages, TOP_K)
+    trained = [
+        _post(f"{url}/v1/search", {"query": QUERY, "instruction": instruction, "top_k": TOP_K})["hits"]
+        for instruction in instructions
+    ]
+    before, after = (
+        [Ranking(QUERY, instruction, wanted, hits) for (wanted, instruction), hits in zip(asked, found, strict=True)]
+        for found in (untrained, trained)
+    )
+    say(side_by_side(after[1:]))
+    say(f"Before training, that passage is first under {sum(r.obeyed for r in before[1:])} of the 2 instructions.")
+    return before, after
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
     )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback is nobody's proxy's business
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for loopback
     with direct.open(request, timeout=60) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
@@ -195,16 +219,26 @@ def _title(stage: str, what: str) -> None:
     say(f"\n== {stage}: {what}")
 
 
-def _ending(report: Path, outputs: Outputs) -> str:
+def _questions(port: int) -> str:
+    """Commands that ask the API the example query, each with the first hit to expect."""
+    return "\n".join(
+        f"""  curl -s localhost:{port}/v1/search -H 'Content-Type: application/json' -d '{{"top_k": 1,
+    "query": "{QUERY}",
+    "instruction": "{instruction}"}}'
+  # first hit: {wanted}"""
+        for wanted, instruction in INSTRUCTIONS.items()
+    )
+
+
+def _ending(root: Path, report: Path, port: int) -> str:
     """Where everything is, and what to try next."""
-    kept, checkpoint, built = (o.path for o in (outputs.records, outputs.checkpoint, outputs.index))
     return f"""
 Done. Report: {report}
 Next:
-  . .venv/bin/activate                                            (where `make` put the command)
-  infembed serve index={built}
-  curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \\
-       -d '{{"query": "how to descale a machine", "instruction": "For cafe owners, not for home users.", "top_k": 3}}'
-  infembed train records={kept} split=train model={checkpoint} output=runs/mine objective='uni{{P}}'
-  infembed synthesize seeds=YOUR.jsonl output=runs/records        (needs OPENAI_API_KEY, or endpoint.base_url=...)
-  infembed train --help                                           (every setting, with its default)"""
+  . .venv/bin/activate                                     (where `make` put the command)
+  infembed serve index={root / "index"} port={port}
+{_questions(port)}
+  infembed train records={root / "records"} split=train model={root / "checkpoint"} \\
+    objective='uni{{P}}' output=runs/mine
+  infembed synthesize seeds=YOUR.jsonl output=runs/records  (needs OPENAI_API_KEY)
+  infembed train --help                                    (every setting, with its default)"""

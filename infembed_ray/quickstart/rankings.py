@@ -1,29 +1,37 @@
-"""One query under two instructions: the two rankings side by side."""
+"""The top passages of one query under one instruction: from an exact search, and as a text table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 120
+from infembed_ray.evaluation.tables import WIDTH
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import Passage
+
+_SHOWN = 80
+"""Characters of a passage in the text table."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the API answered.
+    """The best passages for a query under an instruction.
 
     Attributes:
-        query, instruction: as asked.
-        wanted: id of the passage that answers the query under this instruction.
+        query: the query.
+        instruction: the instruction; None for a query without one.
+        wanted: id of the passage that the instruction asks for.
         hits: best first, each with `id`, `score` and `text`.
     """
 
     query: str
-    instruction: str
+    instruction: str | None
     wanted: str
     hits: Sequence[dict[str, Any]]
 
@@ -33,23 +41,42 @@ class Ranking:
         return bool(self.hits) and self.hits[0]["id"] == self.wanted
 
 
+def exact_hits(
+    encoder: InstructionEncoder,
+    query: str,
+    instructions: Sequence[str | None],
+    passages: Sequence[Passage],
+    top_k: int,
+) -> list[list[dict[str, Any]]]:
+    """Search all passages by brute force; one list of hits per instruction, in the format of `/v1/search`."""
+    vectors = encoder.encode_passages([passage.text for passage in passages])
+    scores = encoder.encode_queries([query] * len(instructions), instructions) @ vectors.T
+    return [
+        [
+            {"id": passages[i].id, "score": float(row[i]), "text": passages[i].text}
+            for i in np.argsort(-row, kind="stable")[:top_k]
+        ]
+        for row in scores
+    ]
+
+
 def side_by_side(rankings: Sequence[Ranking]) -> str:
-    """The rankings as a text table, one column each; the passage an instruction asks for is marked."""
+    """The rankings as a text table of `WIDTH` characters, one column each; `>` marks the wanted passage."""
     table = Table(show_lines=True, width=WIDTH)
-    table.add_column("#", width=2)
+    table.add_column("#", width=1)
     for ranking in rankings:
-        table.add_column(ranking.instruction, ratio=1)
+        table.add_column(ranking.instruction or "no instruction", ratio=1)
     for rank in range(max(len(r.hits) for r in rankings)):
         table.add_row(str(rank + 1), *(_cell(r, rank) for r in rankings))
     console = Console(width=WIDTH, no_color=True, markup=False)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip()
+    return f"{capture.get().rstrip()}\n> marks the passage that the instruction asks for."
 
 
 def _cell(ranking: Ranking, rank: int) -> str:
     if rank >= len(ranking.hits):
         return ""
     hit = ranking.hits[rank]
-    mark = "  <- what was asked for" if hit["id"] == ranking.wanted else ""
-    return f"{hit['score']:.3f}  {hit['id']}{mark}\n{hit['text'][:150]}..."
+    mark = "> " if hit["id"] == ranking.wanted else ""
+    return f"{mark}{hit['score']:.3f} {hit['id']}\n{shorten(hit['text'], _SHOWN, placeholder='...')}"

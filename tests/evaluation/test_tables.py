@@ -6,6 +6,7 @@ from infembed_ray.evaluation.metrics import CONVENTIONS
 from infembed_ray.evaluation.results import Asked, Results
 from infembed_ray.evaluation.significance import Stratum, compare, holm
 from infembed_ray.evaluation.tables import as_markdown, as_text, cells, columns
+from infembed_ray.evaluation.tasks import infir
 from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
 
@@ -47,7 +48,7 @@ def test_the_first_model_is_the_baseline_and_the_others_show_their_differences()
     means = found.figures
     assert base.split()[:2] == ["base", f"{100 * means['base']['records']['p-MRR']:.1f}"]
     for line, model in zip(others, ["better", "best"], strict=True):
-        mean, _, _, apart, ndcg, *_ = line.split()[1:]
+        mean, apart, ndcg, *_ = line.split()[1:]
         assert mean == f"{100 * means[model]['records']['p-MRR']:.1f}"
         difference = 100 * (means[model]["records"]["p-MRR"] - means["base"]["records"]["p-MRR"])
         assert apart.rstrip(tables.MARK) == f"{difference:+.1f}"
@@ -64,6 +65,16 @@ def test_a_mark_stands_where_the_corrected_p_value_is_small():
     marked = [m for m in "bcd" if tables.text(of_records[0], p_mrr[m]).endswith(tables.MARK)]
     assert marked == [m for m, p in zip("bcd", expected, strict=True) if p < 0.05]
     assert 0 < len(marked) < 3
+
+
+def test_the_figures_of_records_fit_one_table_of_100_characters():
+    found = results({"records": infir.FIGURES}, ["MiniLM", "MiniLM + InF-Embed"])
+    _, header, _, *rows = as_text(found).split("\n\n")[0].splitlines()
+    assert header.split()[0] == "model"
+    assert all(figure.name in header for figure in infir.FIGURES)
+    assert len(rows) == 2
+    assert max(map(len, as_text(found).splitlines())) <= 100
+    assert len(as_text(found).split("\n\n")) == 2  # the table, and one line below it
 
 
 def test_columns_are_aligned_and_wide_tables_are_parted():
@@ -92,15 +103,15 @@ def test_an_average_needs_all_tasks_of_its_benchmark():
     assert [column.title for column in columns(found)["FollowIR"]] == ["Core17 p-MRR x100", "Core17 nDCG@10 (I-,Q+)"]
 
 
-def test_markdown_has_the_same_cells_and_a_label_cannot_break_a_row():
+def test_markdown_has_the_same_numbers_and_a_label_cannot_break_a_row():
     found = results({"records": FIGURES}, ["base", "uni|multi"])
     lines = as_markdown(found).splitlines()
     assert lines[0] == "## records"
     rows = lines[2:6]
     assert rows[3].startswith("| uni\\|multi |")
     assert {line.replace("\\|", "").count("|") for line in rows} == {4}
-    cell = rows[3].split(" | ")[2].removesuffix(" |")
-    assert cell in as_text(found)
+    mean, _, _, difference = rows[3].split(" | ")[2].removesuffix(" |").split()
+    assert f"{mean} {difference}" in as_text(found)
 
 
 def test_markdown_says_what_the_tasks_are_and_how_the_figures_were_computed():

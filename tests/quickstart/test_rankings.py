@@ -1,4 +1,9 @@
-from infembed_ray.quickstart.rankings import Ranking, side_by_side
+import numpy as np
+import pytest
+
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
+from infembed_ray.records import Passage
 
 
 def ranking(*ids):
@@ -9,12 +14,31 @@ def ranking(*ids):
 def test_the_two_rankings_stand_side_by_side_and_the_wanted_passage_is_marked():
     text = side_by_side([ranking("a", "b"), ranking("b", "a", "c")])
     first = next(line for line in text.splitlines() if "0.900" in line)
-    assert first.index("a  <- what was asked for") < first.index("b  <- what was asked for")
-    assert text.count("<- what was asked for") == 2
+    assert first.index("> 0.900 a ") < first.index("> 0.900 b ")
+    assert text.count("> 0.") == 2
     assert "text of c" in text
+
+
+def test_a_long_ranking_fits_100_characters():
+    of_long = Ranking("q", "instruct " * 20, "x", [{"id": "x" * 80, "score": 0.5, "text": "many words " * 50}] * 3)
+    assert max(map(len, side_by_side([of_long, of_long]).splitlines())) == 100
 
 
 def test_obeyed_means_the_wanted_passage_is_first():
     assert ranking("a", "b").obeyed
     assert not Ranking("q", "i", "b", ranking("a", "b").hits).obeyed
     assert not Ranking("q", "i", "b", []).obeyed
+
+
+def test_exact_hits_are_the_best_by_cosine_under_each_instruction(minilm):
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    texts = {"salt": "Eat less salt.", "sql": "Add an index to the table.", "trial": "A randomised trial of salt."}
+    asked = [None, "From a randomised trial."]
+    found = exact_hits(encoder, "salt", asked, [Passage(i, text) for i, text in texts.items()], top_k=2)
+    for instruction, hits in zip(asked, found, strict=True):
+        (query,) = encoder.encode_queries(["salt"], [instruction])
+        scores = {i: float(np.dot(query, encoder.encode_passages([text])[0])) for i, text in texts.items()}
+        best = sorted(scores, key=scores.get, reverse=True)[:2]
+        assert [hit["id"] for hit in hits] == best
+        assert [hit["score"] for hit in hits] == pytest.approx([scores[i] for i in best], abs=1e-5)
+        assert [hit["text"] for hit in hits] == [texts[i] for i in best]

@@ -1,47 +1,97 @@
+import re
 from html.parser import HTMLParser
 
+from infembed_ray.evaluation.results import Asked, Results
+from infembed_ray.evaluation.tasks.infir import FIGURES, TASK
+from infembed_ray.quickstart.rankings import Ranking
 from infembed_ray.quickstart.report import write_report
 from tests.quickstart.test_rankings import ranking
 
-NAMES = ("p-MRR", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
-FIGURES = {
-    "before": dict(zip(NAMES, (0.2, 0.5, 0.6, 0.7, 0.5), strict=True)),
-    "after": dict(zip(NAMES, (0.45, 0.8, 0.6, 0.65, 0.6), strict=True)),
-}
+MEANS = {"before": (0.2, 0.5, 0.6, 0.7, 0.5), "after": (0.45, 0.8, 0.6, 0.65, 0.6)}
+FUNNEL = {"seeds": 9, "kept": 7, "rejected": 2, "dead_letter": 0, "calls": 0, "replayed": 60}
+
+
+def results(**more):
+    """Of two models; two requests of each kind, whose values lie around the means."""
+    scores = {
+        model: {TASK: {f.name: {"q1": mean - 0.1, "q2": mean + 0.1} for f, mean in zip(FIGURES, means, strict=True)}}
+        for model, means in MEANS.items()
+    }
+    for figure, values in more.items():
+        scores["after"][TASK][figure] = values
+    return Results({TASK: Asked(FIGURES, {})}, {model: {} for model in MEANS}, scores, 1000)
+
+
+def rankings():
+    def of_model(*orders):
+        asked = (None, "c"), ("eat", "c"), ("trials", "<b>")
+        return [
+            Ranking("q", instruction, wanted, ranking(*order).hits)
+            for (instruction, wanted), order in zip(asked, orders, strict=True)
+        ]
+
+    return {
+        "before": of_model(["<b>", "c"], ["<b>", "c"], ["<b>", "c"]),
+        "after": of_model(["<b>", "c"], ["c", "<b>"], ["<b>", "c"]),
+    }
+
+
+def written(tmp_path, found=None):
+    details = {"the training": tmp_path / "checkpoint" / "1f" / "report.html"}
+    return write_report(tmp_path / "r.html", FUNNEL, found or results(), rankings(), details).read_text()
 
 
 class Tags(HTMLParser):
-    def __init__(self):
+    def __init__(self, text):
         super().__init__()
         self.seen, self.attributes = [], []
+        self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.seen.append(tag)
         self.attributes += attrs
 
 
-def test_the_report_is_one_file_with_table_plots_and_rankings(tmp_path):
-    funnel = {"seeds": 9, "kept": 7, "rejected": 2, "dead_letter": 0, "calls": 0, "replayed": 60}
-    metrics = [{"loss": 1.0}, {"loss": 0.6}, {"loss": 0.5}]
-    text = write_report(
-        tmp_path / "r.html", funnel, FIGURES, metrics, [ranking("<b>", "c"), ranking("c", "<b>")]
-    ).read_text()
-    tags = Tags()
-    tags.feed(text)
-    assert tags.seen.count("tr") == 3
-    assert tags.seen.count("svg") == 2
-    assert tags.seen.count("rect") == 10  # five measures, two models
+def test_the_report_is_one_file_without_resources_that_links_the_stages_reports(tmp_path):
+    text = written(tmp_path)
+    tags = Tags(text)
     assert {"link", "script", "img"} & set(tags.seen) == set()
-    assert not [value for name, value in tags.attributes if name in ("src", "href")]
-    assert "&lt;b&gt;" in text  # what a corpus holds is text, not markup
-    assert "20.0" in text
-    assert "+25.0" in text
-    assert "-0.050" in text
+    assert [value for name, value in tags.attributes if name in ("src", "href")] == ["checkpoint/1f/report.html"]
+    assert "&lt;b&gt;" in text  # passages are text, not markup
+    assert "<b>" not in text.replace("<b style", "")
 
 
-def test_a_bar_is_as_high_as_its_figure_and_a_curve_starts_at_the_first_loss(tmp_path):
-    text = write_report(
-        tmp_path / "r.html", dict.fromkeys(("seeds", "kept"), 1), FIGURES, [{"loss": 2.0}], [ranking("a")]
-    )
-    heights = [float(part.split('"')[0]) for part in text.read_text().split(' height="')[1:]]
-    assert heights[0] / heights[1] == 20 / 45
+def test_it_begins_with_the_example_before_and_after_training_without_and_with_the_instruction(tmp_path):
+    first = written(tmp_path).split("<h2>")[1]
+    cards = re.findall(r"<h3>(.*?)</h3>.*?<ol>(.*?)</ol>", first, re.DOTALL)
+    assert [title for title, _ in cards] == [
+        "Before training, without the instruction",
+        "Before training, with the instruction",
+        "After training, without the instruction",
+        "After training, with the instruction",
+    ]
+    marked = [[item.startswith(' class="wanted"') for item in cells.split("<li")[1:]] for _, cells in cards]
+    assert marked == [[False, True], [False, True], [False, True], [True, False]]
+
+
+def test_it_counts_the_requests_whose_right_passage_is_first(tmp_path):
+    text = written(tmp_path, results(**{FIGURES[1].name: {"q1": 1.0, "q2": 0.63}}))
+    assert "Over all 6 held-out requests" in text
+    assert re.search(r"0 with before and for\s+1 with after", text)
+
+
+def test_a_figure_is_shown_with_its_interval_and_its_difference(tmp_path):
+    text = written(tmp_path)
+    assert "20.0 <small>10.0 to 30.0</small>" in text
+    assert "45.0 +25.0 <small>35.0 to 55.0</small>" in text
+    assert "0.650 -0.050 <small>0.550 to 0.750</small>" in text
+    widths = [(float(w), float(left)) for w, left in re.findall(r"<i style=\"width:(.*?)%.*?left:(.*?)%", text)]
+    assert widths[:2] == [(20.0, 10.0), (45.0, 35.0)]
+    assert "bootstrap" in text
+
+
+def test_a_figure_over_nothing_has_an_empty_bar(tmp_path):
+    found = results()
+    for model in MEANS:
+        found.scores[model][TASK]["p-MRR"] = {}
+    assert written(tmp_path, found).count("n/a") == 2
