@@ -19,7 +19,6 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -36,9 +35,10 @@ from ray.serve.handle import DeploymentHandle
 
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
-from infembed_ray.errors import in_one_line
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.object_store import is_uri
 from infembed_ray.retrieval.changes import ChangeLog
-from infembed_ray.retrieval.index import IndexFacts, changes_of
+from infembed_ray.retrieval.index import Index, changes_of
 from infembed_ray.retrieval.live import LiveShard, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.serving import schema
@@ -48,6 +48,7 @@ from infembed_ray.serving.engine import DeadlineExceeded, Embedded, EmptySequenc
 from infembed_ray.serving.generations import Blueprint, Generation, Inputs
 from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
 from infembed_ray.serving.snapshots import PUSH_S, Snapshots, snapshot
+from infembed_ray.storage import MANIFEST, existing
 
 if TYPE_CHECKING:
     from infembed_ray.serving.encoding import EncodingEngine
@@ -95,7 +96,7 @@ class EncoderArguments(_Arguments):
     """Of `encoder_application`."""
 
     model: str
-    """Directory or hub name."""
+    """Directory, URI in an object store, or hub name."""
     fingerprint: str
     """Of the encoder that the index needs."""
     dimensions: int | None = None
@@ -121,7 +122,7 @@ class IndexArguments(_Arguments):
     """Of `index_application`."""
 
     index: str
-    """Directory of a version."""
+    """Directory of a version, or its URI in an object store."""
     version: str
     settings: ServeSettings
 
@@ -191,7 +192,7 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
             **_replicas(settings.shard_replicas),
             **_bounds(settings),
         )
-        for facts in IndexFacts.read(Path(arguments.index)).shards
+        for facts in Index.describe(arguments.index).facts.shards
     ]
     # An application is a graph with one root. The last shard is as good as any: each knows of the others nothing.
     *others, last = range(len(shards))
@@ -282,14 +283,15 @@ class Encoder:
         from infembed_ray.modeling.encoder import InstructionEncoder
         from infembed_ray.serving.encoding import EncodingEngine
 
-        described = InstructionEncoder.from_pretrained(arguments.model, dimensions=arguments.dimensions, device="meta")
+        model = str(existing(arguments.model, "model")) if is_uri(arguments.model) else arguments.model
+        described = InstructionEncoder.from_pretrained(model, dimensions=arguments.dimensions, device="meta")
         found = described.fingerprint()
         if found != arguments.fingerprint:
             raise RuntimeError(
                 f"model={arguments.model}: its fingerprint on this node is {found}, where `serve` was started it was "
                 f"{arguments.fingerprint}; give all nodes the same checkpoint"
             )
-        self._engine = EncodingEngine.load(arguments.model, arguments.settings, arguments.dimensions)
+        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions)
         registry = CollectorRegistry()
         registry.register(EngineMetrics(self._engine))
         self._metrics = Reporter(registry)
@@ -340,8 +342,14 @@ class ShardSearch:
     """A replica of one shard. `others` are the shards that its application has besides."""
 
     def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
-        root = Path(arguments.index)
-        facts = IndexFacts.read(root)
+        described = Index.describe(arguments.index)
+        if described.version != arguments.version:
+            raise InputError(
+                f"index={arguments.index}: holds version {described.version} now, `serve` was started with "
+                f"{arguments.version}; start `serve` again"
+            )
+        facts = described.facts
+        root = existing(arguments.index, "index", [MANIFEST, facts.shards[number].name])
         changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
         base = Shard.open(root, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)

@@ -53,6 +53,7 @@ from infembed_ray.serving.deployments import (
 )
 from infembed_ray.serving.generations import Blueprint
 from infembed_ray.serving.service import Query
+from infembed_ray.storage import located
 
 START_TIMEOUT_S = 600.0
 """For replicas to start: a large model is read and warmed up, a node may have to be added first."""
@@ -102,7 +103,9 @@ class Plan:
             )
         if settings.gpus_per_shard:
             require_gpu_faiss()
-        index = Index.open(settings.index)
+        # A replica copies its own shard from an object store and checks it, so no node needs room for all of them.
+        remote = located(settings.index, "index").uri if is_uri(settings.index) else None
+        index = Index.describe(remote) if remote else Index.open(settings.index)
         found = locate(settings.model or index.facts.model, "model")
         described = InstructionEncoder.from_pretrained(found.path, dimensions=index.facts.dimensions, device="meta")
         fingerprint = described.fingerprint()
@@ -119,8 +122,11 @@ class Plan:
             metadata=dict(index.facts.metadata),
             writable=settings.writable,
         )
-        encoder = EncoderArguments.of(found.path, fingerprint, settings, index.facts.dimensions)
-        shards = IndexArguments.of(str(index.path.resolve()), index.version, settings)
+        model = settings.model if settings.model and is_uri(settings.model) else None
+        encoder = EncoderArguments.of(
+            located(model, "model").uri if model else found.path, fingerprint, settings, index.facts.dimensions
+        )
+        shards = IndexArguments.of(remote or str(index.path.resolve()), index.version, settings)
         api = ApiArguments.of(settings, bool(keys))
         decides = {
             "settings": settings.identity(),

@@ -30,6 +30,7 @@ import ray
 import yaml
 from ray import serve
 from ray._common.utils import import_attr
+from ray.cluster_utils import Cluster
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
 from ray.serve.context import _get_global_client
@@ -47,10 +48,13 @@ from ray.serve.schema import (
 from infembed_ray.config import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.serving import distributed
-from infembed_ray.serving.deployments import ENCODER, INGRESS
+from infembed_ray.serving.deployments import ENCODER, INGRESS, ShardSearch
 from infembed_ray.serving.distributed import Plan, require_free_port, run, serving
+from infembed_ray.storage import output_files
 from tests.serving.made import publish_index
 
 PASSAGES = {
@@ -431,6 +435,44 @@ def test_bad_input_is_refused_before_anything_starts(
     refuse(r"host=0\.0\.0\.0: open to other machines without API keys", host="0.0.0.0")
     monkeypatch.setenv("INFEMBED_API_KEYS", "key1,,key2")
     refuse("holds an empty key")
+
+
+@pytest.mark.ray
+def test_every_node_copies_its_own_shards_from_an_object_store(
+    index: str, minilm: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Folder.of(f"{bucket}/served", "index")
+    for file in output_files(Path(index)):
+        store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
+    store.write("latest", Path(index).name)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    plan = Plan.of(ServeSettings(index=store.uri, model=minilm, writable=False, runtime="torch"))
+    assert copied(tmp_path / "driver") == {"manifest.json"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
+    try:
+        for number in range(2):  # a node has room for one shard, and directories of its own
+            own = {SCRATCH: str(tmp_path / f"node-{number}")}
+            cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
+        ray.init(cluster.address, log_to_driver=False)
+        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
+        for id, text in PASSAGES.items():
+            assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
+        other = plan.index.model_copy(update={"version": "another"})
+        for shard in shards:
+            ray.kill(shard)
+        with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):
+            ray.get(ray.remote(num_cpus=1)(ShardSearch).remote(other, 0).ready.remote())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    parts = [copied(tmp_path / f"node-{number}") for number in range(2)]
+    assert sorted(parts, key=sorted) == [{"manifest.json", "shard-00000"}, {"manifest.json", "shard-00001"}]
+
+
+def copied(scratch: Path) -> set[str]:
+    """What was copied of an index from an object store."""
+    (copy,) = (path for path in scratch.glob("inputs/*/*") if path.is_dir())
+    return {path.name for path in copy.iterdir()}
 
 
 def test_shards_on_gpus_need_a_faiss_for_them(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
