@@ -26,7 +26,7 @@ from infembed_ray.serving.gate import OPEN_PATHS, Gate
 from infembed_ray.serving.metrics import HttpMetrics
 from infembed_ray.serving.reference import reference
 from infembed_ray.serving.refusals import HANDLERS, STATUSES, ApiError, invalid, json_response
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Service
+from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Service, Stuck
 
 TURN_BYTES = 2**17
 """Of an answer, made at a stretch: about a millisecond's work."""
@@ -192,9 +192,11 @@ def create_app(
 
     @api.get("/readyz", response_model=schema.HealthResponse, responses=_refusals(503))
     async def readyz() -> Response:
-        """Encoder and all shards answer."""
+        """Encoder and all shards answer, and the shards apply changes."""
         if not await service.ready():
             raise ApiError.later(503, "encoder or shards do not answer yet", code="not_ready")
+        if fault := await service.fault():
+            raise Stuck(fault)
         return health()
 
     @api.get(

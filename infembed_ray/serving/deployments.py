@@ -37,7 +37,7 @@ from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
-from infembed_ray.retrieval.changes import ChangeLog
+from infembed_ray.retrieval.changes import ChangeLog, LogFault
 from infembed_ray.retrieval.index import Index, changes_of
 from infembed_ray.retrieval.live import LiveShard, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.shards import Shard
@@ -62,6 +62,8 @@ OPEN_TIMEOUT_S = 60.0
 CONSTRUCTOR_ATTEMPTS = 3
 FOLLOW_S = 0.1
 """Between two looks of a shard at the log of changes."""
+STUCK_S = 1.0
+"""The same, while the log is damaged."""
 INGRESS_ENVIRONMENT = {
     # One event loop for Serve's part of a request and ours: no hand-over between threads for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -353,6 +355,8 @@ class ShardSearch:
         changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
         base = Shard.open(root, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
+        self._changes = changes.directory
+        self._fault: str | None = None
         self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
         registry = CollectorRegistry()
         Gauge("infembed_shard_documents", "Documents that searches see.", registry=registry).set_function(
@@ -360,6 +364,15 @@ class ShardSearch:
         )
         Gauge("infembed_shard_sequence", "The last change that searches see.", registry=registry).set_function(
             lambda: self._shard.sequence
+        )
+        Gauge("infembed_log_sequence", "The last change in the log.", registry=registry).set_function(
+            lambda: self._shard.head
+        )
+        Gauge("infembed_shard_lag", "Changes in the log that searches do not see.", registry=registry).set_function(
+            lambda: self._shard.head - self._shard.sequence
+        )
+        Gauge("infembed_shard_stuck", "1: a damaged log stops this shard's changes.", registry=registry).set_function(
+            lambda: self._fault is not None
         )
         Gauge("infembed_shard_delta", "Rows that compaction would save.", registry=registry).set_function(
             lambda: self._shard.delta
@@ -382,18 +395,24 @@ class ShardSearch:
         self._metrics.start()
         return True
 
+    async def fault(self) -> str | None:
+        """Why the shard applies no changes, in one line; None: it applies them."""
+        return self._fault
+
     def _follow(self) -> None:
-        """Apply changes as they come. What is damaged holds back what comes after it, and is told once."""
-        told = ""
+        """Apply changes as they come. A damaged change holds back those after it; the reason is logged once."""
+        logged = ""
         while True:
             try:
                 self._shard.refresh()
-                told = ""
-            except Exception as fault:  # whatever it is: a thread that ends leaves the shard stale without a word
-                if str(fault) != told:
-                    told = str(fault)
-                    log.error("the shard serves what it has, without later changes: %s", told)
-            time.sleep(FOLLOW_S)
+                self._fault, logged = None, ""
+            except Exception as error:  # whatever it is: a thread that ends leaves the shard stale without a word
+                known = isinstance(error, LogFault)  # clients read it, so it does not name the directory
+                self._fault = str(error).removeprefix(f"changes={self._changes}: ") if known else "see the server's log"
+                if str(error) != logged:
+                    logged = str(error)
+                    log.error("the shard serves what it has, without later changes: %s", logged)
+            time.sleep(FOLLOW_S if self._fault is None else STUCK_S)
 
 
 class MetricsPage:
@@ -534,6 +553,10 @@ class Ingress:
     async def ready(self) -> bool:
         """As `Service.ready`."""
         return self._generation is not None and await self._generation.ready()
+
+    async def fault(self) -> str | None:
+        """As `Service.fault`."""
+        return await self._now.fault()
 
     async def metrics(self) -> bytes:
         """As `Service.metrics`."""

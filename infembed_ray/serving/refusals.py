@@ -15,9 +15,11 @@ from starlette.routing import Route
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.serving import schema
 from infembed_ray.serving.engine import DeadlineExceeded, EmptySequence, QueueFull
-from infembed_ray.serving.service import ReadOnly, ReplicaLost
+from infembed_ray.serving.service import ReadOnly, ReplicaLost, Stuck
 
 MAX_MESSAGE_CHARACTERS = 500
+STUCK_RETRY_S = 30.0
+"""Retry-After while changes are not applied: an operator has to restore the log."""
 _MANY_MISTAKES = 1000
 """So many are counted, not told: pydantic tells all or nothing, and a request may be made of mistakes."""
 
@@ -113,6 +115,9 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]] = {
     FilterError: lambda _, error: ApiError(400, str(error), param="filter"),
     EmptySequence: lambda _, error: ApiError(400, f"{error}: give text", param="input"),
     ReadOnly: lambda *_: ApiError(403, "documents are neither put nor deleted here: it is read-only", code="read_only"),
+    Stuck: lambda _, error: ApiError.later(
+        503, f"changes of documents are not applied: {error}", STUCK_RETRY_S, code="changes_stuck"
+    ),
     QueueFull: lambda _, error: ApiError.later(
         429, "too many requests are waiting", error.retry_after_s, type="rate_limit_error", code="queue_full"
     ),

@@ -97,6 +97,13 @@ def found(api: str, query: str, **more: Any) -> list[str]:
     return [hit["id"] for hit in answer["hits"]]
 
 
+def values(api: str, metric: str) -> set[float]:
+    """Those of a metric, over all replicas."""
+    with urllib.request.urlopen(f"{api}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return {float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{metric}{{")}
+
+
 def until(condition: Any, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -243,6 +250,29 @@ def test_a_document_is_found_once_it_is_put_and_not_once_it_is_deleted(api: str)
     assert ask(f"{api}/v1/documents/history/kalmar", method="DELETE")[0] == 200
     until(lambda: "history/kalmar" not in found(api, "Kalmar Union"), 10)
     assert ask(f"{api}/v1/documents/history/kalmar")[0] == 404
+
+
+@pytest.mark.ray
+def test_a_damaged_log_of_changes_is_seen_from_outside_and_stops_changes_but_no_search(api: str, index: str) -> None:
+    document = {"id": "damaged", "text": "A change that is damaged on disk.", "metadata": {"year": 2000}}
+    assert ask(f"{api}/v1/documents", {"documents": [document]}, "PUT")[0] == 200
+    last = max(Index.open(index).changes.glob("*.arrow"))
+    damaged = last.with_name(f"{int(last.stem) + 1:012d}.arrow")
+    damaged.write_bytes(last.read_bytes()[:-1])
+    try:
+        until(lambda: ask(f"{api}/readyz")[0] == 503, 10)
+        for answer in (ask(f"{api}/readyz"), ask(f"{api}/v1/documents/damaged", method="DELETE")):
+            assert (answer[0], answer[1]["error"]["code"]) == (503, "changes_stuck")
+            assert f"{damaged.name} is corrupted" in answer[1]["error"]["message"]
+            assert str(damaged.parent) not in answer[1]["error"]["message"]
+        assert found(api, QUERY, top_k=1, instruction=INSTRUCTIONS[0]) == ["diabetes-doctors"]
+        until(lambda: values(api, "infembed_shard_stuck") == values(api, "infembed_shard_lag") == {1.0}, 10)
+        assert values(api, "infembed_log_sequence") == {int(damaged.stem)}
+    finally:
+        damaged.write_bytes(last.read_bytes())
+    until(lambda: ask(f"{api}/readyz")[0] == 200, 10)
+    assert ask(f"{api}/v1/documents/damaged", method="DELETE")[0] == 200
+    until(lambda: values(api, "infembed_shard_stuck") == values(api, "infembed_shard_lag") == {0.0}, 10)
 
 
 @pytest.mark.ray
