@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from infembed_ray.retrieval.shards import Shard
 from infembed_ray.serving import schema
 from infembed_ray.serving.app import Limits, create_app
 from infembed_ray.serving.auth import ApiKeys
+from infembed_ray.serving.body import LIMIT
 from infembed_ray.serving.engine import DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.generations import Blueprint, Generation, Inputs
 from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
@@ -465,6 +467,12 @@ class Ingress:
             raise RuntimeError(
                 f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
                 "ingress, which would be open; set it in the environment of all nodes"
+            )
+        proxies = float(os.environ.get(LIMIT, "inf"))
+        if settings.max_body_mib > proxies:
+            raise InputError(
+                f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxies:g} and keep it; "
+                f"end Serve with `serve shutdown` first, or set max_body_mib={proxies:g} or less"
             )
         self._registry = CollectorRegistry()
         self._reporter = Reporter(self._registry)

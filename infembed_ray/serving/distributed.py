@@ -39,6 +39,7 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.live import ShardQuery
 from infembed_ray.serving import schema
 from infembed_ray.serving.auth import ApiKeys, is_loopback
+from infembed_ray.serving.body import LIMIT, READ_TIMEOUT_S
 from infembed_ray.serving.deployments import (
     APPLICATION,
     ENCODER,
@@ -165,13 +166,18 @@ class Plan:
 
         Those that are set here, for this process, are handed on.
         """
-        environment = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "infembed_ray.serving.proxy:middlewares"}
+        environment = {
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "infembed_ray.serving.proxy:middlewares",
+            LIMIT: str(self.settings.max_body_mib),
+        }
         if self.settings.ha_proxy:
             environment |= {
                 "RAY_SERVE_ENABLE_HA_PROXY": "1",
                 # What was under way in a lost replica is sent to another, as `proxy` does it.
                 "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response junk-response",
                 "RAY_SERVE_HAPROXY_RETRIES": "3",
+                # A client that sends no more of its headers: uvicorn itself waits for them without end.
+                "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": f"{2 * READ_TIMEOUT_S:.0f}",
                 "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a lost replica is left out from its first error on
                 # One that is busy is not: were no server left, HAProxy would answer Serve's bare 500 itself. A check
                 # may take as long as there is between two.

@@ -29,6 +29,7 @@ STATUSES: Mapping[int, str] = {
     403: "Not allowed here",
     404: "There is no such model, document or path",
     405: "The path has other methods; `Allow` names them",
+    408: "The body did not arrive in time",
     413: "The body is too large; it was not read",
     415: "The body is not sent as application/json",
     429: "Too many requests are waiting: try again after `Retry-After` seconds",
@@ -76,6 +77,16 @@ class ApiError(Exception):
 def json_response(body: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """An answer serialised once, without FastAPI's second validation of what we built ourselves."""
     return Response(body.__pydantic_serializer__.to_json(body), status, headers, "application/json")
+
+
+def too_large(most_mib: float) -> ApiError:
+    """A body above the limit. The connection closes, because the rest of the body is not read."""
+    return ApiError(
+        413,
+        f"the body is larger than {most_mib:g} MiB; send fewer texts at a time",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
 
 
 def invalid(error: ValidationError) -> ApiError:

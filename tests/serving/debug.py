@@ -137,6 +137,7 @@ def listening(app: FastAPI) -> Iterator[str]:
     # Named to be TCP: asyncio sets TCP_NODELAY on no other, and every answer would wait for a delayed ACK.
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # connections wait until the server has started
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()

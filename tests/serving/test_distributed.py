@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -158,7 +159,13 @@ def index(root: Path, minilm: str) -> str:
 @pytest.fixture(scope="module")
 def settings(index: str) -> ServeSettings:
     return ServeSettings(
-        index=index, port=free_port(), model_name="minilm", request_timeout_s=5, runtime="torch", wait=False
+        index=index,
+        port=free_port(),
+        model_name="minilm",
+        request_timeout_s=5,
+        max_body_mib=4,
+        runtime="torch",
+        wait=False,
     )
 
 
@@ -273,6 +280,15 @@ def test_a_damaged_log_of_changes_is_seen_from_outside_and_stops_changes_but_no_
     until(lambda: ask(f"{api}/readyz")[0] == 200, 10)
     assert ask(f"{api}/v1/documents/damaged", method="DELETE")[0] == 200
     until(lambda: values(api, "infembed_shard_stuck") == values(api, "infembed_shard_lag") == {0.0}, 10)
+
+
+@pytest.mark.ray
+def test_a_body_larger_than_the_limit_is_refused_by_the_proxy(api: str) -> None:
+    connection = http.client.HTTPConnection(api.partition("//")[2], timeout=60)
+    connection.request("PUT", "/v1/documents", body=(bytes(2**20) for _ in range(5)), encode_chunked=True)
+    answer = connection.getresponse()
+    assert (answer.status, json.load(answer)["error"]["code"]) == (413, "body_too_large")
+    assert "nosniff" not in answer.headers.values()  # so it is no replica's answer
 
 
 @pytest.mark.ray
