@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,26 +50,42 @@ def local_path(value: str, name: str) -> Path:
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
-def existing(value: str, name: str) -> Path:
+def existing(value: str, name: str, parts: Collection[str] | None = None) -> Path:
     """The file or directory a setting names, with `latest` followed; of an object store, a copy on this machine.
+
+    Args:
+        value: of the setting.
+        name: of the setting.
+        parts: names in a directory of an object store; only these files and folders are copied. None: all.
 
     Raises:
         InputError: it is not there, or the object store does not give it.
     """
     if is_uri(value):
-        return _downloaded(value, name)
+        return _downloaded(value, name, parts)
     path = local_path(value, name)
     if not path.exists():
         raise InputError(f"{name}={value}: no such file or directory")
     return resolve(path)
 
 
-def _downloaded(uri: str, name: str) -> Path:
-    """A copy of what is at `uri` now, below a directory that is named by its content."""
+def located(uri: str, name: str) -> Folder:
+    """The place in an object store that a setting names, with `latest` followed.
+
+    Raises:
+        InputError: the object store does not give it.
+    """
     place = Folder.of(uri, name)
     with told(place.base, name):
         if place.read(MANIFEST) is None and (newest := place.read(LATEST)):
             place = place / newest.strip()
+    return place
+
+
+def _downloaded(uri: str, name: str, parts: Collection[str] | None) -> Path:
+    """A copy of what is at `uri` now, below a directory that is named by its content."""
+    place = located(uri, name)
+    with told(place.base, name):
         entries = {file: entry for file, entry in place.entries().items() if file.split("/")[0] != STATES}
         if not entries:
             raise InputError(f"{name}={place}: no such object, and none below it")
@@ -79,6 +95,8 @@ def _downloaded(uri: str, name: str) -> Path:
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
             for file, entry in entries.items():
+                if parts is not None and file.split("/")[0] not in parts:
+                    continue
                 target = copy / file if file else copy
                 if not target.is_file() or target.stat().st_size != entry.size:
                     place.download(file, target)

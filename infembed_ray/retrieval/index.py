@@ -105,7 +105,7 @@ class Index:
         path: its directory.
         version: its identity: the same corpus, encoder and settings give the same version.
         facts: what its manifest says.
-        shards: open, in the order of `facts.shards`.
+        shards: open, in the order of `facts.shards`; none if it is only described.
     """
 
     def __init__(self, path: Path, version: str, facts: IndexFacts, shards: Sequence[Shard]) -> None:
@@ -126,13 +126,25 @@ class Index:
             InputError: there is no index, another encoder built it, its format is another, or a shard's file is missing
                 or corrupted.
         """
-        root = existing(str(path), "index")
-        facts = IndexFacts.read(root)
-        version = read_manifest(root, "index")["identity"]
-        index = cls(root, version, facts, [Shard.open(root, shard) for shard in facts.shards])
+        index = cls._of(existing(str(path), "index"))
+        index.shards = [Shard.open(index.path, shard) for shard in index.facts.shards]
         if encoder_fingerprint is not None:
             index.require_encoder(encoder_fingerprint)
         return index
+
+    @classmethod
+    def describe(cls, path: str | Path) -> Index:
+        """Read what a published index says of itself. Its shards are not opened, nor copied from an object store.
+
+        Raises:
+            InputError: there is no index, or its format is another.
+        """
+        return cls._of(existing(str(path), "index", [MANIFEST]))
+
+    @classmethod
+    def _of(cls, root: Path) -> Index:
+        facts = IndexFacts.read(root)
+        return cls(root, read_manifest(root, "index")["identity"], facts, [])
 
     def require_encoder(self, fingerprint: str) -> None:
         """InputError unless this is the fingerprint of the encoder that built the index."""

@@ -29,8 +29,8 @@ MASKS = 16
 """Filters whose rows of the base are remembered; a byte a passage each."""
 _PIECE_BYTES = 64 << 20
 """Of changes, which are applied together: the offsets of their vectors end at 2^31 numbers."""
-_LOOKS = 600
-"""For a next change, before it is looked whether one is missing: a minute of a replica that looks every tenth of a second."""
+_LOOKS = 10
+"""Refreshes from one look for the head of the log to the next: a second of a replica that refreshes every tenth of one."""
 _CHUNKS = 64
 """Of the delta's passages, before they are put together in one."""
 _DEAD_ROWS = 1024
@@ -117,7 +117,7 @@ class LiveShard:
         self._shards = shards
         self._until = until
         self._refreshing = threading.Lock()
-        self._looks = 0
+        self._looks = self._head = 0
         self._base_mask = lru_cache(MASKS)(lambda filter: filter.mask(shard.passages))
         nothing = np.empty((0, log.dimension), np.float32)
         self._snapshot = _Snapshot(folded, None, shard.passages.schema.empty_table(), nothing, np.empty(0, bool), {})
@@ -134,6 +134,11 @@ class LiveShard:
         return self._snapshot.sequence
 
     @property
+    def head(self) -> int:
+        """The last change in the log, as of the last look for it."""
+        return max(self._head, self.sequence)
+
+    @property
     def delta(self) -> int:
         """Rows that are searched one by one, and base rows that are passed over: what compaction would save."""
         snapshot = self._snapshot
@@ -143,14 +148,17 @@ class LiveShard:
         """Apply what was changed since; False if nothing was, which costs one look at the file system.
 
         Raises:
-            LogFault: the next change is damaged, or, as is seen now and then, missing. What came before it is applied and
-                is served.
+            LogFault: the next change is damaged or missing. What came before it is applied and is served.
         """
         with self._refreshing:
             sequence = self._snapshot.sequence
-            if sequence == self._until or not self._log.has(sequence + 1):
-                self._looks += 1
-                if self._looks % _LOOKS == 0:
+            self._looks += 1
+            if self._looks % _LOOKS == 0:
+                self._head = self._log.last()
+            if sequence == self._until:
+                return False
+            if not self._log.has(sequence + 1):
+                if self._head > sequence:
                     self._log.check(sequence)
                 return False
             changes: list[pa.Table] = []

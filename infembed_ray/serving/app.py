@@ -25,8 +25,8 @@ from infembed_ray.serving.engine import DeadlineExceeded
 from infembed_ray.serving.gate import OPEN_PATHS, Gate
 from infembed_ray.serving.metrics import HttpMetrics
 from infembed_ray.serving.reference import reference
-from infembed_ray.serving.refusals import HANDLERS, STATUSES, ApiError, invalid, json_response
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Service
+from infembed_ray.serving.refusals import HANDLERS, STATUSES, ApiError, invalid, json_response, too_large
+from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Service, Stuck
 
 TURN_BYTES = 2**17
 """Of an answer, made at a stretch: about a millisecond's work."""
@@ -192,9 +192,11 @@ def create_app(
 
     @api.get("/readyz", response_model=schema.HealthResponse, responses=_refusals(503))
     async def readyz() -> Response:
-        """Encoder and all shards answer."""
+        """Encoder and all shards answer, and the shards apply changes."""
         if not await service.ready():
             raise ApiError.later(503, "encoder or shards do not answer yet", code="not_ready")
+        if fault := await service.fault():
+            raise Stuck(fault)
         return health()
 
     @api.get(
@@ -277,23 +279,14 @@ async def _body(request: Request) -> bytes:
     most = request.app.state.limits.max_body_mib
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and float(announced) > most * 2**20:
-        raise _too_large(most)
+        raise too_large(most)
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > most * 2**20:
-            raise _too_large(most)
+            raise too_large(most)
         chunks.append(chunk)
     return b"".join(chunks)
-
-
-def _too_large(most: float) -> ApiError:
-    return ApiError(
-        413,
-        f"the body is larger than {most:g} MiB; send fewer texts at a time",
-        code="body_too_large",
-        headers={"Connection": "close"},  # nobody will read the rest
-    )
 
 
 def _search_answer(found: Found, many: bool) -> schema.SearchResponse | schema.SearchManyResponse:
@@ -363,7 +356,7 @@ def _openapi(app: FastAPI, locked: bool) -> dict[str, Any]:
             responses = operation["responses"]
             responses.pop("422", None)
             also = [
-                *((400, 413, 415) if "requestBody" in operation else ()),
+                *((400, 408, 413, 415) if "requestBody" in operation else ()),
                 *((401,) if path not in OPEN_PATHS else ()),
             ]
             for status in also:

@@ -14,12 +14,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -36,18 +36,21 @@ from ray.serve.handle import DeploymentHandle
 
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
-from infembed_ray.errors import in_one_line
-from infembed_ray.retrieval.changes import ChangeLog
-from infembed_ray.retrieval.index import IndexFacts, changes_of
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.object_store import is_uri
+from infembed_ray.retrieval.changes import ChangeLog, LogFault
+from infembed_ray.retrieval.index import Index, changes_of
 from infembed_ray.retrieval.live import LiveShard, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.serving import schema, startup
 from infembed_ray.serving.app import Limits, create_app
 from infembed_ray.serving.auth import ApiKeys
+from infembed_ray.serving.body import LIMIT
 from infembed_ray.serving.engine import DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.generations import Blueprint, Generation, Inputs
 from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
 from infembed_ray.serving.snapshots import PUSH_S, Snapshots, snapshot
+from infembed_ray.storage import MANIFEST, existing
 
 if TYPE_CHECKING:
     from infembed_ray.serving.encoding import EncodingEngine
@@ -61,6 +64,8 @@ OPEN_TIMEOUT_S = 60.0
 CONSTRUCTOR_ATTEMPTS = 3
 FOLLOW_S = 0.1
 """Between two looks of a shard at the log of changes."""
+STUCK_S = 1.0
+"""The same, while the log is damaged."""
 INGRESS_ENVIRONMENT = {
     # One event loop for Serve's part of a request and ours: no hand-over between threads for each.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -95,7 +100,7 @@ class EncoderArguments(_Arguments):
     """Of `encoder_application`."""
 
     model: str
-    """Directory or hub name."""
+    """Directory, URI in an object store, or hub name."""
     fingerprint: str
     """Of the encoder that the index needs."""
     dimensions: int | None = None
@@ -121,7 +126,7 @@ class IndexArguments(_Arguments):
     """Of `index_application`."""
 
     index: str
-    """Directory of a version."""
+    """Directory of a version, or its URI in an object store."""
     version: str
     settings: ServeSettings
 
@@ -199,7 +204,7 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
             **_replicas(settings.shard_replicas),
             **_bounds(settings),
         )
-        for facts in IndexFacts.read(Path(arguments.index)).shards
+        for facts in Index.describe(arguments.index).facts.shards
     ]
     # An application is a graph with one root. The last shard is as good as any: each knows of the others nothing.
     *others, last = range(len(shards))
@@ -293,14 +298,15 @@ class Encoder:
         from infembed_ray.modeling.encoder import InstructionEncoder
         from infembed_ray.serving.encoding import EncodingEngine
 
-        described = InstructionEncoder.from_pretrained(arguments.model, dimensions=arguments.dimensions, device="meta")
+        model = str(existing(arguments.model, "model")) if is_uri(arguments.model) else arguments.model
+        described = InstructionEncoder.from_pretrained(model, dimensions=arguments.dimensions, device="meta")
         found = startup.in_background(described.fingerprint)
         if found != arguments.fingerprint:
             raise RuntimeError(
                 f"model={arguments.model}: its fingerprint on this node is {found}, where `serve` was started it was "
                 f"{arguments.fingerprint}; give all nodes the same checkpoint"
             )
-        self._engine = EncodingEngine.load(arguments.model, arguments.settings, arguments.dimensions)
+        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions)
         registry = CollectorRegistry()
         registry.register(EngineMetrics(self._engine))
         self._metrics = Reporter(registry)
@@ -351,11 +357,19 @@ class ShardSearch:
     """A replica of one shard. `others` are the shards that its application has besides."""
 
     def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
-        root = Path(arguments.index)
-        facts = IndexFacts.read(root)
+        described = Index.describe(arguments.index)
+        if described.version != arguments.version:
+            raise InputError(
+                f"index={arguments.index}: holds version {described.version} now, `serve` was started with "
+                f"{arguments.version}; start `serve` again"
+            )
+        facts = described.facts
+        root = existing(arguments.index, "index", [MANIFEST, facts.shards[number].name])
         changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
         base = Shard.open(root, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
+        self._changes = changes.directory
+        self._fault: str | None = None
         self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
         registry = CollectorRegistry()
         Gauge("infembed_shard_documents", "Documents that searches see.", registry=registry).set_function(
@@ -363,6 +377,15 @@ class ShardSearch:
         )
         Gauge("infembed_shard_sequence", "The last change that searches see.", registry=registry).set_function(
             lambda: self._shard.sequence
+        )
+        Gauge("infembed_log_sequence", "The last change in the log.", registry=registry).set_function(
+            lambda: self._shard.head
+        )
+        Gauge("infembed_shard_lag", "Changes in the log that searches do not see.", registry=registry).set_function(
+            lambda: self._shard.head - self._shard.sequence
+        )
+        Gauge("infembed_shard_stuck", "1: a damaged log stops this shard's changes.", registry=registry).set_function(
+            lambda: self._fault is not None
         )
         Gauge("infembed_shard_delta", "Rows that compaction would save.", registry=registry).set_function(
             lambda: self._shard.delta
@@ -385,18 +408,24 @@ class ShardSearch:
         self._metrics.start()
         return True
 
+    async def fault(self) -> str | None:
+        """Why the shard applies no changes, in one line; None: it applies them."""
+        return self._fault
+
     def _follow(self) -> None:
-        """Apply changes as they come. What is damaged holds back what comes after it, and is told once."""
-        told = ""
+        """Apply changes as they come. A damaged change holds back those after it; the reason is logged once."""
+        logged = ""
         while True:
             try:
                 self._shard.refresh()
-                told = ""
-            except Exception as fault:  # whatever it is: a thread that ends leaves the shard stale without a word
-                if str(fault) != told:
-                    told = str(fault)
-                    log.error("the shard serves what it has, without later changes: %s", told)
-            time.sleep(FOLLOW_S)
+                self._fault, logged = None, ""
+            except Exception as error:  # whatever it is: a thread that ends leaves the shard stale without a word
+                known = isinstance(error, LogFault)  # clients read it, so it does not name the directory
+                self._fault = str(error).removeprefix(f"changes={self._changes}: ") if known else "see the server's log"
+                if str(error) != logged:
+                    logged = str(error)
+                    log.error("the shard serves what it has, without later changes: %s", logged)
+            time.sleep(FOLLOW_S if self._fault is None else STUCK_S)
 
 
 class MetricsPage:
@@ -449,6 +478,12 @@ class Ingress:
             raise RuntimeError(
                 f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
                 "ingress, which would be open; set it in the environment of all nodes"
+            )
+        proxies = float(os.environ.get(LIMIT, "inf"))
+        if settings.max_body_mib > proxies:
+            raise InputError(
+                f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxies:g} and keep it; "
+                f"end Serve with `serve shutdown` first, or set max_body_mib={proxies:g} or less"
             )
         self._registry = CollectorRegistry()
         self._reporter = Reporter(self._registry)
@@ -537,6 +572,10 @@ class Ingress:
     async def ready(self) -> bool:
         """As `Service.ready`."""
         return self._generation is not None and await self._generation.ready()
+
+    async def fault(self) -> str | None:
+        """As `Service.fault`."""
+        return await self._now.fault()
 
     async def metrics(self) -> bytes:
         """As `Service.metrics`."""

@@ -39,6 +39,7 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.live import ShardQuery
 from infembed_ray.serving import schema
 from infembed_ray.serving.auth import ApiKeys, is_loopback
+from infembed_ray.serving.body import LIMIT, READ_TIMEOUT_S
 from infembed_ray.serving.deployments import (
     APPLICATION,
     ENCODER,
@@ -53,6 +54,7 @@ from infembed_ray.serving.deployments import (
 )
 from infembed_ray.serving.generations import Blueprint
 from infembed_ray.serving.service import Query
+from infembed_ray.storage import located
 
 START_TIMEOUT_S = 600.0
 """For replicas to start: a large model is read and warmed up, a node may have to be added first."""
@@ -103,7 +105,9 @@ class Plan:
             )
         if settings.gpus_per_shard and not on_a_cluster():  # there GPU nodes have their own FAISS; replicas check it
             require_gpu_faiss()
-        index = Index.open(settings.index)
+        # A replica copies its own shard from an object store and checks it, so no node needs room for all of them.
+        remote = located(settings.index, "index").uri if is_uri(settings.index) else None
+        index = Index.describe(remote) if remote else Index.open(settings.index)
         found = locate(settings.model or index.facts.model, "model")
         described = InstructionEncoder.from_pretrained(found.path, dimensions=index.facts.dimensions, device="meta")
         fingerprint = described.fingerprint()
@@ -120,8 +124,11 @@ class Plan:
             metadata=dict(index.facts.metadata),
             writable=settings.writable,
         )
-        encoder = EncoderArguments.of(found.path, fingerprint, settings, index.facts.dimensions)
-        shards = IndexArguments.of(str(index.path.resolve()), index.version, settings)
+        model = settings.model if settings.model and is_uri(settings.model) else None
+        encoder = EncoderArguments.of(
+            located(model, "model").uri if model else found.path, fingerprint, settings, index.facts.dimensions
+        )
+        shards = IndexArguments.of(remote or str(index.path.resolve()), index.version, settings)
         api = ApiArguments.of(settings, bool(keys))
         decides = {
             "settings": settings.identity(),
@@ -160,13 +167,18 @@ class Plan:
 
         Those that are set here, for this process, are handed on.
         """
-        environment = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "infembed_ray.serving.proxy:middlewares"}
+        environment = {
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "infembed_ray.serving.proxy:middlewares",
+            LIMIT: str(self.settings.max_body_mib),
+        }
         if self.settings.ha_proxy:
             environment |= {
                 "RAY_SERVE_ENABLE_HA_PROXY": "1",
                 # What was under way in a lost replica is sent to another, as `proxy` does it.
                 "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response junk-response",
                 "RAY_SERVE_HAPROXY_RETRIES": "3",
+                # A client that sends no more of its headers: uvicorn itself waits for them without end.
+                "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": f"{2 * READ_TIMEOUT_S:.0f}",
                 "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a lost replica is left out from its first error on
                 # One that is busy is not: were no server left, HAProxy would answer Serve's bare 500 itself. A check
                 # may take as long as there is between two.

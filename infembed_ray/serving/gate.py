@@ -34,7 +34,8 @@ HEADERS = (
 )
 """On every answer that does not bring its own. Pages get only what this server has; there is no CORS."""
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+"""An X-Request-Id that is returned to its client; any other value is replaced."""
 
 
 class Gate:
@@ -62,7 +63,7 @@ class Gate:
         status: int | None = None
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
-        if not _REQUEST_ID.fullmatch(request_id):
+        if not REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(16).encode()
 
         async def send_marked(message: Message) -> None:

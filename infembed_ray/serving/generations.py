@@ -7,6 +7,7 @@ no answer ever mixes the vectors of one model with the passages of another's ind
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.coalescing import Coalescer
 from infembed_ray.serving.engine import Embedded, QueueFull
 from infembed_ray.serving.redundancy import Redundancy
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost
+from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost, Stuck
 
 TOGETHER_CHARACTERS = 4_096
 """Of texts that travel to the encoder together: a batch or two of its engine. Were it all that waits, all of it would come
@@ -38,6 +39,8 @@ SHARD_CALLS = 2
 LOSS_TOLD_AT = 0.9
 """Of the longest time for an answer, a call ends: so that what was lost is told as that, and not as a time-out."""
 PROBE_TIMEOUT_S = 2.0
+FAULT_S = 1.0
+"""Age of what is known of the shards' faults, after which a change of documents asks the shards again."""
 PATIENCE_S = 2.0
 """Longest wait in a micro-batch queue, at most half of the request time-out; a longer one is rejected with 429."""
 PARTIAL_PATIENCE_S = 1.0
@@ -106,6 +109,8 @@ class Generation:
         self._shards = shards
         self._timeout_s = LOSS_TOLD_AT * timeout_s
         self._log = ChangeLog(Path(blueprint.changes), blueprint.card.metadata, blueprint.card.dimension)
+        self._faults: list[str | None] = [None] * len(shards)
+        self._faults_asked_at = float("-inf")
         # A machine that is lost stays silent for seconds before Ray knows of it; calls to it would hold all others up.
         self._encoder_calls = Redundancy(_lost, hedged=encoder_replicas > 1, refused=_refused)
         self._embed = Coalescer(
@@ -165,7 +170,7 @@ class Generation:
 
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""
-        self._require_writable()
+        await self._require_writable()
         embedded = await self._embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
         return await self._append(
             Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)
@@ -173,7 +178,7 @@ class Generation:
 
     async def delete(self, ids: Sequence[str]) -> int:
         """As `Service.delete`."""
-        self._require_writable()
+        await self._require_writable()
         return await self._append(map(Delete, ids))
 
     async def document(self, id: str) -> Document | None:
@@ -191,9 +196,24 @@ class Generation:
             return False
         return True
 
-    def _require_writable(self) -> None:
+    async def fault(self) -> str | None:
+        """As `Service.fault`. A shard that does not answer keeps the fault that it told last."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._faults_asked_at + FAULT_S:
+            self._faults_asked_at = now
+            await asyncio.gather(*map(self._ask_fault, range(len(self._shards))))
+        told = zip(self.blueprint.shards, self._faults, strict=True)
+        return next((f"{shard}: {fault}" for shard, fault in told if fault), None)
+
+    async def _ask_fault(self, number: int) -> None:
+        with contextlib.suppress(asyncio.TimeoutError, ReplicaLost, QueueFull):
+            self._faults[number] = await asyncio.wait_for(self._shards[number]("fault"), PROBE_TIMEOUT_S)
+
+    async def _require_writable(self) -> None:
         if not self.card.writable:
             raise ReadOnly
+        if fault := await self.fault():
+            raise Stuck(fault)
 
     async def _append(self, changes: Iterable[Change]) -> int:
         # In a thread: it waits for the disk.

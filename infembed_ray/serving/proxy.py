@@ -3,19 +3,22 @@
 Behind HAProxy the same is done by the server of every replica of the ingress, which Serve builds likewise.
 
 Serve's proxy answers a request that was under way in a lost replica with a bare 500, and its own refusals with plain text.
-Everything that the API does may be done twice, so the request is simply made again; it comes from the body that was read
-already, and only if nothing of an answer has gone out.
+Everything that the API does may be done twice, so the request is simply made again from the body that `BodyReader` has
+read, and only if nothing of an answer has gone out.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infembed_ray.config import ServeSettings
 from infembed_ray.errors import in_one_line
+from infembed_ray.serving.body import LIMIT, BodyReader
 from infembed_ray.serving.refusals import ApiError
 from infembed_ray.serving.throttle import Throttle, refusal
 
@@ -30,11 +33,12 @@ PREFIX = "/-/"
 
 def middlewares() -> list[Middleware]:
     """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names. Serve puts each around the one before it."""
-    return [Middleware(AnotherReplica), Middleware(Throttle)]
+    limit = float(os.environ.get(LIMIT) or ServeSettings.model_fields["max_body_mib"].default)
+    return [Middleware(AnotherReplica), Middleware(Throttle), Middleware(BodyReader, max_body_mib=limit)]
 
 
 class AnotherReplica:
-    """ASGI middleware around Serve's proxy."""
+    """ASGI middleware around Serve's proxy; it expects each body whole, as `BodyReader` gives it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,7 +47,7 @@ class AnotherReplica:
         """Pass a request on until it has an answer of the API's own."""
         if scope["type"] != "http" or scope["path"].startswith(PREFIX):
             return await self._app(scope, receive, send)
-        body = _Replayed(receive)
+        body = _Replayed(await receive(), receive)
         refused: int | None = None
         for _ in range(ATTEMPTS):
             answer = _Answer(send)
@@ -80,28 +84,27 @@ class _Answer:
 
 
 class _Replayed:
-    """A request's messages, to be received several times."""
+    """A request's body, to be received several times.
 
-    def __init__(self, receive: Receive) -> None:
+    Attributes:
+        gone: the client has closed the connection.
+    """
+
+    def __init__(self, body: Message, receive: Receive) -> None:
+        self._body = body
         self._receive = receive
-        self._messages: list[Message] = []
-
-    @property
-    def gone(self) -> bool:
-        """Has the client gone?"""
-        return any(message["type"] == "http.disconnect" for message in self._messages)
+        self.gone = False
 
     def again(self) -> Receive:
-        """Receives everything, from the beginning."""
-        position = 0
+        """A channel that gives the body and then what comes after it."""
+        pending = [self._body]
 
         async def receive() -> Message:
-            nonlocal position
-            if position == len(self._messages):
-                message = await self._receive()
-                self._messages.append(message)
-            position += 1
-            return self._messages[position - 1]
+            if pending:
+                return pending.pop()
+            message = await self._receive()
+            self.gone = self.gone or message["type"] == "http.disconnect"
+            return message
 
         return receive
 

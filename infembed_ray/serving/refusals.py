@@ -15,9 +15,11 @@ from starlette.routing import Route
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.serving import schema
 from infembed_ray.serving.engine import DeadlineExceeded, EmptySequence, QueueFull
-from infembed_ray.serving.service import ReadOnly, ReplicaLost
+from infembed_ray.serving.service import ReadOnly, ReplicaLost, Stuck
 
 MAX_MESSAGE_CHARACTERS = 500
+STUCK_RETRY_S = 30.0
+"""Retry-After while changes are not applied: an operator has to restore the log."""
 _MANY_MISTAKES = 1000
 """So many are counted, not told: pydantic tells all or nothing, and a request may be made of mistakes."""
 
@@ -27,6 +29,7 @@ STATUSES: Mapping[int, str] = {
     403: "Not allowed here",
     404: "There is no such model, document or path",
     405: "The path has other methods; `Allow` names them",
+    408: "The body did not arrive in time",
     413: "The body is too large; it was not read",
     415: "The body is not sent as application/json",
     429: "Too many requests are waiting: try again after `Retry-After` seconds",
@@ -76,6 +79,16 @@ def json_response(body: BaseModel, status: int = 200, headers: Mapping[str, str]
     return Response(body.__pydantic_serializer__.to_json(body), status, headers, "application/json")
 
 
+def too_large(most_mib: float) -> ApiError:
+    """A body above the limit. The connection closes, because the rest of the body is not read."""
+    return ApiError(
+        413,
+        f"the body is larger than {most_mib:g} MiB; send fewer texts at a time",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
 def invalid(error: ValidationError) -> ApiError:
     """The first mistake of a body."""
     if error.error_count() > _MANY_MISTAKES:
@@ -113,6 +126,9 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]] = {
     FilterError: lambda _, error: ApiError(400, str(error), param="filter"),
     EmptySequence: lambda _, error: ApiError(400, f"{error}: give text", param="input"),
     ReadOnly: lambda *_: ApiError(403, "documents are neither put nor deleted here: it is read-only", code="read_only"),
+    Stuck: lambda _, error: ApiError.later(
+        503, f"changes of documents are not applied: {error}", STUCK_RETRY_S, code="changes_stuck"
+    ),
     QueueFull: lambda _, error: ApiError.later(
         429, "too many requests are waiting", error.retry_after_s, type="rate_limit_error", code="queue_full"
     ),

@@ -51,12 +51,16 @@ class ReadOnly(Exception):
     """Documents are neither put nor deleted here."""
 
 
+class Stuck(Exception):
+    """Changes of documents are not applied; the text is the reason, in one line."""
+
+
 class Service(Protocol):
     """What answers the requests. A call is cancelled when it takes longer than the API allows.
 
     Every call belongs to one generation from its first statement to its end: the one whose `card` the API saw just
     before. Besides their answers the calls give `engine.QueueFull`, `engine.DeadlineExceeded`, `engine.EmptySequence`,
-    `retrieval.filters.FilterError`, `ReplicaLost` and `ReadOnly`; anything else is a fault of the server.
+    `retrieval.filters.FilterError`, `ReplicaLost`, `ReadOnly` and `Stuck`; anything else is a fault of the server.
     """
 
     @property
@@ -98,6 +102,9 @@ class Service(Protocol):
 
     async def ready(self) -> bool:
         """Would a request be answered now?"""
+
+    async def fault(self) -> str | None:
+        """Why changes of documents are not applied, in one line; None: they are."""
 
     async def metrics(self) -> bytes:
         """Metrics of all that serve, in Prometheus' text format."""

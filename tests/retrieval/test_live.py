@@ -305,7 +305,9 @@ def test_what_is_put_over_and_over_takes_no_more_room(tmp_path: Path, monkeypatc
     assert shard.get("a") == Document("a", "a of 99", {"year": None, "day": "2024-02-13"})
 
 
-def test_a_damaged_change_stops_refreshing_and_what_came_before_goes_on(tmp_path: Path) -> None:
+def test_a_damaged_change_stops_refreshing_and_what_came_before_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shard = one_shard(tmp_path, [document("a", 1)])
     log = log_of(tmp_path)
     for id in "bcd":
@@ -313,10 +315,12 @@ def test_a_damaged_change_stops_refreshing_and_what_came_before_goes_on(tmp_path
     second = log.directory / f"{2:012d}.arrow"
     whole = second.read_bytes()
     second.write_bytes(whole[:-1])
+    monkeypatch.setattr(live, "_LOOKS", 2)
     for _ in range(2):
         with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
             shard.refresh()
         assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+    assert shard.head == 3
     with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
         LiveShard(shard.base, log, 0, 1, 0)  # nobody begins to serve less than there was
     second.write_bytes(whole)
@@ -417,7 +421,9 @@ def test_a_change_that_goes_missing_while_serving_is_told(tmp_path: Path, monkey
     with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
         for _ in range(3):
             shard.refresh()
-    assert found(shard) == ["a"]
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
+        shard.refresh()  # until it is there again
+    assert (found(shard), shard.sequence, shard.head) == (["a"], 0, 2)
 
 
 def test_a_search_copies_no_more_of_the_changes_than_it_answers_with(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class DebugService:
     """`service.Service` with bytes as tokens; an instruction is put before a query, as the encoder does.
 
     Attributes:
-        card, is_ready: what it says of itself.
+        card, is_ready, stuck: what it says of itself.
         missing_shards: that do not answer.
         documents: by id.
         sequence: of the last change.
@@ -69,6 +69,7 @@ class DebugService:
         self.engine = engine or BatchingEngine(debug_embed)
         self.card = card
         self.is_ready = True
+        self.stuck: str | None = None
         self.missing_shards: list[str] = []
         self.documents = {document.id: document for document in PASSAGES}
         self.sequence = 0
@@ -123,6 +124,9 @@ class DebugService:
     async def ready(self) -> bool:
         return self.is_ready
 
+    async def fault(self) -> str | None:
+        return self.stuck
+
     async def metrics(self) -> bytes:
         return generate_latest(self.registry)
 
@@ -133,6 +137,7 @@ def listening(app: FastAPI) -> Iterator[str]:
     # Named to be TCP: asyncio sets TCP_NODELAY on no other, and every answer would wait for a delayed ACK.
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # connections wait until the server has started
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()

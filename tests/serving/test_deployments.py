@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from infembed_ray.config import ServeSettings
+from infembed_ray.errors import InputError
 from infembed_ray.serving import deployments
 from infembed_ray.serving.deployments import (
     ApiArguments,
@@ -206,6 +207,14 @@ def test_a_replica_without_the_keys_it_should_have_refuses_to_start(monkeypatch:
     replica: Any = Ingress.__mro__[1]  # as written, without Serve's wrapper
     with pytest.raises(RuntimeError, match="would be open"):
         replica(ApiArguments.of(SETTINGS, locked=True), None)
+
+
+def test_a_larger_body_than_the_proxies_take_is_refused_when_the_api_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFEMBED_MAX_BODY_MIB", "8")
+    replica: Any = Ingress.__mro__[1]  # as written, without Serve's wrapper
+    larger = SETTINGS.model_copy(update={"max_body_mib": 64.0})
+    with pytest.raises(InputError, match=r"max_body_mib=64: Serve's proxies were started with 8 .* or less"):
+        replica(ApiArguments.of(larger, locked=False), None)
 
 
 def test_a_call_to_a_deployment_without_replicas_is_lost_and_does_not_wait_for_one(

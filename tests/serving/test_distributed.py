@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ import ray
 import yaml
 from ray import serve
 from ray._common.utils import import_attr
+from ray.cluster_utils import Cluster
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
 from ray.serve.context import _get_global_client
@@ -47,10 +49,13 @@ from ray.serve.schema import (
 from infembed_ray.config import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.serving import distributed
-from infembed_ray.serving.deployments import ENCODER, INGRESS
+from infembed_ray.serving.deployments import ENCODER, INGRESS, ShardSearch
 from infembed_ray.serving.distributed import Plan, require_free_port, run, serving
+from infembed_ray.storage import output_files
 from tests.serving.made import publish_index
 
 PASSAGES = {
@@ -91,6 +96,13 @@ def found(api: str, query: str, **more: Any) -> list[str]:
     status, answer, _ = ask(f"{api}/v1/search", {"query": query, **more})
     assert status == 200, answer
     return [hit["id"] for hit in answer["hits"]]
+
+
+def values(api: str, metric: str) -> set[float]:
+    """Those of a metric, over all replicas."""
+    with urllib.request.urlopen(f"{api}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return {float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{metric}{{")}
 
 
 def until(condition: Any, seconds: float = 60) -> None:
@@ -147,7 +159,13 @@ def index(root: Path, minilm: str) -> str:
 @pytest.fixture(scope="module")
 def settings(index: str) -> ServeSettings:
     return ServeSettings(
-        index=index, port=free_port(), model_name="minilm", request_timeout_s=5, runtime="torch", wait=False
+        index=index,
+        port=free_port(),
+        model_name="minilm",
+        request_timeout_s=5,
+        max_body_mib=4,
+        runtime="torch",
+        wait=False,
     )
 
 
@@ -239,6 +257,38 @@ def test_a_document_is_found_once_it_is_put_and_not_once_it_is_deleted(api: str)
     assert ask(f"{api}/v1/documents/history/kalmar", method="DELETE")[0] == 200
     until(lambda: "history/kalmar" not in found(api, "Kalmar Union"), 10)
     assert ask(f"{api}/v1/documents/history/kalmar")[0] == 404
+
+
+@pytest.mark.ray
+def test_a_damaged_log_of_changes_is_seen_from_outside_and_stops_changes_but_no_search(api: str, index: str) -> None:
+    document = {"id": "damaged", "text": "A change that is damaged on disk.", "metadata": {"year": 2000}}
+    assert ask(f"{api}/v1/documents", {"documents": [document]}, "PUT")[0] == 200
+    last = max(Index.open(index).changes.glob("*.arrow"))
+    damaged = last.with_name(f"{int(last.stem) + 1:012d}.arrow")
+    damaged.write_bytes(last.read_bytes()[:-1])
+    try:
+        until(lambda: ask(f"{api}/readyz")[0] == 503, 10)
+        for answer in (ask(f"{api}/readyz"), ask(f"{api}/v1/documents/damaged", method="DELETE")):
+            assert (answer[0], answer[1]["error"]["code"]) == (503, "changes_stuck")
+            assert f"{damaged.name} is corrupted" in answer[1]["error"]["message"]
+            assert str(damaged.parent) not in answer[1]["error"]["message"]
+        assert found(api, QUERY, top_k=1, instruction=INSTRUCTIONS[0]) == ["diabetes-doctors"]
+        until(lambda: values(api, "infembed_shard_stuck") == values(api, "infembed_shard_lag") == {1.0}, 10)
+        assert values(api, "infembed_log_sequence") == {int(damaged.stem)}
+    finally:
+        damaged.write_bytes(last.read_bytes())
+    until(lambda: ask(f"{api}/readyz")[0] == 200, 10)
+    assert ask(f"{api}/v1/documents/damaged", method="DELETE")[0] == 200
+    until(lambda: values(api, "infembed_shard_stuck") == values(api, "infembed_shard_lag") == {0.0}, 10)
+
+
+@pytest.mark.ray
+def test_a_body_larger_than_the_limit_is_refused_by_the_proxy(api: str) -> None:
+    connection = http.client.HTTPConnection(api.partition("//")[2], timeout=60)
+    connection.request("PUT", "/v1/documents", body=(bytes(2**20) for _ in range(5)), encode_chunked=True)
+    answer = connection.getresponse()
+    assert (answer.status, json.load(answer)["error"]["code"]) == (413, "body_too_large")
+    assert "nosniff" not in answer.headers.values()  # so it is no replica's answer
 
 
 @pytest.mark.ray
@@ -431,6 +481,44 @@ def test_bad_input_is_refused_before_anything_starts(
     refuse(r"host=0\.0\.0\.0: open to other machines without API keys", host="0.0.0.0")
     monkeypatch.setenv("INFEMBED_API_KEYS", "key1,,key2")
     refuse("holds an empty key")
+
+
+@pytest.mark.ray
+def test_every_node_copies_its_own_shards_from_an_object_store(
+    index: str, minilm: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Folder.of(f"{bucket}/served", "index")
+    for file in output_files(Path(index)):
+        store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
+    store.write("latest", Path(index).name)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    plan = Plan.of(ServeSettings(index=store.uri, model=minilm, writable=False, runtime="torch"))
+    assert copied(tmp_path / "driver") == {"manifest.json"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
+    try:
+        for number in range(2):  # a node has room for one shard, and directories of its own
+            own = {SCRATCH: str(tmp_path / f"node-{number}")}
+            cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
+        ray.init(cluster.address, log_to_driver=False)
+        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
+        for id, text in PASSAGES.items():
+            assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
+        other = plan.index.model_copy(update={"version": "another"})
+        for shard in shards:
+            ray.kill(shard)
+        with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):
+            ray.get(ray.remote(num_cpus=1)(ShardSearch).remote(other, 0).ready.remote())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    parts = [copied(tmp_path / f"node-{number}") for number in range(2)]
+    assert sorted(parts, key=sorted) == [{"manifest.json", "shard-00000"}, {"manifest.json", "shard-00001"}]
+
+
+def copied(scratch: Path) -> set[str]:
+    """What was copied of an index from an object store."""
+    (copy,) = (path for path in scratch.glob("inputs/*/*") if path.is_dir())
+    return {path.name for path in copy.iterdir()}
 
 
 def test_shards_on_gpus_need_a_faiss_for_them(index: str, monkeypatch: pytest.MonkeyPatch) -> None:

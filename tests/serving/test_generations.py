@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import numpy as np
 import pytest
 
-from infembed_ray.retrieval.changes import ChangeLog
+from infembed_ray.retrieval.changes import ChangeLog, LogFault
 from infembed_ray.retrieval.live import LiveShard
 from infembed_ray.retrieval.shards import Shard, shard_of
 from infembed_ray.serving import generations, redundancy, schema
+from infembed_ray.serving.app import create_app
+from infembed_ray.serving.auth import ApiKeys
 from infembed_ray.serving.engine import Embedded, QueueFull
 from infembed_ray.serving.generations import Blueprint, Generation, Inputs
-from infembed_ray.serving.service import Document, Query, ReadOnly, ReplicaLost
+from infembed_ray.serving.service import Document, Query, ReadOnly, ReplicaLost, Service, Stuck
 
 DIMENSION = 8
 PASSAGES = {f"p{i}": f"text {i}" for i in range(60)}
@@ -64,7 +68,13 @@ class OneShard:
             await asyncio.sleep(60)
         if self.failing:
             raise self.failing.pop()
-        self.live.refresh()
+        fault = None
+        try:
+            self.live.refresh()
+        except LogFault as error:
+            fault = str(error)
+        if method == "fault":
+            return fault
         if method == "search_many":
             return pickle.loads(pickle.dumps(self.live.search_many(*arguments)))
         if method == "document":
@@ -264,5 +274,53 @@ def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch
         rejected = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
         assert 0 < len(rejected) < 100
         assert all(outcome.missing_shards == [] for outcome in outcomes if outcome not in rejected)
+
+    world.play(scenario)
+
+
+def test_while_the_log_is_damaged_changes_are_refused_and_searches_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "FAULT_S", 0.0)
+    document = {"id": "new", "text": "text new"}
+
+    async def scenario(generation: Generation) -> None:
+        app = create_app(cast(Service, generation), "d", ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            put = partial(client.put, "/v1/documents", json={"documents": [document]})
+            assert (await put()).status_code == 200
+            (segment,) = Path(world.blueprint.changes).glob("*.arrow")
+            whole = segment.read_bytes()
+            segment.write_bytes(whole[:-1])
+            answers = [await client.get("/readyz"), await put(), await client.delete("/v1/documents/p1")]
+            for answer in answers:
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (503, "changes_stuck")
+                assert "000000000001.arrow is corrupted" in error["message"]
+                assert int(answer.headers["retry-after"]) > 1
+            found = await client.post("/v1/search", json={"query": "q", "top_k": 5})
+            assert [hit["id"] for hit in found.json()["hits"]] == best("None q", 5)
+            assert len(list(segment.parent.glob("*.arrow"))) == 1  # nothing was appended behind it
+            segment.write_bytes(whole)
+            assert (await client.get("/readyz")).status_code == 200
+            assert (await put()).status_code == 200
+
+    world.play(scenario)
+
+
+def test_a_shard_that_does_not_answer_keeps_the_fault_that_it_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "FAULT_S", 0.0)
+
+    async def scenario(generation: Generation) -> None:
+        await generation.delete(["p1"])
+        (segment,) = Path(world.blueprint.changes).glob("*.arrow")
+        segment.write_bytes(b"")
+        assert "is corrupted" in (await generation.fault() or "")
+        for shard in world.shards:
+            shard.failing = [ReplicaLost()]
+        with pytest.raises(Stuck, match=r"s0: .*is corrupted"):
+            await generation.delete(["p1"])
 
     world.play(scenario)

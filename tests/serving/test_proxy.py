@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from infembed_ray.serving.body import BodyReader
 from infembed_ray.serving.proxy import ATTEMPTS, AnotherReplica, middlewares
 from infembed_ray.serving.throttle import Throttle
 
@@ -46,7 +47,7 @@ def echo(body: bytes) -> JSONResponse:
 
 def ask(proxy: Proxy, path: str = "/v1/search", body: bytes = b"q" * 100_000) -> httpx.Response:
     async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(AnotherReplica(proxy))
+        transport = httpx.ASGITransport(BodyReader(AnotherReplica(proxy), max_body_mib=1))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.post(path, content=body)
 
@@ -94,8 +95,5 @@ def test_serves_own_paths_are_its_own() -> None:
     assert (answer.status_code, answer.text) == (404, "success")
 
 
-def test_a_refusal_at_the_door_passes_nothing_else() -> None:
-    app: Any = None
-    for middleware in middlewares():  # as Serve does it
-        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
-    assert isinstance(app, Throttle)
+def test_a_body_is_read_before_admission_and_admission_is_decided_before_a_replica_is_asked() -> None:
+    assert [middleware.cls for middleware in middlewares()] == [AnotherReplica, Throttle, BodyReader]  # innermost first
