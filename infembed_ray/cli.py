@@ -27,7 +27,7 @@ from infembed_ray.config import (
     SynthesizeSettings,
     TrainSettings,
 )
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, StartError
 from infembed_ray.progress import say
 from infembed_ray.storage import Published
 
@@ -93,7 +93,7 @@ def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for a user's mistake, in one line on stderr)."""
+    """Run one command; returns the exit status: 2 for bad input, 1 if Ray did not start; both in one line on stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if " ".join(arguments[:2]) in (*UPKEEP, *INDEX_VERBS):
         arguments[:2] = [" ".join(arguments[:2])]
@@ -135,9 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mteb_adapter.run(options.arguments)
         else:
             run_verb(options.verb, options.config, options.overrides)
-    except InputError as error:
+    except (InputError, StartError) as error:
         print(f"infembed {options.verb}: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print(f"infembed {options.verb}: interrupted; the same command resumes", file=sys.stderr)
         return 130
