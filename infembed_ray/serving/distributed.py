@@ -208,7 +208,8 @@ class Plan:
         card = self.blueprint.card
         key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
         return (
-            f"serve: {card.passages} passages, model {card.id}, at {self.url} (its page: {self.url}/docs)\n"
+            f"serve: {card.passages} passages, model {card.id}, at {self.url}\n"
+            f"  playground: {self.url}/   reference: {self.url}/docs\n"
             f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
             f"{key}"
