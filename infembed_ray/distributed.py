@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -55,9 +56,12 @@ def connect(address: str | None = None) -> None:
     else:
         # Ray's core prints as errors what Ray Data does on purpose (issue 53727); real failures arrive as exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        # Ray Serve kills its controller while calls to it are pending; the driver would print that they are retried.
+        os.environ.setdefault("RAY_enable_output_error_log_if_still_retry", "0")
         for limit, default in START_LIMITS.items():
             os.environ.setdefault(limit, default)
         options |= {"address": "local", "include_dashboard": False}
+    ray._raylet.Config.initialize("")  # private: Ray reads its variables once, when it is imported
     _init(options)
     # Our own progress lines replace Ray Data's bars.
     data = ray.data.DataContext.get_current()
@@ -74,7 +78,8 @@ def _init(options: dict[str, Any]) -> None:
     for attempt in (1, 2):
         before = set(psutil.Process().children())
         try:
-            ray.init(**options)
+            with _without(b"Set ray log level from environment variable"):
+                ray.init(**options)
             return
         except Exception as error:
             ray.shutdown()
@@ -87,6 +92,21 @@ def _init(options: dict[str, Any]) -> None:
                     f"when it is less busy; Ray's logs are in {logs}"
                 ) from error
             say(f"{failed}; trying once more")
+
+
+@contextlib.contextmanager
+def _without(notice: bytes) -> Iterator[None]:
+    """Drop the lines with a notice of Ray's C++ core, which no setting turns off, from the stderr of the block."""
+    with tempfile.TemporaryFile() as captured:
+        stderr = os.dup(2)
+        os.dup2(captured.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            captured.seek(0)
+            os.write(2, b"".join(line for line in captured if notice not in line))
 
 
 def _kill(processes: set[psutil.Process]) -> None:

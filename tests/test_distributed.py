@@ -22,7 +22,8 @@ NO_TIME = "RAY_gcs_server_port_wait_time_s"
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", *distributed.START_LIMITS):
+    quiet = ("RAY_BACKEND_LOG_LEVEL", "RAY_enable_output_error_log_if_still_retry")
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", *quiet, *distributed.START_LIMITS):
         monkeypatch.setenv(name, "")  # restored afterwards, whatever `connect` sets
         monkeypatch.delenv(name)
     yield
@@ -70,7 +71,7 @@ def test_workers_output_goes_to_the_log_of_a_job_but_not_to_a_terminal(monkeypat
 
 
 @pytest.mark.ray
-def test_the_second_attempt_succeeds_and_a_job_shows_its_workers_errors(monkeypatch, capfd):
+def test_the_second_attempt_succeeds_a_job_shows_its_workers_errors_and_ray_is_quiet_otherwise(monkeypatch, capfd):
     real = ray.init
     attempts = []
 
@@ -102,3 +103,20 @@ def test_the_second_attempt_succeeds_and_a_job_shows_its_workers_errors(monkeypa
         time.sleep(0.1)
         seen += "".join(capfd.readouterr())
     assert "ValueError: the cause" in seen
+
+    @ray.remote(max_task_retries=-1)
+    class Waits:
+        def ready(self):
+            return True
+
+        def wait(self):
+            time.sleep(60)
+
+    actor = Waits.remote()
+    ray.get(actor.ready.remote())
+    actor.wait.remote()
+    ray.kill(actor)
+    time.sleep(2)
+    seen += "".join(capfd.readouterr())
+    assert "will be retried" not in seen
+    assert [line for line in seen.splitlines() if "logging.cc" in line and "(raylet)" not in line] == []
