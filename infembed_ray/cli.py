@@ -27,9 +27,10 @@ from infembed_ray.config import (
     SynthesizeSettings,
     TrainSettings,
 )
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, StartError
+from infembed_ray.object_store import is_uri
 from infembed_ray.progress import say
-from infembed_ray.storage import Published
+from infembed_ray.storage import Published, existing
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,49 @@ PLANS = {
 """What `infembed plan` plans. Nothing is run or written: `run(settings, as_json)` prints."""
 
 
+FILES = {
+    "agreement",
+    "compare",
+    "corpus",
+    "distractors",
+    "evaluations",
+    "index",
+    "records",
+    "replay",
+    "results",
+    "seeds",
+}
+MODELS = {"adapter", "encoder", "model", "models", "teacher"}
+"""Settings of the verbs that name files or directories, and those that name models: a directory or any other name."""
+
+
+def require_files(settings: Settings, prefix: str = "") -> None:
+    """InputError if a setting names a file or directory that does not exist.
+
+    Every verb checks its inputs thoroughly. This check comes first because the verbs import torch and Ray, which takes
+    seconds, and up to a minute on a busy machine.
+    """
+    for field, value in settings:
+        pairs = [(field, value)]
+        if isinstance(value, dict):
+            pairs = [(f"{field}.{label}", item) for label, item in value.items()]
+        elif isinstance(value, tuple):
+            pairs = [(field, item) for item in value]
+        for name, item in pairs:
+            if isinstance(item, Settings):
+                require_files(item, f"{prefix}{name}.")
+            elif not isinstance(item, str) or not item or is_uri(item):
+                continue
+            elif field in FILES or (field in MODELS and item.startswith(("/", ".", "~"))):
+                existing(item, f"{prefix}{name}")
+
+
 def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
     """Load the verb's settings and run it; says so when there is nothing to do."""
     entry = (VERBS | UPKEEP)[verb]
     try:
         settings = entry.settings.load(config, overrides)
+        require_files(settings)
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # torchrun's first process says it for all
             raise SystemExit(2) from None
@@ -97,7 +136,7 @@ def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for a user's mistake, in one line on stderr)."""
+    """Run one command; returns the exit status: 2 for bad input, 1 if Ray did not start; both in one line on stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if " ".join(arguments[:2]) in (*UPKEEP, *INDEX_VERBS):
         arguments[:2] = [" ".join(arguments[:2])]
@@ -143,9 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mteb_adapter.run(options.arguments)
         else:
             run_verb(options.verb, options.config, options.overrides)
-    except InputError as error:
+    except (InputError, StartError) as error:
         print(f"infembed {options.verb}: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print(f"infembed {options.verb}: interrupted; the same command resumes", file=sys.stderr)
         return 130

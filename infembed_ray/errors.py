@@ -1,4 +1,4 @@
-"""The one error a user can cause; and other errors, told in a line."""
+"""The errors that the command line prints as one line, and other errors in one line."""
 
 
 class InputError(ValueError):
@@ -7,6 +7,10 @@ class InputError(ValueError):
     Its message is one line that names the field, the value and the remedy. The command line prints it and exits
     with status 2; nothing else in the package is ever raised for a user's mistake.
     """
+
+
+class StartError(RuntimeError):
+    """Ray or Ray Serve did not start in time. The command line prints the message, one line, and exits with status 1."""
 
 
 def in_one_line(error: BaseException) -> str:

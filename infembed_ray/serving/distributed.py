@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from infembed_ray import __version__
 from infembed_ray.config import ServeSettings
 from infembed_ray.distributed import connect, on_a_cluster
-from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.object_store import is_uri
+from infembed_ray.errors import InputError, StartError, in_one_line
+from infembed_ray.object_store import is_uri, scratch
 from infembed_ray.progress import say
 from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
@@ -221,7 +221,8 @@ class Plan:
         card = self.blueprint.card
         key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
         return (
-            f"serve: {card.passages} passages, model {card.id}, at {self.url} (its page: {self.url}/docs)\n"
+            f"serve: {card.passages} passages, model {card.id}, at {self.url}\n"
+            f"  playground: {self.url}/   reference: {self.url}/docs\n"
             f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
             f"{key}"
@@ -232,25 +233,32 @@ def run(settings: ServeSettings) -> None:
     """Serve until interrupted, or with `wait=False` leave the API up on the cluster and return.
 
     Nothing happens if the same index is already served with the same settings. If the cluster serves another one at
-    this address, it serves on until this one can take over, and for good if this one cannot.
+    this address, it serves on until this one can take over, and for good if this one cannot. An API that another
+    command of this machine started is upgraded in place: this one returns, and the API ends with that command.
 
     Raises:
         InputError: before anything starts, for anything wrong with the settings, the index, the model or the port.
-        RuntimeError: it did not start.
+        StartError: it did not start.
     """
     plan = Plan.of(settings)
     if settings.config_file is not None:
         _write_config(plan, Path(settings.config_file))
         say(f"serve: wrote {settings.config_file}; start it with: serve deploy {settings.config_file}")
         return
-    if _served_at(plan.url) == plan.blueprint.fingerprint:
+    served = _served_at(plan.url)
+    if served == plan.blueprint.fingerprint:
         say(f"serve: nothing to do: same index and settings, already served at {plan.url}")
         return
-    if not (settings.wait or on_a_cluster()):
+    upgrades = served is not None and not on_a_cluster()
+    if not (settings.wait or upgrades or on_a_cluster()):
         raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
     _deploy(plan)
     say(plan.welcome())
-    if settings.wait:
+    if upgrades:
+        say(
+            "serve: upgraded the API that was running here; it still ends with the command or the cluster that started it"
+        )
+    elif settings.wait:
         try:
             say("Ctrl-C ends it.")
             _until_interrupted()
@@ -332,13 +340,16 @@ def _deploy(plan: Plan) -> None:
     _join(plan)
     require_resources(plan)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process' own talk of what it starts
-    serve.start(
-        http_options={"host": plan.settings.host, "port": plan.settings.port},
-        logging_config=QUIET,
-        controller_options=ControllerOptions(
-            runtime_env={"env_vars": _ports_of_haproxy() | plan.controller_environment}
-        ),
-    )
+    for _ in range(2):  # Serve gives its proxies 60 s; called again, it attaches to the controller that is there
+        with suppress(TimeoutError):
+            serve.start(
+                http_options={"host": plan.settings.host, "port": plan.settings.port},
+                logging_config=QUIET,
+                controller_options=ControllerOptions(
+                    runtime_env={"env_vars": _ports_of_haproxy() | plan.controller_environment}
+                ),
+            )
+            break
     before = _served_before()
     wanted, card = plan.blueprint, plan.blueprint.card
     say(f"serve: starting {len(wanted.shards)} shards, encoder {card.id} and the HTTP API")
@@ -410,9 +421,20 @@ def _join(plan: Plan) -> None:
     """Connect to the cluster; InputError unless the API can listen where it should, or is there to be replaced."""
     port = plan.settings.port
     replaces = _served_at(plan.url) is not None
-    if not replaces and not on_a_cluster():
+    others = f"port={port}: another cluster's API is served there; stop it, set RAY_ADDRESS to its cluster, or set another port"
+    address_file = scratch() / f"serve-{port}.address"
+    if on_a_cluster():
+        connect()
+    elif replaces:
+        try:
+            address, mode = address_file.read_text(encoding="utf-8").split()
+            os.environ.setdefault("RAY_AUTH_MODE", mode)
+            connect(address)
+        except (OSError, ValueError) as error:  # never written, or of a cluster that has ended
+            raise InputError(others) from error
+    else:
         require_free_port(plan.settings.host, port)  # before a cluster is started for nothing
-    connect()
+        connect()
     status = serve.status()
     if status.proxies and not status.applications:
         serve.shutdown()  # what a job that was stopped in a hurry left listening
@@ -420,7 +442,7 @@ def _join(plan: Plan) -> None:
     if not replaces:
         require_free_port(plan.settings.host, port)
     if replaces and APPLICATION not in status.applications:
-        raise InputError(f"port={port}: another cluster's API is served there; stop it, or set another port")
+        raise InputError(others)
     if status.proxies:
         # Serve keeps the address it was started with, whatever it is asked later: an API meant for loopback, and so
         # without keys, must not come up on one that listens everywhere.
@@ -430,6 +452,9 @@ def _join(plan: Plan) -> None:
                 f"port={port}: Serve runs on this cluster already and listens at {listens.host}:{listens.port}; "
                 "give its host and port, or end it with `serve shutdown`"
             )
+    # So that the next `infembed serve` on this machine finds the cluster.
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+    address_file.write_text(f"{ray.get_runtime_context().gcs_address} {mode}", encoding="utf-8")
 
 
 def _running() -> set[str]:
@@ -464,7 +489,7 @@ def _wait_for(name: str) -> None:
                 _, bad_input, told = reason.partition(f"{InputError.__qualname__}: ")
                 if bad_input:
                     raise InputError(told)
-            raise RuntimeError(f"{name} did not start: {'; '.join(reasons) or found.message}")
+            raise StartError(f"{name} did not start: {'; '.join(reasons) or found.message}")
         time.sleep(POLL_S)
 
 
@@ -512,7 +537,7 @@ def _wait_until_handed_over(plan: Plan) -> None:
             continue
         in_a_row = 0
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{plan.url}/readyz did not answer within {READY_TIMEOUT_S:.0f} s")
+            raise StartError(f"{plan.url}/readyz did not answer within {READY_TIMEOUT_S:.0f} s")
         time.sleep(POLL_S)
 
 

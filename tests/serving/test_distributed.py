@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -589,13 +590,49 @@ def test_a_free_port_is_accepted_even_just_after_use() -> None:
     require_free_port("127.0.0.1", port)
 
 
+def test_an_api_whose_cluster_is_unknown_or_dead_is_not_replaced(
+    index: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("INFEMBED_SCRATCH", str(tmp_path))
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray was started"))
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"deployment": "of another cluster"}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as api:
+        threading.Thread(target=api.serve_forever, daemon=True).start()
+        port = api.server_port
+        settings = ServeSettings(index=index, port=port, runtime="torch")
+        with pytest.raises(InputError, match=f"port={port}: another cluster's API"):
+            run(settings)
+        (tmp_path / f"serve-{port}.address").write_text(f"127.0.0.1:{free_port()} token")
+        with pytest.raises(InputError, match=f"port={port}: another cluster's API"):
+            run(settings)
+        api.shutdown()
+
+
+def test_the_welcome_names_the_playground_and_the_reference(settings: ServeSettings) -> None:
+    url = f"http://127.0.0.1:{settings.port}"
+    assert f"playground: {url}/ " in Plan.of(settings).welcome()
+    assert f"reference: {url}/docs\n" in Plan.of(settings).welcome()
+
+
 @pytest.mark.ray
-def test_the_command_serves_until_interrupted_with_keys_from_the_environment(index: str) -> None:
+def test_the_command_serves_with_keys_of_its_environment_is_upgraded_by_a_second_one_and_interrupted(
+    index: str, root: Path, minilm: str
+) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "infembed_ray.cli", "serve", f"index={index}", f"port={port}", "runtime=torch"]
+    command = [sys.executable, "-m", "infembed_ray.cli", "serve", f"port={port}", "runtime=torch"]
+    command += ["cpus_per_shard=0.1", "request_timeout_s=5"]
     environment = {**os.environ, "INFEMBED_API_KEYS": "key-one,key-two"}
     environment.pop("RAY_ADDRESS", None)
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = subprocess.Popen(
+        [*command, f"index={index}"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         lines = []
         for line in server.stdout or ():
@@ -607,6 +644,18 @@ def test_the_command_serves_until_interrupted_with_keys_from_the_environment(ind
         body = {"query": QUERY, "top_k": 1}
         assert ask(f"{url}/v1/search", body)[0] == 401
         assert ask(f"{url}/v1/search", body, Authorization="Bearer key-two")[0] == 200
+        other = publish_index(root / "upgrade", minilm, AGAIN)
+        second = subprocess.run(
+            [*command, f"index={other}"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert second.returncode == 0, second.stderr
+        assert "upgraded the API that was running here" in second.stdout
+        answer = ask(f"{url}/v1/search", body, Authorization="Bearer key-two")[1]
+        assert answer["index_version"] == other.name
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=60) == 0
     finally:

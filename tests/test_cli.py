@@ -1,0 +1,51 @@
+"""What the command checks by itself, before a verb's own modules are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from infembed_ray.cli import main
+
+MISSING = {
+    "synthesize seeds=/nope output=o": "seeds=/nope: no such file",
+    f"synthesize seeds={__file__} replay=[/nope] output=o": "replay=/nope: no such file",
+    "analyze records=/nope output=o": "records=/nope: no such file",
+    f"analyze records={__file__} compare.theirs=nope output=o": "compare.theirs=nope: no such file",
+    "train records=nope model=org/model output=o": "records=nope: no such file",
+    f"train records={__file__} model=./nope output=o": "model=./nope: no such file",
+    f"train records={__file__} model=org/model validation.records=nope output=o": "validation.records=nope: no such file",
+    f"evaluate records={__file__} models.a=org/model models.b=/nope output=o": "models.b=/nope: no such file",
+    f"evaluate records={__file__} models.b.model=/nope output=o": "models.b.model=/nope: no such file",
+    "report results.ours=nope output=o": "results.ours=nope: no such file",
+    "export model=/nope output=o": "model=/nope: no such file",
+    "index corpus=nope model=org/model output=o": "corpus=nope: no such file",
+    "index compact index=nope": "index=nope: no such file",
+    "serve index=nope": "index=nope: no such file",
+    "sweep train.records=nope evaluate.records=nope models.a=org/model output=o": "train.records=nope: no such file",
+    "train records=s3://bucket/nope model=./nope output=o": "model=./nope: no such file",
+}
+
+
+def test_a_missing_input_of_every_verb_is_refused_without_importing_torch_or_ray():
+    program = f"""
+import sys
+from infembed_ray.cli import main
+for command in {list(MISSING)!r}:
+    assert main(command.split()) == 2, command
+    assert not {{"torch", "ray", "transformers"}} & set(sys.modules), command
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(MISSING)
+    for line, said in zip(lines, MISSING.values(), strict=True):
+        assert said in line
+
+
+@pytest.mark.parametrize("name", ["org/model", "bm25", "org"])
+def test_a_name_that_is_no_path_is_left_to_the_verb(name, capsys):
+    assert main(["evaluate", "records=/nope", f"models.a={name}", "output=o"]) == 2
+    assert "records=/nope" in capsys.readouterr().err
