@@ -311,7 +311,7 @@ class _Server:
             return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
         completion = _completion(body, always, how.mistaken)
         request["usage"] = completion["usage"]
-        text = json.dumps(completion)
+        text = _distorted(completion, body, how)
         if key is not None:
             self._remembered[key] = text
         if fault == "truncated":
@@ -464,6 +464,23 @@ def _error(status: int, message: str, code: str, retry_after_s: float | None = N
 
 
 # --------------------------------------------------------------------------------------------- from outside
+
+
+def _distorted(completion: dict[str, Any], body: dict[str, Any], how: Behaviour) -> str:
+    """The response's body, with what the behaviour does to it."""
+    prompt = " ".join(message["content"] for message in body["messages"])
+    message = completion["choices"][0]["message"]
+    if how.surrogate and how.surrogate in prompt:
+        message["content"] += " \ud83d"
+    raw = {}
+    if how.infinite_usage and how.infinite_usage in prompt:
+        raw["usage"] = "1e999"
+    if how.deep and how.deep in prompt:
+        raw["logprobs"] = "[" * 10_000 + "]" * 10_000
+    text = json.dumps({**completion, **{name: f"<{name}>" for name in raw}})
+    for name, value in raw.items():
+        text = text.replace(f'"<{name}>"', value)
+    return text
 
 
 class StandIn:

@@ -360,7 +360,11 @@ def _fan_out(
     )
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
-            yield result["index"], None if result["outcome"] is None else _outcome(result["outcome"])
+            outcome = None if result["outcome"] is None else _outcome(result["outcome"])
+            if outcome is not None and outcome.traceback is not None and outcome.row["error"] not in shown:
+                shown.add(outcome.row["error"])
+                say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
+            yield result["index"], outcome
 
 
 def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
@@ -378,6 +382,7 @@ def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
     return tasks
 
 
+    shown: set[str] = set()
 class _Synthesizer:
     """The rows of one task, side by side. Ray Data keeps one of these in each actor."""
 

@@ -94,7 +94,11 @@ class Journal:
                 continue
 
     def get(self, key: str) -> Completion | None:
-        """The completion of a request (`Request.key`), read from disk and marked as replayed; None if not here."""
+        """The completion of a request (`Request.key`), read from disk and marked as replayed; None if not here.
+
+        Raises:
+            RunFailure: it cannot be read (a failing disk, too many open files).
+        """
         where = self._index.find(key)
         if where is None:
             return None
@@ -106,6 +110,8 @@ class Journal:
         except FileNotFoundError:
             self._index_anew()
             return self.get(key)
+        except OSError as error:
+            raise RunFailure(f"journal={self._directory}: cannot be read ({error.strerror})") from error
         return entry[1] if entry and entry[0] == key else None
 
     async def append(self, request: Request, completion: Completion) -> None:

@@ -6,6 +6,7 @@ named after the column it makes, or `judge_` and what is judged. A malformed ans
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +15,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import pyarrow as pa
 
 from infembed_ray.config import ChatModel, SynthesizeSettings
+from infembed_ray.errors import in_one_line
 from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED, SCENARIOS, Seed
 from infembed_ray.synthesis import filters, judge, prices, templates
-from infembed_ray.synthesis.chat import Complete, Completion, Malformed, Request, RowFailure, answer
+from infembed_ray.synthesis.chat import (
+    Complete,
+    Completion,
+    Malformed,
+    Request,
+    RowFailure,
+    RunFailure,
+    answer,
+    sound,
+)
 from infembed_ray.synthesis.formats import labelled
 
 T = TypeVar("T")
@@ -96,14 +107,20 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
         await _write(row)
         await _judge(row, pool)
     except _Rejected as reason:
+
+    Any other exception makes the row a dead letter as well, with its traceback in the outcome: one row must not end a
+    run that pays for thousands.
         return row.outcome("rejected", step=row.asked[-1].step, reason=str(reason))
     except RowFailure as error:
-        failed = row.asked[-1]
-        return row.outcome("dead_letter", step=failed.step, error=str(error), request_hash=failed.key)
-    complement = await _complement(row, pool) if settings.complement else None
+        return row.dead_letter(str(error))
+    except (RunFailure, MemoryError):  # these concern all rows
+        raise
+    except Exception as error:
+        return replace(row.dead_letter(in_one_line(error)), traceback=sound(traceback.format_exc()))
     return replace(row.outcome("kept"), complement=complement)
 
 
+        complement = await _complement(row, pool) if settings.complement else None
 class _Asked(NamedTuple):
     """What is remembered of a request: not its text, since many rows are in work."""
 
@@ -180,6 +197,13 @@ class _Row:
         known = {**self.columns, **why, "provenance": self._provenance()}
         row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
+    def dead_letter(self, error: str) -> Outcome:
+        """The row after a failure of its last request, or of its first step if it has none yet."""
+        if not self.asked:
+            return self.outcome("dead_letter", step=STEPS[0], error=sound(error))
+        failed = self.asked[-1]
+        return self.outcome("dead_letter", step=failed.step, error=sound(error), request_hash=failed.key)
+
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         return Outcome(kind, row, self._spend(paid), self._spend(replayed))
 
