@@ -73,6 +73,15 @@ class Behaviour:
     """An answer that is not in the format asked for."""
     mistaken: float = 0.0
     """The judge picks another candidate than the right one."""
+    # Faults of the requests whose prompt holds the given text; empty: of none.
+    surrogate: str = ""
+    """Half of a surrogate pair at the end of the answer."""
+    infinite_usage: str = ""
+    """`"usage": 1e999`, which parses as infinity."""
+    deep: str = ""
+    """A member of the response that is nested 10,000 deep."""
+    refused_model: str = ""
+    """HTTP 400 for this model, whatever the prompt."""
     # Batches.
     batch_s: float = 0.0
     """What the processing of a batch takes."""
@@ -304,8 +313,8 @@ class _Server:
             request.transport.close()
             return fault, web.Response()
         always = _draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
-        if always == "bad_request":
-            return always, _error(400, "This request is not acceptable.", "invalid_request_error")
+        if always == "bad_request" or body["model"] == how.refused_model:
+            return "bad_request", _error(400, "This request is not acceptable.", "invalid_request_error")
         key = request.headers.get("Idempotency-Key")
         if key is not None and key in self._remembered:
             return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
@@ -457,15 +466,6 @@ def _completion(body: dict[str, Any], fault: str | None, mistaken: float) -> dic
     }
 
 
-def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:
-    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
-    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
-    return web.json_response(body, status=status, headers=headers)
-
-
-# --------------------------------------------------------------------------------------------- from outside
-
-
 def _distorted(completion: dict[str, Any], body: dict[str, Any], how: Behaviour) -> str:
     """The response's body, with what the behaviour does to it."""
     prompt = " ".join(message["content"] for message in body["messages"])
@@ -481,6 +481,15 @@ def _distorted(completion: dict[str, Any], body: dict[str, Any], how: Behaviour)
     for name, value in raw.items():
         text = text.replace(f'"<{name}>"', value)
     return text
+
+
+def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:
+    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
+    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+# --------------------------------------------------------------------------------------------- from outside
 
 
 class StandIn:

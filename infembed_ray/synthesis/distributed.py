@@ -33,8 +33,9 @@ from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Step, existing, local_path, require_writable
+from infembed_ray.storage import Published, Staging, Step, existing, local_path, require_writable
 from infembed_ray.synthesis import batch_api, budget, prices, templates
+from infembed_ray.synthesis.breaker import ALIKE, Breaker
 from infembed_ray.synthesis.chat import RunFailure, Unjournaled
 from infembed_ray.synthesis.client import ChatClient, finish, replaying
 from infembed_ray.synthesis.journal import Journal, has_writer, segments
@@ -73,11 +74,13 @@ def run(settings: SynthesizeSettings) -> Published:
     Publishes `records.parquet`, `rejected.parquet` and `dead_letter.parquet`, and with `settings.complement` also
     `complements.parquet`. The journal outlives the run: an interrupted one resumes where it was, and no answer is paid
     for twice. A run that cannot go on (a refused key, a budget used up) lets the requests in flight finish, journals
-    their answers, says how many seeds are left undone, and publishes nothing.
+    their answers, says how many seeds are left undone, and publishes nothing. A run that keeps no record publishes
+    nothing either; its rejected and dead-letter files are left in the directory that the message names.
 
     Raises:
         InputError: bad settings or seeds; no key while some requests are in no journal; or, during the run, endpoints
-            that refuse the key or the model or cannot be reached, or a budget that is used up.
+            that refuse the key, the model or all requests of a step or cannot be reached, a budget that is used up, or
+            no record that is kept.
     """
     seeds = Source(settings)
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
@@ -108,6 +111,7 @@ def run(settings: SynthesizeSettings) -> Published:
 
     undone = 0
     with contextlib.ExitStack() as held:
+    breaker = Breaker(settings, min(ALIKE, survey.seeds))
         staging = held.enter_context(step.publish())
         if in_batches:
             batched = _ask_in_batches(settings, seeds, survey.pool, journal, replay, spent_usd)
@@ -128,6 +132,7 @@ def run(settings: SynthesizeSettings) -> Published:
                 elif not undone:
                     outputs.add(index, outcome)
                     advance()
+                    breaker.add(outcome)
         figures: Figures = ray.get(limits.figures.remote())
         if settings.limits.budget_usd is not None:
             budget.note_unjournaled(journal, table, figures.committed_usd)
@@ -141,6 +146,8 @@ def run(settings: SynthesizeSettings) -> Published:
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == survey.seeds, f"{ended} of {survey.seeds} seeds came out"
     if staging.counts["dead_letter"]:
+        if not staging.counts["kept"]:
+            raise InputError(_nothing_kept(staging, breaker.failure or outputs.first_failure))
         say(f"synthesize: dead letters that no model answered are asked again after removing {step.path}")
     return step.published()
 
@@ -199,6 +206,15 @@ def _await_writers(journal: Path) -> None:
 
 
 def _require_all_journaled(
+def _nothing_kept(staging: Staging, why: str) -> str:
+    counts = staging.counts
+    files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
+    return (
+        f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
+        f"nothing is published: {why}; {files}, the journal keeps every answer"
+    )
+
+
     settings: SynthesizeSettings, seeds: Iterable[Seed], number: int, pool: Sequence[str], journal: Journal
 ) -> None:
     """Without a key, the journals must hold every request: a dry pass over them, before any work."""
@@ -366,6 +382,7 @@ def _fan_out(
                 say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
             yield result["index"], outcome
 
+    shown: set[str] = set()
 
 def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
     """Write the seeds, numbered, so many rows a task; returns the number of tasks.
@@ -382,7 +399,6 @@ def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
     return tasks
 
 
-    shown: set[str] = set()
 class _Synthesizer:
     """The rows of one task, side by side. Ray Data keeps one of these in each actor."""
 
@@ -434,3 +450,5 @@ def _values(outcome: Outcome) -> dict[str, Any]:
 def _outcome(text: str) -> Outcome:
     values = json.loads(text)
     return Outcome(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})
+                    if failure := self._breaker.add(outcome):
+                        self._gate.fail(failure)

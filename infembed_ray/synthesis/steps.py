@@ -84,6 +84,15 @@ class Outcome:
     """Answered by journals, so paid before this run."""
     complement: Mapping[str, Any] | None = None
     """Of a kept record, columns of `records.COMPLEMENT`; None where `settings.complement` is off."""
+    traceback: str | None = None
+    """Of an unexpected exception, which made the row a dead letter."""
+
+
+def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
+    """The name of the setting that gives a step's model, and the model."""
+    if step in settings.steps:
+        return f"steps.{step}", settings.steps[step]
+    return ("judge", settings.judge) if step.startswith(_JUDGE) else ("generator", settings.generator)
 
 
 class _Rejected(Exception):
@@ -98,6 +107,9 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
         pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
         settings: the models, the number of distractors, the seed of their draw.
         complete: asks a model. Its RowFailure makes the row a dead letter, its RunFailure is passed on.
+
+    Any other exception makes the row a dead letter as well, with its traceback in the outcome: one row must not end a
+    run that pays for thousands.
     """
     row = _Row(seed, settings, complete)
     for name, text in (("query", seed.query), ("passage", seed.passage)):
@@ -106,10 +118,8 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     try:
         await _write(row)
         await _judge(row, pool)
+        complement = await _complement(row, pool) if settings.complement else None
     except _Rejected as reason:
-
-    Any other exception makes the row a dead letter as well, with its traceback in the outcome: one row must not end a
-    run that pays for thousands.
         return row.outcome("rejected", step=row.asked[-1].step, reason=str(reason))
     except RowFailure as error:
         return row.dead_letter(str(error))
@@ -120,7 +130,6 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     return replace(row.outcome("kept"), complement=complement)
 
 
-        complement = await _complement(row, pool) if settings.complement else None
 class _Asked(NamedTuple):
     """What is remembered of a request: not its text, since many rows are in work."""
 
@@ -167,7 +176,7 @@ class _Row:
             choices: the only answers there are, where they are few.
             values: fields of the prompt.
         """
-        model = self._model(step)
+        model = model_of(self.settings, step)[1]
         # Seeds of any source that carry a programming language follow LeetCode's rule.
         template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
         values["language"] = self.language or "its programming language"
@@ -182,21 +191,12 @@ class _Row:
         except Malformed as fault:
             return value(await self._exchange(templates.repair(request, text, fault)))
 
-    def _model(self, step: str) -> ChatModel:
-        default = self.settings.judge if step.startswith(_JUDGE) else self.settings.generator
-        return self.settings.steps.get(step, default)
-
     async def _exchange(self, request: Request) -> str:
         self.asked.append(_Asked(request.model, request.prompt, request.step, request.key))
         completion = await self._complete(request)
         self._answered.append((self.asked[-1], completion))
         return answer(completion)
 
-    def outcome(self, kind: Kind, **why: str) -> Outcome:
-        """The row as far as it came, and `why` it went no further."""
-        known = {**self.columns, **why, "provenance": self._provenance()}
-        row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
-        paid = [exchange for exchange in self._answered if not exchange[1].replayed]
     def dead_letter(self, error: str) -> Outcome:
         """The row after a failure of its last request, or of its first step if it has none yet."""
         if not self.asked:
@@ -204,6 +204,11 @@ class _Row:
         failed = self.asked[-1]
         return self.outcome("dead_letter", step=failed.step, error=sound(error), request_hash=failed.key)
 
+    def outcome(self, kind: Kind, **why: str) -> Outcome:
+        """The row as far as it came, and `why` it went no further."""
+        known = {**self.columns, **why, "provenance": self._provenance()}
+        row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
+        paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         return Outcome(kind, row, self._spend(paid), self._spend(replayed))
 
