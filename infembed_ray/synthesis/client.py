@@ -151,8 +151,18 @@ class ChatClient:
     async def close(self) -> None:
         """Close all connections, the next request opens new ones; and let the limits know what was used."""
         session, self._session = self._session, None
+    @property
+    def busy(self) -> bool:
+        """Some `complete` has not returned yet."""
+        return bool(self._asking)
+
         if session is not None:
             await session.close()
+        await self.hang_up()
+        await self._gate.flush()
+
+    async def hang_up(self) -> None:
+        """Close all connections; requests in flight fail."""
 
     async def send(self, request: Request) -> Completion:
         """The completion of a request from an endpoint, with retries and within the limits; the journal is left alone.
@@ -379,6 +389,16 @@ def completion_of(body: bytes) -> Completion:
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Unanswered("the response is no chat completion (cut short?)") from error
+    except (ValueError, RecursionError):  # complete, but beyond Python's limits: another attempt would cost as much
+        return Completion("", UNREADABLE, "", 0, 0)
+    return completion_in(answer)
+
+
+def completion_in(answer: Any) -> Completion:
+    """As `completion_of`, of a body that is parsed."""
+    try:
 
 
 CHAT = Wire("chat/completions", completion_of, worst_case)
@@ -397,16 +417,6 @@ def _text(value: Any) -> str:
     """A field that is beside the answer's text; empty if it is no text."""
     return sound(value) if isinstance(value, str) else ""
 
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Unanswered("the response is no chat completion (cut short?)") from error
-    except (ValueError, RecursionError):  # complete, but beyond Python's limits: another attempt would cost as much
-        return Completion("", UNREADABLE, "", 0, 0)
-    return completion_in(answer)
-
-
-def completion_in(answer: Any) -> Completion:
-    """As `completion_of`, of a body that is parsed."""
-    try:
 
 def _fault(route: _Route, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
     """What a response that is no success means: for this attempt, for the row or for the run."""

@@ -40,6 +40,7 @@ from infembed_ray.synthesis.chat import RunFailure, Unjournaled
 from infembed_ray.synthesis.client import ChatClient, finish, replaying
 from infembed_ray.synthesis.journal import Journal, has_writer, segments
 from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Report, resources
+from infembed_ray.synthesis.orphan import DRAIN_S, RAY_ENVIRONMENT, Orphan
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.prices import PriceTable
 from infembed_ray.synthesis.sources import Source
@@ -110,8 +111,8 @@ def run(settings: SynthesizeSettings) -> Published:
         )
 
     undone = 0
-    with contextlib.ExitStack() as held:
     breaker = Breaker(settings, min(ALIKE, survey.seeds))
+    with contextlib.ExitStack() as held:
         staging = held.enter_context(step.publish())
         if in_batches:
             batched = _ask_in_batches(settings, seeds, survey.pool, journal, replay, spent_usd)
@@ -131,8 +132,8 @@ def run(settings: SynthesizeSettings) -> Published:
                     undone += 1
                 elif not undone:
                     outputs.add(index, outcome)
-                    advance()
                     breaker.add(outcome)
+                    advance()
         figures: Figures = ray.get(limits.figures.remote())
         if settings.limits.budget_usd is not None:
             budget.note_unjournaled(journal, table, figures.committed_usd)
@@ -145,9 +146,9 @@ def run(settings: SynthesizeSettings) -> Published:
         staging.facts |= {**outputs.facts(), "traffic": _traffic(figures), "left_out": dict(survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == survey.seeds, f"{ended} of {survey.seeds} seeds came out"
-    if staging.counts["dead_letter"]:
         if not staging.counts["kept"]:
             raise InputError(_nothing_kept(staging, breaker.failure or outputs.first_failure))
+    if staging.counts["dead_letter"]:
         say(f"synthesize: dead letters that no model answered are asked again after removing {step.path}")
     return step.published()
 
@@ -196,8 +197,8 @@ def _has_key(settings: SynthesizeSettings) -> bool:
 
 
 def _await_writers(journal: Path) -> None:
-    """Actors outlive a killed driver by a second or two, and journal what they had asked: it must not be asked again."""
-    deadline = time.monotonic() + LEASE_S
+    """Wait for the actors of a killed driver, which journal their answers in flight (see `orphan`)."""
+    deadline = time.monotonic() + DRAIN_S + LEASE_S
     while any(map(has_writer, segments([journal]))):
         if time.monotonic() > deadline:
             say(f"synthesize: another run writes to journal={journal}, too; what both need both may ask")
@@ -205,7 +206,6 @@ def _await_writers(journal: Path) -> None:
         time.sleep(0.1)
 
 
-def _require_all_journaled(
 def _nothing_kept(staging: Staging, why: str) -> str:
     counts = staging.counts
     files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
@@ -215,6 +215,7 @@ def _nothing_kept(staging: Staging, why: str) -> str:
     )
 
 
+def _require_all_journaled(
     settings: SynthesizeSettings, seeds: Iterable[Seed], number: int, pool: Sequence[str], journal: Journal
 ) -> None:
     """Without a key, the journals must hold every request: a dry pass over them, before any work."""
@@ -361,10 +362,11 @@ def _fan_out(
     """
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = _write_tasks(file, seeds, rows)
+    driver = ray.get_runtime_context().get_node_id(), os.getpid()
     at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), tasks)
     results = ray.data.from_blocks([pa.table({"task": [number]}) for number in range(tasks)]).map_batches(
         _Synthesizer,
-        fn_constructor_args=(settings, file, ray.put(pool), journal, replay, limits),
+        fn_constructor_args=(settings, file, ray.put(pool), journal, replay, limits, driver),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(
@@ -373,7 +375,10 @@ def _fan_out(
             max_tasks_in_flight_per_actor=at_once,
         ),
         num_cpus=CPUS_PER_ACTOR,
+        # A cluster that outlives the driver ends the actors itself. An environment of its own costs an actor a new process.
+        **({} if os.environ.get("RAY_ADDRESS") else {"runtime_env": {"env_vars": RAY_ENVIRONMENT}}),
     )
+    shown: set[str] = set()
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
             outcome = None if result["outcome"] is None else _outcome(result["outcome"])
@@ -382,7 +387,6 @@ def _fan_out(
                 say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
             yield result["index"], outcome
 
-    shown: set[str] = set()
 
 def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
     """Write the seeds, numbered, so many rows a task; returns the number of tasks.
@@ -410,6 +414,7 @@ class _Synthesizer:
         journal: Path,
         replay: Sequence[Path],
         limits: Any,
+        driver: tuple[str, int],
     ) -> None:
         self._settings = settings
         self._tasks = pa.ipc.open_file(pa.memory_map(str(tasks)))
@@ -418,16 +423,23 @@ class _Synthesizer:
         self._gate = _gate(settings, limits)
         endpoints = list(_endpoints(settings).values())
         self._client = ChatClient(endpoints, self._journal, self._gate, prices.load(settings.prices))
+        self._breaker = Breaker(settings)
+        node, process = driver
+        here = node == ray.get_runtime_context().get_node_id()
+        self._orphan = Orphan(process if here else None, self._gate, self._client, self._journal)
         self._turn = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0
         gc.freeze()  # what is imported stays
         gc.set_threshold(YOUNG_OBJECTS)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
+        self._orphan.watch()
         self._journal.refresh()  # this may be the task of an actor that died
         self._running += 1
         rows = [row for task in batch["task"].to_pylist() for row in self._tasks.get_batch(task).to_pylist()]
         results = await asyncio.gather(*(self._result(**row) for row in rows))
+        if self._orphan.orphaned:  # a result could not be stored, and Ray would end this process for it
+            await asyncio.Event().wait()
         self._running -= 1
         if not self._running:
             await self._client.close()  # an actor is not told when its last task is done
@@ -438,6 +450,8 @@ class _Synthesizer:
             if self._gate.failure is None:
                 with contextlib.suppress(RunFailure):
                     outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
+                    if failure := self._breaker.add(outcome):
+                        self._gate.fail(failure)
                     return {"index": index, "outcome": json.dumps(_values(outcome))}
         return {"index": index, "outcome": None}
 
@@ -450,5 +464,3 @@ def _values(outcome: Outcome) -> dict[str, Any]:
 def _outcome(text: str) -> Outcome:
     values = json.loads(text)
     return Outcome(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})
-                    if failure := self._breaker.add(outcome):
-                        self._gate.fail(failure)

@@ -122,7 +122,7 @@ class Journal:
         """
         line = encode(request, completion)
         try:
-            segment = self._segment or self._open_segment()
+            segment = self.open()
             segment.write(line)
             segment.flush()
             offset, end = self._written, self._written + len(line)
@@ -134,6 +134,13 @@ class Journal:
         except OSError as error:
             raise RunFailure(f"journal={self._directory}: cannot be written ({error.strerror})") from error
         self._index.add(request.key, self._segment_number, offset)
+
+    def open(self) -> BinaryIO:
+        """The segment of this process; from now on other processes see that it writes to the journal."""
+        if self._segment is None:
+            self._segment, path = new_segment(self._directory)
+            self._segment_number = self._number(path)
+        return self._segment
 
     def close(self) -> None:
         """Close the segment. What was appended is on the disk already."""
@@ -170,11 +177,6 @@ class Journal:
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: {damaged} damaged lines, left out", stacklevel=3)
-
-    def _open_segment(self) -> BinaryIO:
-        self._segment, path = new_segment(self._directory)
-        self._segment_number = self._number(path)
-        return self._segment
 
     async def _sync(self, segment: BinaryIO) -> None:
         try:
