@@ -44,6 +44,9 @@ T = TypeVar("T")
 BACKOFF_S = 0.5
 """Longest pause before the first retry; it doubles with each further one, up to BACKOFF_CAP_S."""
 BACKOFF_CAP_S = 60.0
+MOST_TOKENS = 10**8
+"""A response that counts more tokens than this miscounts: no model reads or writes that many."""
+OPENAI = "https://api.openai.com/"
 FAULTS_TO_REST = 3
 """After so many faults in a row an endpoint rests, if there are others."""
 
@@ -148,21 +151,21 @@ class ChatClient:
             twin.set_result(completion)
         return completion
 
-    async def close(self) -> None:
-        """Close all connections, the next request opens new ones; and let the limits know what was used."""
-        session, self._session = self._session, None
     @property
     def busy(self) -> bool:
         """Some `complete` has not returned yet."""
         return bool(self._asking)
 
-        if session is not None:
-            await session.close()
+    async def close(self) -> None:
+        """Close all connections, the next request opens new ones; and let the limits know what was used."""
         await self.hang_up()
         await self._gate.flush()
 
     async def hang_up(self) -> None:
         """Close all connections; requests in flight fail."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def send(self, request: Request) -> Completion:
         """The completion of a request from an endpoint, with retries and within the limits; the journal is left alone.
@@ -360,9 +363,18 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
         return {}
     key = os.environ.get(name, "").strip()
     if not key:
-        machine = socket.gethostname()
-        raise RunFailure(f"endpoint.api_key_env={name}: not set on {machine}; set it on every node before Ray starts")
+        raise RunFailure(
+            f"endpoint.api_key_env={name}: not set on {socket.gethostname()}; set it on every node before Ray starts"
+            f"{without_key(endpoint)}"
+        )
     return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
+
+
+def without_key(endpoint: Endpoint) -> str:
+    """How to do without the key that is missing, to end its error message."""
+    if endpoint.base_url.startswith(OPENAI):
+        return "; for a local server, set endpoint.base_url to its URL and endpoint.api_key_env=null"
+    return f"; if {endpoint.base_url} needs no key, set endpoint.api_key_env=null"
 
 
 def completion_of(body: bytes) -> Completion:
@@ -373,6 +385,16 @@ def completion_of(body: bytes) -> Completion:
     """
     try:
         answer = json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Unanswered("the response is no chat completion (cut short?)") from error
+    except (ValueError, RecursionError):  # complete, but beyond Python's limits: another attempt would cost as much
+        return Completion("", UNREADABLE, "", 0, 0)
+    return completion_in(answer)
+
+
+def completion_in(answer: Any) -> Completion:
+    """As `completion_of`, of a body that is parsed."""
+    try:
         choice = answer["choices"][0]
         message = choice["message"]
         content = message.get("content")
@@ -389,16 +411,6 @@ def completion_of(body: bytes) -> Completion:
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Unanswered("the response is no chat completion (cut short?)") from error
-    except (ValueError, RecursionError):  # complete, but beyond Python's limits: another attempt would cost as much
-        return Completion("", UNREADABLE, "", 0, 0)
-    return completion_in(answer)
-
-
-def completion_in(answer: Any) -> Completion:
-    """As `completion_of`, of a body that is parsed."""
-    try:
 
 
 CHAT = Wire("chat/completions", completion_of, worst_case)

@@ -37,7 +37,7 @@ from infembed_ray.storage import Published, Staging, Step, existing, local_path,
 from infembed_ray.synthesis import batch_api, budget, prices, templates
 from infembed_ray.synthesis.breaker import ALIKE, Breaker
 from infembed_ray.synthesis.chat import RunFailure, Unjournaled
-from infembed_ray.synthesis.client import ChatClient, finish, replaying
+from infembed_ray.synthesis.client import ChatClient, finish, replaying, without_key
 from infembed_ray.synthesis.journal import Journal, has_writer, segments
 from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Report, resources
 from infembed_ray.synthesis.orphan import DRAIN_S, RAY_ENVIRONMENT, Orphan
@@ -233,7 +233,7 @@ def _require_all_journaled(
         raise InputError(
             f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {number} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
-            f"export {settings.endpoint.api_key_env}, or name finished journals in replay"
+            f"export {settings.endpoint.api_key_env}, or name finished journals in replay{without_key(settings.endpoint)}"
         )
 
 

@@ -407,6 +407,9 @@ def test_without_a_key_it_says_how_many_seeds_need_which_models(no_key: None, se
     assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in message
     assert "64 of 64 seeds need requests to gpt-4o-mini" in message
     assert "export OPENAI_API_KEY" in message
+    assert "for a local server, set endpoint.base_url to its URL and endpoint.api_key_env=null" in message
+    local = one_line(settings(seeds, tmp_path / "out", endpoint={"base_url": "http://localhost:8000/v1"}))
+    assert "if http://localhost:8000/v1 needs no key, set endpoint.api_key_env=null" in local
 
 
 def test_without_a_key_seeds_that_the_journal_answers_are_not_counted(no_key: None, tmp_path: Path) -> None:
