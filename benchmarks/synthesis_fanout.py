@@ -88,6 +88,7 @@ def peer(python: str, script: str, requests: int) -> Client:
 def ours(directory: Path, rows: int, actors: int) -> Client:
     """`infembed synthesize` on made-up seeds; every row takes six requests or more."""
     from infembed_ray.config import SynthesizeSettings
+    from infembed_ray.errors import InputError
     from infembed_ray.synthesis.distributed import run as synthesize
 
     words = [f"word{number}" for number in range(2000)]
@@ -112,7 +113,11 @@ def ours(directory: Path, rows: int, actors: int) -> Client:
                 "in_flight": in_flight // actors,
             }
         )
-        synthesize(settings)
+        try:
+            synthesize(settings)
+        except InputError as error:
+            if not str(error).startswith("0 of "):  # of few rows, the server's constant verdict may keep none
+                raise
 
     return run
 

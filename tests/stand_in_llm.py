@@ -73,6 +73,15 @@ class Behaviour:
     """An answer that is not in the format asked for."""
     mistaken: float = 0.0
     """The judge picks another candidate than the right one."""
+    # Faults of the requests whose prompt holds the given text; empty: of none.
+    surrogate: str = ""
+    """Half of a surrogate pair at the end of the answer."""
+    infinite_usage: str = ""
+    """`"usage": 1e999`, which parses as infinity."""
+    deep: str = ""
+    """A member of the response that is nested 10,000 deep."""
+    refused_model: str = ""
+    """HTTP 400 for this model, whatever the prompt."""
     # Batches.
     batch_s: float = 0.0
     """What the processing of a batch takes."""
@@ -304,14 +313,14 @@ class _Server:
             request.transport.close()
             return fault, web.Response()
         always = _draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
-        if always == "bad_request":
-            return always, _error(400, "This request is not acceptable.", "invalid_request_error")
+        if always == "bad_request" or body["model"] == how.refused_model:
+            return "bad_request", _error(400, "This request is not acceptable.", "invalid_request_error")
         key = request.headers.get("Idempotency-Key")
         if key is not None and key in self._remembered:
             return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
         completion = _completion(body, always, how.mistaken)
         request["usage"] = completion["usage"]
-        text = json.dumps(completion)
+        text = _distorted(completion, body, how)
         if key is not None:
             self._remembered[key] = text
         if fault == "truncated":
@@ -455,6 +464,23 @@ def _completion(body: dict[str, Any], fault: str | None, mistaken: float) -> dic
         "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
         "usage": {**usage, "total_tokens": sum(usage.values())},
     }
+
+
+def _distorted(completion: dict[str, Any], body: dict[str, Any], how: Behaviour) -> str:
+    """The response's body, with what the behaviour does to it."""
+    prompt = " ".join(message["content"] for message in body["messages"])
+    message = completion["choices"][0]["message"]
+    if how.surrogate and how.surrogate in prompt:
+        message["content"] += " \ud83d"
+    raw = {}
+    if how.infinite_usage and how.infinite_usage in prompt:
+        raw["usage"] = "1e999"
+    if how.deep and how.deep in prompt:
+        raw["logprobs"] = "[" * 10_000 + "]" * 10_000
+    text = json.dumps({**completion, **{name: f"<{name}>" for name in raw}})
+    for name, value in raw.items():
+        text = text.replace(f'"<{name}>"', value)
+    return text
 
 
 def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:

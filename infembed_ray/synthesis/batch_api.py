@@ -34,7 +34,7 @@ from infembed_ray.records import Seed
 from infembed_ray.storage import write_json
 from infembed_ray.synthesis import prices
 from infembed_ray.synthesis.chat import Completion, Request, RunFailure, Unjournaled
-from infembed_ray.synthesis.client import Unanswered, authorization, completion_of, pause_s, replaying
+from infembed_ray.synthesis.client import Unanswered, authorization, completion_in, one_line, pause_s, replaying
 from infembed_ray.synthesis.journal import Journal, sync_directory
 from infembed_ray.synthesis.limits import USD, worst_case
 from infembed_ray.synthesis.prices import BATCH_PRICE
@@ -393,10 +393,14 @@ class _Answers:
             for line in stream:
                 try:
                     entry = json.loads(line)
-                    key, response = entry["custom_id"], entry.get("response") or {}
-                except (ValueError, LookupError, TypeError) as error:
+                    key, response = str(entry["custom_id"]), entry.get("response") or {}
+                    answered = response.get("status_code") == 200
+                except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
                     raise RunFailure(f"batches: the endpoint's file is damaged ({error}); run it again") from error
-                if response.get("status_code") == 200:
+                except (ValueError, RecursionError):  # one line beyond Python's limits: its request is unanswered
+                    at += len(line)
+                    continue
+                if answered:
                     self._lines[key] = (file, at, len(line))
                 else:
                     self.faults[key] = _fault(entry, response)
@@ -409,9 +413,9 @@ class _Answers:
         file, at, length = self._lines[key]
         with file.open("rb") as stream:
             stream.seek(at)
-            body = json.loads(stream.read(length))["response"]["body"]
+            body = json.loads(stream.read(length))["response"].get("body")
         try:
-            return replace(completion_of(json.dumps(body).encode()), batched=True)
+            return replace(completion_in(body), batched=True)
         except Unanswered as fault:
             self.faults[key] = str(fault)
             return None
@@ -419,8 +423,10 @@ class _Answers:
 
 def _fault(entry: dict[str, Any], response: dict[str, Any]) -> str:
     """Why a line of an error file has no answer, in few words: its error's code, or its HTTP status."""
-    error = entry.get("error") or (response.get("body") or {}).get("error") or {}
-    return str(error.get("code") or f"HTTP {response.get('status_code')}")
+    body = response.get("body")
+    error = entry.get("error") or (body.get("error") if isinstance(body, dict) else None)
+    code = error.get("code") if isinstance(error, dict) else None
+    return one_line(code or f"HTTP {response.get('status_code')}")
 
 
 # ----------------------------------------------------------------------------------------------------- the endpoint

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+UNREADABLE = "unreadable"
+"""Finish reason of a complete response whose JSON exceeds Python's limits. It was paid for, so it is journaled."""
+
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
@@ -110,9 +113,16 @@ def answer(completion: Completion) -> str:
         raise RowFailure("refused: the endpoint's content filter stopped the answer")
     if completion.finish_reason == "length":
         raise RowFailure(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
+    if completion.finish_reason == UNREADABLE:
+        raise RowFailure("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
     if not completion.text.strip():
         raise RowFailure("empty answer")
     return completion.text
+
+
+def sound(text: str) -> str:
+    """Replace lone surrogates, which JSON can hold but UTF-8 cannot, with question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _shortened(text: str, length: int = 120) -> str:

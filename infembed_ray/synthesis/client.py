@@ -25,7 +25,16 @@ import aiohttp
 from yarl import URL
 
 from infembed_ray.config import Endpoint
-from infembed_ray.synthesis.chat import Complete, Completion, Request, RowFailure, RunFailure, Unjournaled
+from infembed_ray.synthesis.chat import (
+    UNREADABLE,
+    Complete,
+    Completion,
+    Request,
+    RowFailure,
+    RunFailure,
+    Unjournaled,
+    sound,
+)
 from infembed_ray.synthesis.journal import Journal
 from infembed_ray.synthesis.limits import REQUESTS, TOKENS, USD, Amounts, Gate, worst_case
 from infembed_ray.synthesis.prices import PriceTable
@@ -35,6 +44,9 @@ T = TypeVar("T")
 BACKOFF_S = 0.5
 """Longest pause before the first retry; it doubles with each further one, up to BACKOFF_CAP_S."""
 BACKOFF_CAP_S = 60.0
+MOST_TOKENS = 10**8
+"""A response that counts more tokens than this miscounts: no model reads or writes that many."""
+OPENAI = "https://api.openai.com/"
 FAULTS_TO_REST = 3
 """After so many faults in a row an endpoint rests, if there are others."""
 
@@ -139,12 +151,21 @@ class ChatClient:
             twin.set_result(completion)
         return completion
 
+    @property
+    def busy(self) -> bool:
+        """Some `complete` has not returned yet."""
+        return bool(self._asking)
+
     async def close(self) -> None:
         """Close all connections, the next request opens new ones; and let the limits know what was used."""
+        await self.hang_up()
+        await self._gate.flush()
+
+    async def hang_up(self) -> None:
+        """Close all connections; requests in flight fail."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-        await self._gate.flush()
 
     async def send(self, request: Request) -> Completion:
         """The completion of a request from an endpoint, with retries and within the limits; the journal is left alone.
@@ -199,7 +220,7 @@ class ChatClient:
         except asyncio.TimeoutError as error:
             raise Unanswered(f"no answer within {route.endpoint.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Unanswered(f"connection failed: {_one_line(error)}") from error
+            raise Unanswered(f"connection failed: {one_line(error)}") from error
         route.reached = True
         if response.status != 200:
             raise _fault(route, request, response.status, response.headers, answer)
@@ -342,40 +363,71 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
         return {}
     key = os.environ.get(name, "").strip()
     if not key:
-        machine = socket.gethostname()
-        raise RunFailure(f"endpoint.api_key_env={name}: not set on {machine}; set it on every node before Ray starts")
+        raise RunFailure(
+            f"endpoint.api_key_env={name}: not set on {socket.gethostname()}; set it on every node before Ray starts"
+            f"{without_key(endpoint)}"
+        )
     return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
 
 
+def without_key(endpoint: Endpoint) -> str:
+    """How to do without the key that is missing, to end its error message."""
+    if endpoint.base_url.startswith(OPENAI):
+        return "; for a local server, set endpoint.base_url to its URL and endpoint.api_key_env=null"
+    return f"; if {endpoint.base_url} needs no key, set endpoint.api_key_env=null"
+
+
 def completion_of(body: bytes) -> Completion:
-    """The completion in a response's body.
+    """The completion in a response's body. Text is valid UTF-8 in it, and token counts are possible ones.
 
     Raises:
         Unanswered: there is none.
     """
     try:
         answer = json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Unanswered("the response is no chat completion (cut short?)") from error
+    except (ValueError, RecursionError):  # complete, but beyond Python's limits: another attempt would cost as much
+        return Completion("", UNREADABLE, "", 0, 0)
+    return completion_in(answer)
+
+
+def completion_in(answer: Any) -> Completion:
+    """As `completion_of`, of a body that is parsed."""
+    try:
         choice = answer["choices"][0]
-        message, usage = choice["message"], answer.get("usage") or {}
+        message = choice["message"]
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise TypeError("content is no string")
+        prompt_tokens, completion_tokens = token_counts(answer.get("usage"), "prompt_tokens", "completion_tokens")
         return Completion(
-            text=_text(message.get("content")),
-            refusal=message.get("refusal"),
-            finish_reason=choice.get("finish_reason") or "stop",
-            model=answer.get("model") or "",
-            prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            completion_tokens=int(usage.get("completion_tokens") or 0),
+            text=sound(content or ""),
+            refusal=_text(message.get("refusal")) or None,
+            finish_reason=_text(choice.get("finish_reason")) or "stop",
+            model=_text(answer.get("model")),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
 
 
 CHAT = Wire("chat/completions", completion_of, worst_case)
 
 
-def _text(content: Any) -> str:
-    if content is not None and not isinstance(content, str):
-        raise TypeError("content is no string")
-    return content or ""
+def token_counts(usage: Any, *names: str) -> list[int]:
+    """The token counts of a response; all 0 if one cannot be true: the request then counts at its worst case."""
+    try:
+        counts = [int(usage.get(name) or 0) for name in names]
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        counts = []
+    return counts if counts and all(0 <= count <= MOST_TOKENS for count in counts) else [0] * len(names)
+
+
+def _text(value: Any) -> str:
+    """A field that is beside the answer's text; empty if it is no text."""
+    return sound(value) if isinstance(value, str) else ""
 
 
 def _fault(route: _Route, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
@@ -404,13 +456,14 @@ def _error(body: bytes) -> tuple[str, str | None]:
     """Message and code of an error body, which may be anything."""
     try:
         error = json.loads(body)["error"]
-        return _one_line(error["message"]), error.get("code")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return _one_line(body.decode(errors="replace")) or "no message", None
+        return one_line(error["message"]), error.get("code")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return one_line(body.decode(errors="replace")) or "no message", None
 
 
-def _one_line(value: object) -> str:
-    return " ".join(str(value).split())[:300]
+def one_line(value: object) -> str:
+    """What an endpoint says, fit for a message: at most 300 characters of valid UTF-8."""
+    return sound(" ".join(str(value).split())[:300])
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
@@ -420,7 +473,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
 
 

@@ -33,12 +33,14 @@ from infembed_ray.distributed import connect
 from infembed_ray.errors import InputError
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Step, existing, local_path, require_writable
+from infembed_ray.storage import Published, Staging, Step, existing, local_path, require_writable
 from infembed_ray.synthesis import batch_api, budget, prices, templates
+from infembed_ray.synthesis.breaker import ALIKE, Breaker
 from infembed_ray.synthesis.chat import RunFailure, Unjournaled
-from infembed_ray.synthesis.client import ChatClient, finish, replaying
+from infembed_ray.synthesis.client import ChatClient, finish, replaying, without_key
 from infembed_ray.synthesis.journal import Journal, has_writer, segments
 from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Report, resources
+from infembed_ray.synthesis.orphan import DRAIN_S, RAY_ENVIRONMENT, Orphan
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.prices import PriceTable
 from infembed_ray.synthesis.sources import Source
@@ -73,11 +75,13 @@ def run(settings: SynthesizeSettings) -> Published:
     Publishes `records.parquet`, `rejected.parquet` and `dead_letter.parquet`, and with `settings.complement` also
     `complements.parquet`. The journal outlives the run: an interrupted one resumes where it was, and no answer is paid
     for twice. A run that cannot go on (a refused key, a budget used up) lets the requests in flight finish, journals
-    their answers, says how many seeds are left undone, and publishes nothing.
+    their answers, says how many seeds are left undone, and publishes nothing. A run that keeps no record publishes
+    nothing either; its rejected and dead-letter files are left in the directory that the message names.
 
     Raises:
         InputError: bad settings or seeds; no key while some requests are in no journal; or, during the run, endpoints
-            that refuse the key or the model or cannot be reached, or a budget that is used up.
+            that refuse the key, the model or all requests of a step or cannot be reached, a budget that is used up, or
+            no record that is kept.
     """
     seeds = Source(settings)
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
@@ -107,6 +111,7 @@ def run(settings: SynthesizeSettings) -> Published:
         )
 
     undone = 0
+    breaker = Breaker(settings, min(ALIKE, survey.seeds))
     with contextlib.ExitStack() as held:
         staging = held.enter_context(step.publish())
         if in_batches:
@@ -127,6 +132,7 @@ def run(settings: SynthesizeSettings) -> Published:
                     undone += 1
                 elif not undone:
                     outputs.add(index, outcome)
+                    breaker.add(outcome)
                     advance()
         figures: Figures = ray.get(limits.figures.remote())
         if settings.limits.budget_usd is not None:
@@ -140,6 +146,8 @@ def run(settings: SynthesizeSettings) -> Published:
         staging.facts |= {**outputs.facts(), "traffic": _traffic(figures), "left_out": dict(survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == survey.seeds, f"{ended} of {survey.seeds} seeds came out"
+        if not staging.counts["kept"]:
+            raise InputError(_nothing_kept(staging, breaker.failure or outputs.first_failure))
     if staging.counts["dead_letter"]:
         say(f"synthesize: dead letters that no model answered are asked again after removing {step.path}")
     return step.published()
@@ -189,13 +197,22 @@ def _has_key(settings: SynthesizeSettings) -> bool:
 
 
 def _await_writers(journal: Path) -> None:
-    """Actors outlive a killed driver by a second or two, and journal what they had asked: it must not be asked again."""
-    deadline = time.monotonic() + LEASE_S
+    """Wait for the actors of a killed driver, which journal their answers in flight (see `orphan`)."""
+    deadline = time.monotonic() + DRAIN_S + LEASE_S
     while any(map(has_writer, segments([journal]))):
         if time.monotonic() > deadline:
             say(f"synthesize: another run writes to journal={journal}, too; what both need both may ask")
             return
         time.sleep(0.1)
+
+
+def _nothing_kept(staging: Staging, why: str) -> str:
+    counts = staging.counts
+    files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
+    return (
+        f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
+        f"nothing is published: {why}; {files}, the journal keeps every answer"
+    )
 
 
 def _require_all_journaled(
@@ -216,7 +233,7 @@ def _require_all_journaled(
         raise InputError(
             f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {number} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
-            f"export {settings.endpoint.api_key_env}, or name finished journals in replay"
+            f"export {settings.endpoint.api_key_env}, or name finished journals in replay{without_key(settings.endpoint)}"
         )
 
 
@@ -345,10 +362,11 @@ def _fan_out(
     """
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = _write_tasks(file, seeds, rows)
+    driver = ray.get_runtime_context().get_node_id(), os.getpid()
     at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), tasks)
     results = ray.data.from_blocks([pa.table({"task": [number]}) for number in range(tasks)]).map_batches(
         _Synthesizer,
-        fn_constructor_args=(settings, file, ray.put(pool), journal, replay, limits),
+        fn_constructor_args=(settings, file, ray.put(pool), journal, replay, limits, driver),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(
@@ -357,10 +375,17 @@ def _fan_out(
             max_tasks_in_flight_per_actor=at_once,
         ),
         num_cpus=CPUS_PER_ACTOR,
+        # A cluster that outlives the driver ends the actors itself. An environment of its own costs an actor a new process.
+        **({} if os.environ.get("RAY_ADDRESS") else {"runtime_env": {"env_vars": RAY_ENVIRONMENT}}),
     )
+    shown: set[str] = set()
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
-            yield result["index"], None if result["outcome"] is None else _outcome(result["outcome"])
+            outcome = None if result["outcome"] is None else _outcome(result["outcome"])
+            if outcome is not None and outcome.traceback is not None and outcome.row["error"] not in shown:
+                shown.add(outcome.row["error"])
+                say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
+            yield result["index"], outcome
 
 
 def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
@@ -389,6 +414,7 @@ class _Synthesizer:
         journal: Path,
         replay: Sequence[Path],
         limits: Any,
+        driver: tuple[str, int],
     ) -> None:
         self._settings = settings
         self._tasks = pa.ipc.open_file(pa.memory_map(str(tasks)))
@@ -397,16 +423,23 @@ class _Synthesizer:
         self._gate = _gate(settings, limits)
         endpoints = list(_endpoints(settings).values())
         self._client = ChatClient(endpoints, self._journal, self._gate, prices.load(settings.prices))
+        self._breaker = Breaker(settings)
+        node, process = driver
+        here = node == ray.get_runtime_context().get_node_id()
+        self._orphan = Orphan(process if here else None, self._gate, self._client, self._journal)
         self._turn = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0
         gc.freeze()  # what is imported stays
         gc.set_threshold(YOUNG_OBJECTS)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
+        self._orphan.watch()
         self._journal.refresh()  # this may be the task of an actor that died
         self._running += 1
         rows = [row for task in batch["task"].to_pylist() for row in self._tasks.get_batch(task).to_pylist()]
         results = await asyncio.gather(*(self._result(**row) for row in rows))
+        if self._orphan.orphaned:  # a result could not be stored, and Ray would end this process for it
+            await asyncio.Event().wait()
         self._running -= 1
         if not self._running:
             await self._client.close()  # an actor is not told when its last task is done
@@ -417,6 +450,8 @@ class _Synthesizer:
             if self._gate.failure is None:
                 with contextlib.suppress(RunFailure):
                     outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
+                    if failure := self._breaker.add(outcome):
+                        self._gate.fail(failure)
                     return {"index": index, "outcome": json.dumps(_values(outcome))}
         return {"index": index, "outcome": None}
 

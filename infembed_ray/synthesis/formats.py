@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infembed_ray.synthesis.chat import Malformed
+from infembed_ray.synthesis.chat import Malformed, sound
 
 _SHOWN = re.compile(r"(?P<label>\w+): (?P<hint><.+>)")
 
@@ -58,11 +58,11 @@ class AnswerFormat:
         """
         try:
             value = json.loads(answer)[self.name]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             value = None
         if not isinstance(value, str):
             raise Malformed(f'{{"{self.name}": "..."}}', answer)
-        return f"{self.label}: {value.strip()}"
+        return f"{self.label}: {sound(value.strip())}"
 
 
 def labelled(label: str, text: str) -> str:

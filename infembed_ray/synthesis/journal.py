@@ -94,7 +94,11 @@ class Journal:
                 continue
 
     def get(self, key: str) -> Completion | None:
-        """The completion of a request (`Request.key`), read from disk and marked as replayed; None if not here."""
+        """The completion of a request (`Request.key`), read from disk and marked as replayed; None if not here.
+
+        Raises:
+            RunFailure: it cannot be read (a failing disk, too many open files).
+        """
         where = self._index.find(key)
         if where is None:
             return None
@@ -106,6 +110,8 @@ class Journal:
         except FileNotFoundError:
             self._index_anew()
             return self.get(key)
+        except OSError as error:
+            raise RunFailure(f"journal={self._directory}: cannot be read ({error.strerror})") from error
         return entry[1] if entry and entry[0] == key else None
 
     async def append(self, request: Request, completion: Completion) -> None:
@@ -116,7 +122,7 @@ class Journal:
         """
         line = encode(request, completion)
         try:
-            segment = self._segment or self._open_segment()
+            segment = self.open()
             segment.write(line)
             segment.flush()
             offset, end = self._written, self._written + len(line)
@@ -128,6 +134,13 @@ class Journal:
         except OSError as error:
             raise RunFailure(f"journal={self._directory}: cannot be written ({error.strerror})") from error
         self._index.add(request.key, self._segment_number, offset)
+
+    def open(self) -> BinaryIO:
+        """The segment of this process; from now on other processes see that it writes to the journal."""
+        if self._segment is None:
+            self._segment, path = new_segment(self._directory)
+            self._segment_number = self._number(path)
+        return self._segment
 
     def close(self) -> None:
         """Close the segment. What was appended is on the disk already."""
@@ -164,11 +177,6 @@ class Journal:
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: {damaged} damaged lines, left out", stacklevel=3)
-
-    def _open_segment(self) -> BinaryIO:
-        self._segment, path = new_segment(self._directory)
-        self._segment_number = self._number(path)
-        return self._segment
 
     async def _sync(self, segment: BinaryIO) -> None:
         try:

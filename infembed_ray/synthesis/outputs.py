@@ -41,6 +41,8 @@ class Outputs:
         self._kinds: Counter[Kind] = Counter()
         self._reasons: Counter[str] = Counter()
         self._ended: dict[Kind, Counter[str]] = {"rejected": Counter(), "dead_letter": Counter()}
+        self.first_failure = ""
+        """The step and the reason of the first seed that was not kept."""
         self._paid = Spend()
         self._replayed = Spend()
 
@@ -110,6 +112,8 @@ class Outputs:
         self._paid += outcome.paid
         self._replayed += outcome.replayed
         if outcome.kind != "kept":
+            why = outcome.row["reason" if outcome.kind == "rejected" else "error"]
+            self.first_failure = self.first_failure or f"seed {outcome.row['id']}, step {outcome.row['step']}: {why}"
             self._ended[outcome.kind][outcome.row["step"]] += 1
         if outcome.kind == "rejected":
             self._reasons[f"{outcome.row['step']}: {outcome.row['reason']}"] += 1

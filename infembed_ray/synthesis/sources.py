@@ -23,6 +23,7 @@ from infembed_ray.config import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records import Seed
 from infembed_ray.storage import existing
+from infembed_ray.synthesis.chat import sound
 
 POOL_SIZE = 10_000
 """Most passages that distractors are drawn from."""
@@ -104,7 +105,8 @@ class Source:
                 yield item
                 continue
             passage = item.passage if words is None else _cut(item.passage, words)
-            yield replace(item, id=_sound(item.id), query=_sound(item.query), passage=_sound(passage))
+            texts: dict[str, Any] = {**vars(item), "passage": passage}
+            yield Seed(**{name: text and sound(text) for name, text in texts.items()})
 
     def _tables(self) -> Callable[[], Iterator[Seed | LeftOut]]:
         files = records.data_files(self.path, "seeds", self._settings.split)
@@ -186,11 +188,6 @@ def _cut(text: str, words: int) -> str:
     """The text up to its N-th word, white space as it was."""
     end = next(islice(re.finditer(r"\S+", text), words - 1, None), None)
     return text if end is None else text[: end.end()]
-
-
-def _sound(text: str) -> str:
-    """The text with halves of surrogate pairs, which JSON may hold and nothing else can, as question marks."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _table(row: Mapping[str, Any], columns: Mapping[str, str]) -> Iterator[Seed]:

@@ -6,6 +6,7 @@ named after the column it makes, or `judge_` and what is judged. A malformed ans
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +15,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import pyarrow as pa
 
 from infembed_ray.config import ChatModel, SynthesizeSettings
+from infembed_ray.errors import in_one_line
 from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED, SCENARIOS, Seed
 from infembed_ray.synthesis import filters, judge, prices, templates
-from infembed_ray.synthesis.chat import Complete, Completion, Malformed, Request, RowFailure, answer
+from infembed_ray.synthesis.chat import (
+    Complete,
+    Completion,
+    Malformed,
+    Request,
+    RowFailure,
+    RunFailure,
+    answer,
+    sound,
+)
 from infembed_ray.synthesis.formats import labelled
 
 T = TypeVar("T")
@@ -73,6 +84,15 @@ class Outcome:
     """Answered by journals, so paid before this run."""
     complement: Mapping[str, Any] | None = None
     """Of a kept record, columns of `records.COMPLEMENT`; None where `settings.complement` is off."""
+    traceback: str | None = None
+    """Of an unexpected exception, which made the row a dead letter."""
+
+
+def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
+    """The name of the setting that gives a step's model, and the model."""
+    if step in settings.steps:
+        return f"steps.{step}", settings.steps[step]
+    return ("judge", settings.judge) if step.startswith(_JUDGE) else ("generator", settings.generator)
 
 
 class _Rejected(Exception):
@@ -87,6 +107,9 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
         pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
         settings: the models, the number of distractors, the seed of their draw.
         complete: asks a model. Its RowFailure makes the row a dead letter, its RunFailure is passed on.
+
+    Any other exception makes the row a dead letter as well, with its traceback in the outcome: one row must not end a
+    run that pays for thousands.
     """
     row = _Row(seed, settings, complete)
     for name, text in (("query", seed.query), ("passage", seed.passage)):
@@ -95,12 +118,15 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     try:
         await _write(row)
         await _judge(row, pool)
+        complement = await _complement(row, pool) if settings.complement else None
     except _Rejected as reason:
         return row.outcome("rejected", step=row.asked[-1].step, reason=str(reason))
     except RowFailure as error:
-        failed = row.asked[-1]
-        return row.outcome("dead_letter", step=failed.step, error=str(error), request_hash=failed.key)
-    complement = await _complement(row, pool) if settings.complement else None
+        return row.dead_letter(str(error))
+    except (RunFailure, MemoryError):  # these concern all rows
+        raise
+    except Exception as error:
+        return replace(row.dead_letter(in_one_line(error)), traceback=sound(traceback.format_exc()))
     return replace(row.outcome("kept"), complement=complement)
 
 
@@ -150,7 +176,7 @@ class _Row:
             choices: the only answers there are, where they are few.
             values: fields of the prompt.
         """
-        model = self._model(step)
+        model = model_of(self.settings, step)[1]
         # Seeds of any source that carry a programming language follow LeetCode's rule.
         template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
         values["language"] = self.language or "its programming language"
@@ -165,15 +191,18 @@ class _Row:
         except Malformed as fault:
             return value(await self._exchange(templates.repair(request, text, fault)))
 
-    def _model(self, step: str) -> ChatModel:
-        default = self.settings.judge if step.startswith(_JUDGE) else self.settings.generator
-        return self.settings.steps.get(step, default)
-
     async def _exchange(self, request: Request) -> str:
         self.asked.append(_Asked(request.model, request.prompt, request.step, request.key))
         completion = await self._complete(request)
         self._answered.append((self.asked[-1], completion))
         return answer(completion)
+
+    def dead_letter(self, error: str) -> Outcome:
+        """The row after a failure of its last request, or of its first step if it has none yet."""
+        if not self.asked:
+            return self.outcome("dead_letter", step=STEPS[0], error=sound(error))
+        failed = self.asked[-1]
+        return self.outcome("dead_letter", step=failed.step, error=sound(error), request_hash=failed.key)
 
     def outcome(self, kind: Kind, **why: str) -> Outcome:
         """The row as far as it came, and `why` it went no further."""

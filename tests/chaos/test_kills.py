@@ -6,8 +6,8 @@ client; only the endpoint can save it, if it remembers what it answered under an
 is answered once, whatever dies. Without one, there remains what a process had taken from its connection and not yet
 written to its journal when it was killed: some answers of that very moment, a millisecond or so of an actor's work.
 
-Actors outlive their driver, and workers their raylet, by a second or two, in which they go on and journal; their end is
-what counts.
+Actors drain after the death of their driver, so a kill of the driver repeats no answered request at all. Workers outlive
+their raylet by a second or two, in which they go on and journal; their end is what counts.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def test_a_driver_killed_at_random_moments(
             kills.append((sent, time.time()))
         assert driver(seeds, tmp_path / "out", server, header).wait() == 0
         check("driver", header, server, kills)
+        assert max(Counter(entry["request"] for entry in server.log("answered")).values()) == 1
     assert rows_of(tmp_path / "out") == uninterrupted
 
 

@@ -415,3 +415,22 @@ def test_a_batch_that_still_waits_is_not_asked_online(ray_cluster: None, seeds_f
 
 def at(server: StandIn) -> Endpoint:
     return settings(server).endpoint
+
+
+def test_a_line_of_a_batch_that_cannot_be_read_leaves_its_own_request_unanswered(tmp_path: Path) -> None:
+    message = {"content": "half \ud83d"}
+    body = {"choices": [{"message": message}], "usage": {"prompt_tokens": float("inf")}}
+    lines = [
+        json.dumps({"custom_id": "good", "response": {"status_code": 200, "body": body}}),
+        '{"custom_id": "deep", "response": %s}' % ("[" * 10_000 + "]" * 10_000),
+        json.dumps({"custom_id": "odd", "response": {"status_code": 400, "body": "no \ud83d"}, "error": "no"}),
+        json.dumps({"custom_id": "bare", "response": {"status_code": 200}}),
+    ]
+    (tmp_path / "output").write_text("\n".join(lines) + "\n")
+    said = batch_api._Answers()
+    said.index(tmp_path / "output")
+    good = said.completion("good")
+    assert good is not None
+    assert (good.text, good.prompt_tokens, good.batched) == ("half ?", 0, True)
+    assert [said.completion(key) for key in ("deep", "odd", "bare")] == [None] * 3
+    assert said.faults["odd"] == "HTTP 400"

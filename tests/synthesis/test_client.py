@@ -1,5 +1,7 @@
 import asyncio
 import email.utils
+import json
+import math
 import socket
 import time
 from collections import Counter, defaultdict
@@ -205,7 +207,9 @@ def test_a_missing_key_is_noticed_only_when_something_must_be_sent(
         using(endpoint(server), tmp_path, lambda chat: chat.complete(QUERIES[0]))
         keyed = endpoint(server, api_key_env="STAND_IN_KEY")
         assert using(keyed, tmp_path, lambda chat: chat.complete(QUERIES[0])).replayed
-        with pytest.raises(RunFailure, match="STAND_IN_KEY: not set on"):
+        with pytest.raises(
+            RunFailure, match=r"STAND_IN_KEY: not set on .* needs no key, set endpoint.api_key_env=null"
+        ):
             using(keyed, tmp_path, lambda chat: chat.complete(QUERIES[1]))
         assert len(server.log()) == 1
 
@@ -258,6 +262,49 @@ def test_patience_with_429s_has_an_end(tmp_path: Path) -> None:
     said = r"HTTP 429: Rate limit reached\.; .*tried \d+ times"
     with stand_in(rate_limited=1.0, retry_after_s=0.05) as server, pytest.raises(RowFailure, match=said):
         using(endpoint(server, patience_s=0.3), tmp_path, lambda chat: chat.complete(QUERIES[0]))
+
+
+@pytest.mark.parametrize("usage", [math.inf, -1, {"prompt_tokens": math.inf}, {"prompt_tokens": math.nan}, "12", [7]])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_a_usage_that_cannot_be_true_counts_as_none(usage: object, name: str) -> None:
+    for wrong in (usage, {"prompt_tokens": 7, "completion_tokens": 3, name: usage}):
+        body = {"choices": [{"message": {"content": "yes"}}], "usage": wrong}
+        got = client.completion_of(json.dumps(body).encode())
+        if wrong not in (
+            {"prompt_tokens": "12", "completion_tokens": 3},
+            {"prompt_tokens": 7, "completion_tokens": "12"},
+        ):
+            assert (got.prompt_tokens, got.completion_tokens) == (0, 0)
+        assert got.text == "yes"
+
+
+@pytest.mark.parametrize("extra", ["[" * 10_000 + "]" * 10_000, "1" * 10_000], ids=["deep", "long number"])
+def test_a_response_beyond_what_python_parses_is_paid_for_once(tmp_path: Path, extra: str) -> None:
+    asked = []
+
+    async def handle(_: web.Request) -> web.Response:
+        asked.append(1)
+        body = f'{{"choices": [{{"message": {{"content": "yes"}}}}], "extra": {extra}}}'
+        return web.Response(text=body, content_type="application/json")
+
+    async def ask() -> None:
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", handle)
+        async with TestServer(application) as server:
+            where = endpoint(f"http://127.0.0.1:{server.port}/v1")
+            for _ in range(2):
+                got = await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
+                with pytest.raises(RowFailure, match="unreadable answer"):
+                    answer(got)
+
+    asyncio.run(ask())
+    assert len(asked) == 1
+
+
+def test_an_error_with_half_a_surrogate_pair_can_be_written() -> None:
+    message, _ = client._error(b'{"error": {"message": "no \\ud83d"}}')
+    assert message == "no ?"
+    assert client._error(b"[" * 10_000)[0].startswith("[[")
 
 
 # --------------------------------------------------------------------------------------------- several endpoints

@@ -68,7 +68,7 @@ def answered_most(server: StandIn) -> int:
     return max(Counter(entry["request"] for entry in server.log("answered")).values())
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -140,6 +140,73 @@ def test_with_faults_of_every_kind_every_seed_is_kept_rejected_or_a_dead_letter(
     assert again.manifest["usd_replayed"] == pytest.approx(first.manifest["usd"])
 
 
+@pytest.mark.ray
+def test_an_answer_that_cannot_be_read_or_written_costs_its_own_row_at_most(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    bad = {"surrogate": ROWS[3]["query"], "infinite_usage": ROWS[7]["query"], "deep": ROWS[11]["query"]}
+    with stand_in(**bad) as server:
+        first = run(settings(seeds, tmp_path / "out", server, limit=60))
+        sent = len(server.log())
+        journal = str(tmp_path / "out" / "journal")
+        again = run(settings(seeds, tmp_path / "again", server, limit=60, journal=journal))
+        assert len(server.log()) == sent
+        assert answered_most(server) == 1
+    counts = first.manifest["counts"]
+    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 60
+    assert rows_of(again) == rows_of(first)
+    kept, rejected, dead = ({row["id"]: row for row in rows} for rows in rows_of(first))
+    assert ROWS[7]["id"] in {**kept, **rejected}
+    assert "?" in str({**kept, **rejected}[ROWS[3]["id"]])
+    assert "unreadable answer" in dead[ROWS[11]["id"]]["error"]
+
+
+@pytest.mark.ray
+def test_a_model_that_refuses_every_request_stops_the_run_and_what_was_paid_is_kept(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with stand_in(refused_model="o4-mini") as server:
+        message = one_line(settings(seeds, out, server))
+        refused, answered = server.log("bad_request"), server.log("answered")
+    assert message.startswith(
+        "judge.model=o4-mini: step judge_negative_query failed alike for all of the first 20 rows"
+    )
+    assert "(HTTP 400: This request is not acceptable.)" in message
+    assert "nothing is published" in message
+    assert not (out / "latest").exists()
+    assert len(refused) < 64
+    with stand_in() as server:
+        whole = run(settings(seeds, out, server))
+        assert not {entry["request"] for entry in server.log()} & {entry["request"] for entry in answered}
+    assert whole.manifest["counts"]["replayed"] == len(answered)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        (
+            {"refused_model": "o4-mini"},
+            "judge.model=o4-mini: step judge_negative_query failed alike for all of the first 9",
+        ),
+        ({"mistaken": 1.0}, "step judge_negative_query: the judge picked"),
+    ],
+    ids=["refused", "rejected"],
+)
+def test_a_run_that_keeps_nothing_fails_and_its_rejected_rows_can_be_read(
+    ray_cluster: None, seeds: Path, tmp_path: Path, behaviour: dict[str, Any], said: str
+) -> None:
+    with stand_in(**behaviour) as server:
+        message = one_line(settings(seeds, tmp_path, server, limit=9))
+    assert message.startswith("0 of 9 seeds were kept (")
+    assert said in message
+    assert not (tmp_path / "latest").exists()
+    directory = Path(message.partition(" are in ")[2].partition(",")[0])
+    rows = [row for file in FILES for row in records.read_raw(directory / file)]
+    assert len(rows) == 9
+
+
 # ------------------------------------------------------------------------------------------------- crashes
 
 
@@ -179,7 +246,7 @@ def uninterrupted(
 
 
 @pytest.mark.ray
-def test_a_killed_driver_resumes_without_repeating_an_answered_request(
+def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_more(
     uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path
 ) -> None:
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
@@ -190,14 +257,19 @@ def test_a_killed_driver_resumes_without_repeating_an_answered_request(
         driver = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with driver, Held(server, output / "journal", answers=150) as actors:
             driver.send_signal(signal.SIGKILL)
+            killed = time.time()
             driver.wait()
-            wait_for(lambda: not any(alive(pid) for pid in actors))
-            wait_for(lambda: len(server.log("abandoned")) > 0)  # held until the endpoint has seen them hang up
+            time.sleep(3)  # Ray by itself ends the actors sooner
+            assert all(alive(pid) for pid in actors)
+        wait_for(lambda: not any(alive(pid) for pid in actors))
         assert not (output / "latest").exists()
+        answered = len(server.log("answered"))
+        assert len(server.log()) == answered
+        assert all(entry["arrived"] < killed + 1 for entry in server.log())
 
         resumed = run(settings(seeds, output, server))
         assert answered_most(server) == 1
-    assert resumed.manifest["counts"]["replayed"] >= 150
+    assert resumed.manifest["counts"]["replayed"] == answered > 150
     assert rows_of(resumed) == uninterrupted
 
 
@@ -335,6 +407,9 @@ def test_without_a_key_it_says_how_many_seeds_need_which_models(no_key: None, se
     assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in message
     assert "64 of 64 seeds need requests to gpt-4o-mini" in message
     assert "export OPENAI_API_KEY" in message
+    assert "for a local server, set endpoint.base_url to its URL and endpoint.api_key_env=null" in message
+    local = one_line(settings(seeds, tmp_path / "out", endpoint={"base_url": "http://localhost:8000/v1"}))
+    assert "if http://localhost:8000/v1 needs no key, set endpoint.api_key_env=null" in local
 
 
 def test_without_a_key_seeds_that_the_journal_answers_are_not_counted(no_key: None, tmp_path: Path) -> None:

@@ -92,3 +92,13 @@ def test_line_breaks_after_the_label_are_kept() -> None:
 def test_an_answer_without_its_label_is_malformed(text: str) -> None:
     with pytest.raises(Malformed, match="malformed answer"):
         labelled("instruction", text)
+
+
+@pytest.mark.parametrize("answer", ["[" * 10_000, '{"query": %s}' % ("1" * 10_000)], ids=["deep", "long number"])
+def test_json_beyond_what_python_parses_is_malformed(answer: str) -> None:
+    with pytest.raises(Malformed):
+        QUERY.as_text(answer)
+
+
+def test_half_a_surrogate_pair_in_a_json_answer_is_replaced() -> None:
+    assert QUERY.as_text(r'{"query": "bees \ud83d"}') == "Query: bees ?"

@@ -143,8 +143,10 @@ def test_what_cannot_be_read_is_refused_before_any_work(tmp_path: Path, content:
 
 def test_half_a_surrogate_pair_does_not_stop_a_run(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"id": "1\\ud83d", "query": "q \\ud83d!", "passage": "\\ud83d\\ude00 \\ude00"}\n')
-    assert list(source(path)) == [Seed("1?", "q ?!", "\U0001f600 ?")]
+    path.write_text(
+        '{"id": "1\\ud83d", "query": "q \\ud83d!", "passage": "\\ud83d\\ude00 \\ude00", "topic": "\\ud83d"}\n'
+    )
+    assert list(source(path)) == [Seed("1?", "q ?!", "\U0001f600 ?", topic="?")]
     assert source(path).survey().seeds == 1
 
 

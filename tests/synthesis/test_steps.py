@@ -9,13 +9,17 @@ from typing import Any
 import jsonschema
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infembed_ray import records
 from infembed_ray.config import SynthesizeSettings
 from infembed_ray.records import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.chat import Completion, Request, RowFailure, RunFailure
-from infembed_ray.synthesis.steps import STEPS, Outcome, Spend, synthesize
+from infembed_ray.synthesis.client import Unanswered, completion_of
+from infembed_ray.synthesis.journal import decode, encode
+from infembed_ray.synthesis.steps import SCHEMAS, STEPS, Outcome, Spend, synthesize
 from tests import stand_in_llm
 
 SEED = Seed(
@@ -415,3 +419,50 @@ def test_an_unknown_model_costs_an_unknown_sum() -> None:
     assert got.row["provenance"]["usd"] is None
     assert got.paid.usd is None
     assert got.paid.prompt_tokens == 8000
+
+
+def test_an_unexpected_exception_makes_a_dead_letter_that_says_where_it_came_from() -> None:
+    got = outcome(Model(query_negative=KeyError("surprise")))
+    assert got.kind == "dead_letter"
+    assert (got.row["step"], got.row["error"]) == ("query_negative", "KeyError: 'surprise'")
+    assert got.paid.calls == 2
+    assert got.traceback is not None
+    assert "Traceback" in got.traceback
+    assert __file__ in got.traceback
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+texts = json_values | st.sampled_from(["Instruction: \ud83d here and there", "Query: \udc00", '{"query": "\\ud83d"}'])
+messages = st.fixed_dictionaries({"content": texts}, optional={"refusal": json_values})
+choices = st.fixed_dictionaries({"message": messages | json_values}, optional={"finish_reason": json_values})
+usages = st.fixed_dictionaries({}, optional={"prompt_tokens": json_values, "completion_tokens": json_values})
+bodies = json_values | st.fixed_dictionaries(
+    {"choices": st.lists(choices, max_size=2) | json_values},
+    optional={"usage": usages | json_values, "model": json_values},
+)
+
+
+@pytest.mark.parametrize("structured", [False, True])
+@settings(max_examples=300)
+@given(bodies)
+def test_whatever_json_an_endpoint_answers_every_row_has_an_outcome_that_can_be_written(
+    structured: bool, body: object
+) -> None:
+    model = {"model": "m", "structured": structured}
+    given = SynthesizeSettings.of({"seeds": "", "output": "", "generator": model})
+
+    async def complete(request: Request) -> Completion:
+        try:
+            got = completion_of(json.dumps(body).encode())
+        except Unanswered as fault:
+            raise RowFailure(str(fault)) from fault
+        assert decode(encode(request, got)) == (request.key, replace(got, replayed=True))
+        return got
+
+    got = asyncio.run(synthesize(SEED, POOL, given, complete))
+    assert got.traceback is None
+    fits(got.row, SCHEMAS[got.kind])

@@ -25,8 +25,8 @@ from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.layout import Side
 from infembed_ray.storage import local_path, require_writable
 from infembed_ray.synthesis import budget, prices
-from infembed_ray.synthesis.chat import Completion, Request, RowFailure, RunFailure
-from infembed_ray.synthesis.client import ChatClient, Unanswered, Wire, finish
+from infembed_ray.synthesis.chat import Completion, Request, RowFailure, RunFailure, sound
+from infembed_ray.synthesis.client import ChatClient, Unanswered, Wire, finish, token_counts
 from infembed_ray.synthesis.journal import Journal
 from infembed_ray.synthesis.limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Gate, Grant, Lease, Report, resources
 from infembed_ray.synthesis.prices import PriceTable
@@ -236,11 +236,11 @@ def embeddings_of(protocol: str, body: bytes) -> Completion:
         return Completion(
             text=json.dumps([base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in vectors]),
             finish_reason="stop",
-            model=answer.get("model") or "",
+            model=sound(str(answer.get("model") or "")),
             prompt_tokens=_tokens(protocol, answer),
             completion_tokens=0,
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Unanswered("the response holds no embeddings (cut short?)") from error
 
 
@@ -255,8 +255,8 @@ def _in_order(data: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 def _tokens(protocol: str, answer: Mapping[str, Any]) -> int:
     if protocol == "cohere":
-        return int(((answer.get("meta") or {}).get("billed_units") or {}).get("input_tokens") or 0)
-    return int((answer.get("usage") or {}).get("prompt_tokens") or 0)
+        return token_counts((answer.get("meta") or {}).get("billed_units"), "input_tokens")[0]
+    return token_counts(answer.get("usage"), "prompt_tokens")[0]
 
 
 def _shares(total: int, sizes: Sequence[int]) -> list[int]:
