@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -340,16 +340,7 @@ def _deploy(plan: Plan) -> None:
     _join(plan)
     require_resources(plan)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process' own talk of what it starts
-    for _ in range(2):  # Serve gives its proxies 60 s; called again, it attaches to the controller that is there
-        with suppress(TimeoutError):
-            serve.start(
-                http_options={"host": plan.settings.host, "port": plan.settings.port},
-                logging_config=QUIET,
-                controller_options=ControllerOptions(
-                    runtime_env={"env_vars": _ports_of_haproxy() | plan.controller_environment}
-                ),
-            )
-            break
+    _start_serve(plan)
     before = _served_before()
     wanted, card = plan.blueprint, plan.blueprint.card
     say(f"serve: starting {len(wanted.shards)} shards, encoder {card.id} and the HTTP API")
@@ -385,6 +376,26 @@ def _deploy(plan: Plan) -> None:
     if before is not None:
         _, blueprint = before
         _retire({blueprint.encoder, blueprint.index} - {wanted.encoder, wanted.index}, plan.settings.request_timeout_s)
+
+
+def _start_serve(plan: Plan) -> None:
+    """Start Ray Serve, and wait once more if its proxies take longer than the 60 s that it gives them."""
+    for last in (False, True):
+        try:
+            serve.start(
+                http_options={"host": plan.settings.host, "port": plan.settings.port},
+                logging_config=QUIET,
+                controller_options=ControllerOptions(
+                    runtime_env={"env_vars": _ports_of_haproxy() | plan.controller_environment}
+                ),
+            )
+            return
+        except TimeoutError as error:  # called again, Serve attaches to the controller that is there
+            if last:
+                raise StartError(
+                    f"Ray Serve's proxies did not start ({in_one_line(error)}); this was the second attempt: the machine "
+                    "is probably overloaded, try again when it is less busy"
+                ) from error
 
 
 def require_resources(plan: Plan) -> None:
