@@ -5,7 +5,8 @@
 
 At a constant rate a latency counts from the moment at which the request was to be sent, so whatever stalls client or
 server counts for all the requests that it holds up, not for one alone (Tene's coordinated omission). A request that is told
-to come back (429 or 503 with `Retry-After`) does so when it is told to; its latency then goes on to count to the end.
+to come back (429 or 503 with `Retry-After`) does so when it is told to; its latency then goes on to count to the end. A request
+whose connection breaks is sent once more on another one, as our client and OpenAI's do.
 SIGTERM ends the load before its time: what is under way is waited for.
 
 A line of the file of bodies is one JSON body; they are sent in turn. A line of answers is an `Answer`. The last line that
@@ -45,7 +46,8 @@ class Answer:
         at: wall-clock time at which it was to be sent.
         latency: seconds from then to its last attempt's answer.
         statuses: of all attempts, the last one final; 0: no answer at all.
-        told: did every attempt but the last come with `Retry-After`, and the last one, unless it was a success?
+        told: did every attempt but the last come with `Retry-After`, and the last one, unless it was a success? One broken
+            connection is allowed.
         first: seconds to the first attempt's answer, whatever it said.
         version: `index_version` of the answer.
         owners: what the ids of its hits say before their first dash, if there is one, each once: the index they are of.
@@ -137,7 +139,7 @@ class Load:
     async def _ask(self, session: aiohttp.ClientSession, due: float) -> Answer:
         """One request to its end; `due` is the monotonic time at which it was to be sent."""
         at = time.time() - time.monotonic() + due
-        body, statuses, told = next(self._bodies), list[int](), True
+        body, statuses, told, broken = next(self._bodies), list[int](), True, 0
         first: float | None = None
         answer: dict[str, Any] | None = None
         fault: str | None = None
@@ -153,11 +155,12 @@ class Load:
                     status, retry_after = response.status, response.headers.get("Retry-After")
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
                 fault = f"{type(error).__name__}: {error}"
+                broken += 1 if isinstance(error, aiohttp.ClientConnectionError) else 2  # a time-out is final
             statuses.append(status)
             first = time.monotonic() - due if first is None else first
             if status == 200:
                 break
-            told = told and status in TOLD_TO_RETRY and retry_after is not None
+            told = told and (broken == 1 if status == 0 else status in TOLD_TO_RETRY and retry_after is not None)
             if not told or len(statuses) >= self._attempts:
                 break
             await asyncio.sleep(float(retry_after or 0))

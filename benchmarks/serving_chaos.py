@@ -18,7 +18,7 @@ Each part alone: `--overload-seconds 0`, `--seconds 0`.
 
 The last line is one JSON object:
     failed      requests neither answered nor told to come back (429 or 503 with Retry-After), or told, and in vain
-    cut         of those, requests on connections to the killed node itself, which end with it
+    cut         requests whose connection broke, because it was one to the killed node itself
     mixed       answers with hits of more than one index, or of another one than they say
     p99_ms      before, during (10 s) and after each event
     recovery_s  seconds from each kill, or from the end of each hand-over, to the last slow answer: one that took more than
@@ -268,8 +268,7 @@ def chaos(trial: Trial, seconds: float, rate: float | None) -> dict[str, Any]:
         over = end if name.startswith("flip") else start
         recovery[name] = round(max(0.0, max(slow, default=over) - over), 1)
     told = [answer for answer in found if len(answer.statuses) > 1]
-    killed = times["node"][0]
-    cut = [a for a in found if a.statuses[-1] == 0 and a.at <= killed <= a.at + a.latency]
+    cut = [answer for answer in found if 0 in answer.statuses]
     return {
         **summary(found, found[-1].at - found[0].at),
         "rate": round(rate, 2),

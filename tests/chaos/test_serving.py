@@ -22,9 +22,10 @@ def figures(minilm):
 
 
 def test_no_search_is_lost_and_none_mixes_indexes(figures):
-    assert figures["failed"] == figures["cut"] <= 2, figures["chaos"]["faults"]
+    assert figures["failed"] == 0, figures["chaos"]["faults"]
+    assert figures["cut"] <= 5
     assert figures["mixed"] == 0
-    assert figures["chaos"]["answered"] == figures["chaos"]["requests"] - figures["cut"] >= 800
+    assert figures["chaos"]["answered"] == figures["chaos"]["requests"] >= 800
     assert min(figures["chaos"]["answers_of"].values()) > 0  # both indexes did serve
     assert set(figures["chaos"]["statuses"]) - {"0"} <= {"200", "429", "503"}
 
