@@ -32,6 +32,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -367,6 +368,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="searches a second (default: half of the capacity)")
     parser.add_argument("--overload-seconds", type=float, default=30, help="0: none")
     parser.add_argument("--passages", type=int, default=400)
+    parser.add_argument("--answers", type=Path, help="copy the answers of the constant load to this .jsonl file")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of `infembed serve`"
     )
@@ -380,6 +382,8 @@ def main() -> None:
         if options.seconds:
             with serving(folder, Nodes(2, 3), [*twice, *options.set], options.passages) as trial:
                 found = chaos(trial, options.seconds, options.rate)
+                if options.answers:
+                    shutil.copyfile(trial.folder / "chaos.jsonl", options.answers)
                 print(json.dumps(found), flush=True)
         if options.overload_seconds:
             with serving(folder, Nodes(8, 0), options.set, options.passages) as trial:

@@ -167,7 +167,7 @@ def test_a_model_that_refuses_every_request_stops_the_run_and_what_was_paid_is_k
 ) -> None:
     out = tmp_path / "out"
     with stand_in(refused_model="o4-mini") as server:
-        message = one_line(settings(seeds, out, server))
+        message = one_line(settings(seeds, out, server, in_flight=4, actors=1))
         refused, answered = server.log("bad_request"), server.log("answered")
     assert message.startswith(
         "judge.model=o4-mini: step judge_negative_query failed alike for all of the first 20 rows"
@@ -260,7 +260,7 @@ def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_mo
             killed = time.time()
             driver.wait()
             time.sleep(3)  # Ray by itself ends the actors sooner
-            assert all(alive(pid) for pid in actors)
+            assert any(alive(pid) for pid in actors)  # one without a request in flight has ended
         wait_for(lambda: not any(alive(pid) for pid in actors))
         assert not (output / "latest").exists()
         answered = len(server.log("answered"))
