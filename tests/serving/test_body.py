@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.serving import body, proxy
-from infembed_ray.serving.throttle import FIRST
+from infembed_ray.serving.throttle import MOST
 from tests.serving.debug import listening
 
 CHUNK = b"x" * 2**16
@@ -80,7 +80,7 @@ async def ask(app: ASGIApp, *chunks: bytes, ends: bool = True, path: str = "/v1/
 
 def test_slow_uploads_hold_no_place_of_the_admission_window(edge: Any) -> None:
     async def scenario() -> None:
-        slow = [asyncio.ensure_future(ask(edge, b"{", ends=False)) for _ in range(FIRST + 12)]
+        slow = [asyncio.ensure_future(ask(edge, b"{", ends=False)) for _ in range(MOST + 12)]
         await asyncio.sleep(0.1)
         searches = await asyncio.wait_for(asyncio.gather(*(ask(edge, b"q") for _ in range(32))), 10)
         assert Counter(searches) == {200: 32}
