@@ -128,7 +128,7 @@ def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
     if isinstance(settings, ServeSettings):
         from infembed_ray.serving import startup
 
-        startup.yield_to_api(settings.host, settings.port)
+        startup.in_background(lambda: importlib.import_module(entry.module))
     result = getattr(importlib.import_module(entry.module), entry.function)(settings)
     if isinstance(result, Published):
         for line in result.account.splitlines():

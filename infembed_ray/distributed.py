@@ -75,10 +75,13 @@ def connect(address: str | None = None) -> None:
 def _init(options: dict[str, Any]) -> None:
     """Call `ray.init`, and once more if it fails: most failures are time-outs of a machine that was busy."""
     started = time.monotonic()
+    local = options["address"] == "local"
     for attempt in (1, 2):
         before = set(psutil.Process().children())
         try:
-            with _without(b"Set ray log level from environment variable"):
+            # Only of our own cluster: when joining another one fails, Ray's core ends the process and prints why.
+            quiet = _without(b"Set ray log level from environment variable") if local else contextlib.nullcontext()
+            with quiet:
                 ray.init(**options)
             return
         except Exception as error:
@@ -87,10 +90,12 @@ def _init(options: dict[str, Any]) -> None:
             failed = f"Ray failed to start ({options['address']}) after {time.monotonic() - started:.0f} s: {in_one_line(error)}"
             if attempt == 2:
                 logs = f"{os.environ.get('RAY_TMPDIR', tempfile.gettempdir())}/ray/session_latest/logs"
-                raise StartError(
-                    f"{failed}; this was the second attempt: the machine is probably overloaded or out of memory, try again "
-                    f"when it is less busy; Ray's logs are in {logs}"
-                ) from error
+                advice = (
+                    f"the machine is probably overloaded or out of memory, try again when it is less busy; Ray's logs are in {logs}"
+                    if local
+                    else "check RAY_ADDRESS, that Ray and Python have the cluster's versions, and the cluster's token"
+                )
+                raise StartError(f"{failed}; this was the second attempt: {advice}") from error
             say(f"{failed}; trying once more")
 
 

@@ -17,7 +17,8 @@ LIMIT = "INFEMBED_MAX_BODY_MIB"
 READ_TIMEOUT_S = 30.0
 """Longest time from the end of the headers to the last byte of the body."""
 BODIES_HELD = 32
-"""Memory bound of a proxy for the bodies of all its requests, in bodies of the largest size."""
+"""Memory bound of a proxy for the bodies of all its requests, in bodies of the largest size. Keys are checked later, so
+clients without one count as well: fence the port from strangers."""
 SMALL_BYTES = 2**16
 """Bodies up to this size are read even beyond that bound, so that large uploads cannot shut out searches."""
 LINGER_S = 2.0

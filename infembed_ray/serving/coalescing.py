@@ -89,8 +89,9 @@ class Coalescer(Generic[Item, Answer]):
             self._start(self._alone, {answer: gathered})
         else:
             self._gathered[answer] = gathered
+            timer = loop.call_later(self._patience_s, self._reject, answer)
+            answer.add_done_callback(lambda _: timer.cancel())
             answer.add_done_callback(lambda _: self._gathered.pop(answer, None))  # there only if its caller has gone
-            loop.call_later(self._patience_s, self._reject, answer)
             if not self._departing and len(self._under_way) < self._calls:
                 self._departing = True
                 loop.call_soon(self._depart)  # with all that this pass of the event loop brings

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict
 from ray import serve
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve._private.constants import MAX_REPLICAS_PER_NODE_MAX_VALUE
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
@@ -176,7 +177,7 @@ def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serv
         ray_actor_options={
             "num_cpus": settings.cpus_per_encoder,
             "num_gpus": settings.gpus_per_encoder,
-            "runtime_env": {"worker_process_setup_hook": startup.ENCODER_HOOK},
+            "runtime_env": {"env_vars": _environment(startup.import_encoder_modules, settings.cpus_per_encoder)},
         },
         max_replicas_per_node=spread(
             most or settings.encoder_replicas, CPU=settings.cpus_per_encoder, GPU=settings.gpus_per_encoder
@@ -198,7 +199,7 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
             ray_actor_options={
                 "num_cpus": settings.cpus_per_shard,
                 "num_gpus": settings.gpus_per_shard,
-                "runtime_env": {"worker_process_setup_hook": startup.HOOK},
+                "runtime_env": {"env_vars": _environment(startup.import_modules, settings.cpus_per_shard)},
             },
             max_replicas_per_node=per_node,
             **_replicas(settings.shard_replicas),
@@ -227,7 +228,7 @@ def api_over(arguments: ApiArguments, blueprint: Blueprint | None) -> serve.Appl
         name=INGRESS,
         ray_actor_options={
             "num_cpus": SMALL_CPUS,
-            "runtime_env": {"env_vars": INGRESS_ENVIRONMENT, "worker_process_setup_hook": startup.HOOK},
+            "runtime_env": {"env_vars": INGRESS_ENVIRONMENT | _environment(startup.import_modules, SMALL_CPUS)},
         },
         user_config=blueprint and blueprint.model_dump(mode="json"),
         max_surge_percent=100,  # the old ones serve until the new ones do, so there has to be room for one more
@@ -258,6 +259,15 @@ def spread(replicas: int, room: int | None = None, **each: float) -> int | None:
         if sum(min(most, there) for there in held) >= room:
             return most
     return None
+
+
+def _environment(imports: Callable[[], None], cpus: float) -> dict[str, str]:
+    """Variables of a replica's worker process, which calls a function of `startup` before it becomes a replica."""
+    return {
+        # Ray's public field for it, `worker_process_setup_hook`, has no effect for actors (2.60).
+        WORKER_PROCESS_SETUP_HOOK_ENV_VAR: f"{imports.__module__}.{imports.__name__}",
+        "OMP_NUM_THREADS": str(max(1, int(cpus))),  # Ray sets it too late for what is imported there
+    }
 
 
 def _held(node: Mapping[str, float], each: Mapping[str, float]) -> int:

@@ -37,7 +37,7 @@ from infembed_ray.progress import say
 from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.live import ShardQuery
-from infembed_ray.serving import schema
+from infembed_ray.serving import schema, startup
 from infembed_ray.serving.auth import ApiKeys, is_loopback
 from infembed_ray.serving.body import LIMIT, READ_TIMEOUT_S
 from infembed_ray.serving.deployments import (
@@ -240,7 +240,7 @@ def run(settings: ServeSettings) -> None:
         InputError: before anything starts, for anything wrong with the settings, the index, the model or the port.
         StartError: it did not start.
     """
-    plan = Plan.of(settings)
+    plan = startup.in_background(lambda: Plan.of(settings))
     if settings.config_file is not None:
         _write_config(plan, Path(settings.config_file))
         say(f"serve: wrote {settings.config_file}; start it with: serve deploy {settings.config_file}")
@@ -441,7 +441,7 @@ def _join(plan: Plan) -> None:
             address, mode = address_file.read_text(encoding="utf-8").split()
             os.environ.setdefault("RAY_AUTH_MODE", mode)
             connect(address)
-        except (OSError, ValueError) as error:  # never written, or of a cluster that has ended
+        except (OSError, ValueError, StartError) as error:  # never written, or of a cluster that has ended
             raise InputError(others) from error
     else:
         require_free_port(plan.settings.host, port)  # before a cluster is started for nothing
@@ -463,6 +463,8 @@ def _join(plan: Plan) -> None:
                 f"port={port}: Serve runs on this cluster already and listens at {listens.host}:{listens.port}; "
                 "give its host and port, or end it with `serve shutdown`"
             )
+    if replaces:
+        startup.lower_priority()  # what serves now comes first
     # So that the next `infembed serve` on this machine finds the cluster.
     mode = os.environ.get("RAY_AUTH_MODE", "disabled")
     address_file.write_text(f"{ray.get_runtime_context().gcs_address} {mode}", encoding="utf-8")

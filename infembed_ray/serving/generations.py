@@ -110,7 +110,8 @@ class Generation:
         self._timeout_s = LOSS_TOLD_AT * timeout_s
         self._log = ChangeLog(Path(blueprint.changes), blueprint.card.metadata, blueprint.card.dimension)
         self._faults: list[str | None] = [None] * len(shards)
-        self._faults_asked_at = float("-inf")
+        self._faults_asked: asyncio.Future[None] | None = None
+        self._faults_at = 0.0
         # A machine that is lost stays silent for seconds before Ray knows of it; calls to it would hold all others up.
         self._encoder_calls = Redundancy(_lost, hedged=encoder_replicas > 1, refused=_refused)
         self._embed = Coalescer(
@@ -197,16 +198,19 @@ class Generation:
         return True
 
     async def fault(self) -> str | None:
-        """As `Service.fault`. A shard that does not answer keeps the fault that it told last."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._faults_asked_at + FAULT_S:
-            self._faults_asked_at = now
-            await asyncio.gather(*map(self._ask_fault, range(len(self._shards))))
-        told = zip(self.blueprint.shards, self._faults, strict=True)
-        return next((f"{shard}: {fault}" for shard, fault in told if fault), None)
+        """As `Service.fault`. A shard that does not answer keeps the fault that it reported last."""
+        if self._faults_asked is None or (self._faults_asked.done() and _now() >= self._faults_at + FAULT_S):
+            self._faults_asked = asyncio.ensure_future(self._ask_faults())
+        await asyncio.shield(self._faults_asked)  # shared: a caller that leaves cancels it for no other
+        known = zip(self.blueprint.shards, self._faults, strict=True)
+        return next((f"{shard}: {fault}" for shard, fault in known if fault), None)
+
+    async def _ask_faults(self) -> None:
+        await asyncio.gather(*map(self._ask_fault, range(len(self._shards))))
+        self._faults_at = _now()
 
     async def _ask_fault(self, number: int) -> None:
-        with contextlib.suppress(asyncio.TimeoutError, ReplicaLost, QueueFull):
+        with contextlib.suppress(Exception):  # lost, full, or of a release that cannot tell: /readyz still answers
             self._faults[number] = await asyncio.wait_for(self._shards[number]("fault"), PROBE_TIMEOUT_S)
 
     async def _require_writable(self) -> None:
@@ -221,7 +225,7 @@ class Generation:
 
     def _deadline(self) -> float:
         """Of a request that comes now, by the event loop's time."""
-        return asyncio.get_running_loop().time() + self._timeout_s
+        return _now() + self._timeout_s
 
     async def _send_texts(
         self, items: Sequence[Inputs | list[Query]], deadline: float
@@ -249,9 +253,14 @@ class Generation:
                 task.cancel()
 
 
+def _now() -> float:
+    """The event loop's time."""
+    return asyncio.get_running_loop().time()
+
+
 def _until(deadline: float) -> float:
     """Seconds."""
-    return deadline - asyncio.get_running_loop().time()
+    return deadline - _now()
 
 
 def _succeeded(task: asyncio.Future[ShardAnswer]) -> bool:

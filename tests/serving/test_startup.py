@@ -1,49 +1,62 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from infembed_ray.serving import startup
+from infembed_ray.serving import deployments, startup
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have nice values of their own on Linux only")
-
-NICE = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="SCHED_IDLE is a policy of Linux")
 
 
-def nice() -> int:
-    return os.getpriority(os.PRIO_PROCESS, 0)
+@pytest.fixture
+def replica() -> Iterator[None]:
+    """A process with the title of a replica that serves."""
+    title = f"{startup.REPLICA}-encoder:encoder"
+    with subprocess.Popen([title, "60"], executable="/bin/sleep") as process:
+        yield
+        process.kill()
 
 
-def test_only_what_runs_in_the_background_has_the_lowest_priority() -> None:
-    before = nice()
-    assert startup.in_background(nice) == startup.LOWEST
-    assert nice() == before
+def policy() -> int:
+    return os.sched_getscheduler(0)
 
 
-def test_what_the_background_function_raises_is_raised() -> None:
+@linux
+def test_beside_a_replica_the_function_runs_at_the_lowest_priority_and_the_caller_does_not(replica: None) -> None:
+    assert startup.in_background(policy) == os.SCHED_IDLE
+    assert policy() == os.SCHED_OTHER
+
+
+@linux
+def test_where_nothing_serves_it_runs_as_it_is() -> None:
+    assert startup.in_background(policy) == os.SCHED_OTHER
+
+
+def test_what_the_function_raises_is_raised(replica: None) -> None:
     with pytest.raises(ZeroDivisionError):
         startup.in_background(lambda: 1 // 0)
 
 
-@pytest.mark.parametrize("listens", [True, False])
-def test_the_command_yields_only_to_an_api_that_listens(listens: bool) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if listens:
-            server.listen()
-        code = f"from infembed_ray.serving import startup; startup.yield_to_api(*{server.getsockname()}); {NICE}"
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(found.stdout) == (startup.LOWEST if listens else nice())
-
-
-def test_the_hooks_import_what_replicas_need_and_leave_the_main_thread_alone() -> None:
+def test_the_modules_of_a_replica_that_embeds_nothing_leave_torch_out() -> None:
     code = (
         "import sys; from infembed_ray.serving import startup; startup.import_modules();"
-        f"print(set(startup.MODULES) <= set(sys.modules), 'torch' in sys.modules); {NICE}"
+        "print(set(startup.MODULES) <= set(sys.modules), 'torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["True", "False", str(nice())]
+    assert found.stdout.split() == ["True", "False"]
+
+
+@pytest.mark.ray
+def test_a_worker_imports_them_before_it_becomes_a_replica(ray_cluster: None) -> None:
+    import ray
+
+    def imported() -> bool:
+        return set(startup.MODULES) <= set(sys.modules)
+
+    environment = deployments._environment(startup.import_modules, 1.0)
+    assert ray.get(ray.remote(imported).options(runtime_env={"env_vars": environment}).remote())
+    assert not ray.get(ray.remote(imported).remote())
