@@ -59,6 +59,8 @@ from infembed_ray.storage import located
 START_TIMEOUT_S = 600.0
 """For replicas to start: a large model is read and warmed up, a node may have to be added first."""
 READY_TIMEOUT_S = 120.0
+FREE_TIMEOUT_S = 15.0
+"""For the proxies of an API that has just been shut down to stop listening."""
 PROBE_TIMEOUT_S = 2.0
 POLL_S = 0.5
 """Between two questions to Serve's controller, which work for each."""
@@ -296,18 +298,23 @@ def _stop_if_ours(plan: Plan) -> None:
         stop()
 
 
-def require_free_port(host: str, port: int) -> None:
-    """InputError unless `host:port` can be listened on."""
+def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
+    """InputError unless `host:port` can be listened on, now or within a time."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise InputError(
-                f"port={port}: cannot be listened on at {host} ({error.strerror}); "
-                "stop what listens there, or set another port=..."
-            ) from error
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise InputError(
+                        f"port={port}: cannot be listened on at {host} ({error.strerror}); "
+                        "stop what listens there, or set another port=..."
+                    ) from error
+        time.sleep(POLL_S)
 
 
 def _write_config(plan: Plan, file: Path) -> None:
@@ -451,7 +458,7 @@ def _join(plan: Plan) -> None:
         serve.shutdown()  # what a job that was stopped in a hurry left listening
         status = serve.status()
     if not replaces:
-        require_free_port(plan.settings.host, port)
+        require_free_port(plan.settings.host, port, FREE_TIMEOUT_S)
     if replaces and APPLICATION not in status.applications:
         raise InputError(others)
     if status.proxies:
@@ -463,8 +470,6 @@ def _join(plan: Plan) -> None:
                 f"port={port}: Serve runs on this cluster already and listens at {listens.host}:{listens.port}; "
                 "give its host and port, or end it with `serve shutdown`"
             )
-    if replaces:
-        startup.lower_priority()  # what serves now comes first
     # So that the next `infembed serve` on this machine finds the cluster.
     mode = os.environ.get("RAY_AUTH_MODE", "disabled")
     address_file.write_text(f"{ray.get_runtime_context().gcs_address} {mode}", encoding="utf-8")
