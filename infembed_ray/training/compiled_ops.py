@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import functools
 import shutil
+import socket
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +33,7 @@ POLL_S = 0.1
 def build_one_at_a_time() -> None:
     """Make every build of a DeepSpeed op in this process hold an flock; the kernel releases it with the process.
 
-    A build directory that a killed process left is deleted and built again. The flock excludes only processes that
+    A build directory that a killed process of this host left is deleted and built again. The flock excludes only processes that
     called this function: run no other DeepSpeed program that builds in the same TORCH_EXTENSIONS_DIR meanwhile.
     """
     build = OpBuilder.jit_load
@@ -42,7 +44,14 @@ def build_one_at_a_time() -> None:
     def jit_load(builder: OpBuilder, verbose: bool = True) -> Any:
         directory = Path(_get_build_directory(builder.name, verbose=False))
         torch_lock = directory / "lock"
-        with locked(directory.with_name(f".{builder.name}.lock"), builder.name):
+        with locked(directory.with_name(f".{builder.name}.lock"), builder.name) as builder_host:
+            if builder_host != socket.gethostname():
+                if torch_lock.exists():
+                    say(
+                        f"train: waiting for {builder_host or 'another process'}, which builds DeepSpeed's op {builder.name}; "
+                        f"if nothing builds it any more, delete {torch_lock}"
+                    )
+                return build(builder, verbose)
             if torch_lock.exists():
                 say(f"train: {torch_lock} is left from a build that was killed: building {builder.name} again")
                 _discard(directory)
@@ -54,8 +63,11 @@ def build_one_at_a_time() -> None:
 
 
 @contextmanager
-def locked(file: Path, op: str) -> Iterator[None]:
-    """Hold an exclusive flock on a file.
+def locked(file: Path, op: str) -> Iterator[str | None]:
+    """Hold an exclusive flock on a file, and give the host whose builds it guards; None where files cannot be locked.
+
+    A flock can be valid on one host only, though the file is shared. So the first host to build writes its name into the file, and
+    only that one may take a build for a killed one.
 
     Args:
         file: created if missing; it stays.
@@ -66,13 +78,16 @@ def locked(file: Path, op: str) -> Iterator[None]:
     """
     announced = False
     began = time.monotonic()
-    with file.open("w") as lock:
+    with file.open("a+") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 waited = time.monotonic() - began
+            except OSError:  # the file system has no flock
+                yield None
+                return
             if waited >= WAIT_LIMIT_S:
                 raise InputError(
                     f"{file}: another process has been building DeepSpeed's op {op} for over {WAIT_LIMIT_S / 60:g} "
@@ -85,12 +100,17 @@ def locked(file: Path, op: str) -> Iterator[None]:
                     f"op {op} ({file})"
                 )
             time.sleep(POLL_S)
-        yield
+        lock.seek(0)
+        host = lock.read()
+        if not host:
+            host = socket.gethostname()
+            lock.write(host)
+            lock.flush()
+        yield host
 
 
 def _discard(directory: Path) -> None:
     """Delete a build directory. Compilers that outlived their build write into the old directory, not into the new one."""
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.old")
     directory.rename(old)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,10 +1,12 @@
 """Builds of DeepSpeed's ops: after a killed build, and while another process builds."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import time
 import pytest
 
 from infembed_ray.errors import InputError
+from infembed_ray.training import compiled_ops
 
 SOURCE = """
 #include <Python.h>
@@ -93,8 +96,6 @@ def test_a_build_that_was_killed_is_built_again_by_the_next_process(tmp_path):
 def test_a_wait_for_another_process_is_announced_and_ends_with_an_error_that_names_the_file(
     tmp_path, capsys, monkeypatch
 ):
-    from infembed_ray.training import compiled_ops
-
     monkeypatch.setattr(compiled_ops, "ANNOUNCE_AFTER_S", 0.2)
     monkeypatch.setattr(compiled_ops, "WAIT_LIMIT_S", 0.6)
     file = tmp_path / ".tiny.lock"
@@ -111,3 +112,22 @@ def test_a_wait_for_another_process_is_announced_and_ends_with_an_error_that_nam
     with compiled_ops.locked(file, "tiny"):
         pass
     assert capsys.readouterr().out == ""
+
+
+def test_the_build_of_another_host_is_left_alone(tmp_path, monkeypatch):
+    """A flock of NFS or Lustre may be valid on one host only."""
+    file = tmp_path / ".tiny.lock"
+    with compiled_ops.locked(file, "tiny") as host:
+        assert host == socket.gethostname()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    with compiled_ops.locked(file, "tiny") as host:
+        assert host not in ("another", None)
+
+
+def test_a_file_system_without_flock_is_built_on_unlocked(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with compiled_ops.locked(tmp_path / ".tiny.lock", "tiny") as host:
+        assert host is None
