@@ -343,6 +343,10 @@ async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
             fault = None if picked == "negative_instruction" else f"the judge picked {picked}"
     except RowFailure as error:
         fault = str(error)
+    except (RunFailure, MemoryError):
+        raise
+    except Exception as error:
+        fault = sound(in_one_line(error))
     return {**made, "fault": fault}
 
 

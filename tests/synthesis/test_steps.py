@@ -352,6 +352,7 @@ def test_the_complement_turns_the_hard_negative_into_the_positive_and_the_record
         ("instruction_complement", RowFailure("HTTP 500; tried 7 times"), "tried 7 times"),
         ("judge_complement", "Answer: none", "the judge picked none"),
         ("judge_complement", "The third.", "malformed answer"),
+        ("instruction_complement", KeyError("surprise"), "KeyError: 'surprise'"),
     ],
 )
 def test_a_complement_that_fails_leaves_its_record_kept(step: str, answer: str | Exception, fault: str) -> None:
