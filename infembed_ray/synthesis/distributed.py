@@ -424,6 +424,7 @@ class _Synthesizer:
         endpoints = list(_endpoints(settings).values())
         self._client = ChatClient(endpoints, self._journal, self._gate, prices.load(settings.prices))
         self._breaker = Breaker(settings)
+        self._complete = self._breaker.watch(self._client.complete)
         node, process = driver
         here = node == ray.get_runtime_context().get_node_id()
         self._orphan = Orphan(process if here else None, self._gate, self._client, self._journal)
@@ -449,7 +450,7 @@ class _Synthesizer:
         async with self._turn:
             if self._gate.failure is None:
                 with contextlib.suppress(RunFailure):
-                    outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
+                    outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._complete)
                     if failure := self._breaker.add(outcome):
                         self._gate.fail(failure)
                     return {"index": index, "outcome": json.dumps(_values(outcome))}

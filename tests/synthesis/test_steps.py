@@ -402,6 +402,19 @@ def test_replayed_completions_cost_nothing_now_but_keep_their_price_in_the_recor
     assert (got.paid + got.replayed).usd == pytest.approx(paid.paid.usd)
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_dead_letter_says_whether_a_journal_answered_its_last_request(replayed: bool) -> None:
+    cut_off = Completion("Query: ", "length", "small", 10, 10)
+    model = Model(query_negative=cut_off)
+
+    async def journaled(request: Request) -> Completion:
+        return replace(await model(request), replayed=replayed)
+
+    assert asyncio.run(synthesize(SEED, POOL, SETTINGS, journaled)).from_journal == replayed
+    model.answers["query_negative"] = RowFailure("HTTP 400: no")
+    assert not asyncio.run(synthesize(SEED, POOL, SETTINGS, journaled)).from_journal
+
+
 def test_a_step_may_have_a_model_of_its_own_and_own_prices(tmp_path: Path) -> None:
     table = tmp_path / "prices.yaml"
     table.write_text("as_of: 2026-11-01\nmodels:\n  home-made: [2, 3]\n")
