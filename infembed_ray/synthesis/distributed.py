@@ -228,7 +228,10 @@ def _require_all_journaled(
             except Unjournaled as unjournaled:
                 missing[unjournaled.request.model] += 1
 
-    finish(rehearse())
+    try:
+        finish(rehearse())
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
     if missing:
         raise InputError(
             f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {number} seeds "
