@@ -259,15 +259,15 @@ def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_mo
         driver = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with driver, Held(server, output / "journal", answers=150) as actors:
             driver.send_signal(signal.SIGKILL)
-            killed = time.time()
             driver.wait()
             time.sleep(3)  # Ray by itself ends the actors sooner
             assert any(alive(pid) for pid in actors)  # one without a request in flight has ended
+            released = time.time()  # until then, the requests in flight held all slots
         wait_for(lambda: not any(alive(pid) for pid in actors))
         assert not (output / "latest").exists()
         answered = len(server.log("answered"))
         assert len(server.log()) == answered
-        assert all(entry["arrived"] < killed + 1 for entry in server.log())
+        assert sum(entry["arrived"] > released for entry in server.log()) == 0
 
         resumed = run(settings(seeds, output, server))
         assert answered_most(server) == 1
