@@ -126,9 +126,13 @@ class ChatClient:
         Raises:
             RowFailure: the endpoint refuses this request, or every retry failed.
             RunFailure: the endpoints refuse all requests (key, model, quota) or were never reached, the budget is used
-                up, or another process met with such a thing. From then on, nothing more is sent.
+                up, the journal fails, or another process met with such a thing. From then on, nothing more is sent.
         """
-        known = self._journal.get(request.key)
+        try:
+            known = self._journal.get(request.key)
+        except RunFailure as failure:
+            self._gate.fail(str(failure))
+            raise
         if known is not None:
             return known
         twins = self._asking.get(request.key)

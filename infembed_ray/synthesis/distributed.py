@@ -40,7 +40,7 @@ from infembed_ray.synthesis.chat import RunFailure, Unjournaled
 from infembed_ray.synthesis.client import ChatClient, finish, replaying, without_key
 from infembed_ray.synthesis.journal import Journal, has_writer, segments
 from infembed_ray.synthesis.limits import LEASE_S, Figures, Gate, Grant, Lease, Report, resources
-from infembed_ray.synthesis.orphan import DRAIN_S, RAY_ENVIRONMENT, Orphan
+from infembed_ray.synthesis.orphan import DRAIN_S, RAY_ENVIRONMENT, Orphan, Process, this_process
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.prices import PriceTable
 from infembed_ray.synthesis.sources import Source
@@ -228,7 +228,10 @@ def _require_all_journaled(
             except Unjournaled as unjournaled:
                 missing[unjournaled.request.model] += 1
 
-    finish(rehearse())
+    try:
+        finish(rehearse())
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
     if missing:
         raise InputError(
             f"endpoint.api_key_env={settings.endpoint.api_key_env}: not set, and {missing.total()} of {number} seeds "
@@ -362,7 +365,7 @@ def _fan_out(
     """
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = _write_tasks(file, seeds, rows)
-    driver = ray.get_runtime_context().get_node_id(), os.getpid()
+    driver = this_process()
     at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), tasks)
     results = ray.data.from_blocks([pa.table({"task": [number]}) for number in range(tasks)]).map_batches(
         _Synthesizer,
@@ -376,7 +379,8 @@ def _fan_out(
         ),
         num_cpus=CPUS_PER_ACTOR,
         # A cluster that outlives the driver ends the actors itself. An environment of its own costs an actor a new process.
-        **({} if os.environ.get("RAY_ADDRESS") else {"runtime_env": {"env_vars": RAY_ENVIRONMENT}}),
+        # Where no actor can watch the driver, Ray's own check must come early.
+        **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
     )
     shown: set[str] = set()
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
@@ -414,7 +418,7 @@ class _Synthesizer:
         journal: Path,
         replay: Sequence[Path],
         limits: Any,
-        driver: tuple[str, int],
+        driver: Process | None,
     ) -> None:
         self._settings = settings
         self._tasks = pa.ipc.open_file(pa.memory_map(str(tasks)))
@@ -424,9 +428,8 @@ class _Synthesizer:
         endpoints = list(_endpoints(settings).values())
         self._client = ChatClient(endpoints, self._journal, self._gate, prices.load(settings.prices))
         self._breaker = Breaker(settings)
-        node, process = driver
-        here = node == ray.get_runtime_context().get_node_id()
-        self._orphan = Orphan(process if here else None, self._gate, self._client, self._journal)
+        self._complete = self._breaker.watch(self._client.complete)
+        self._orphan = Orphan(driver, self._gate, self._client, self._journal)
         self._turn = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0
         gc.freeze()  # what is imported stays
@@ -449,7 +452,7 @@ class _Synthesizer:
         async with self._turn:
             if self._gate.failure is None:
                 with contextlib.suppress(RunFailure):
-                    outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._client.complete)
+                    outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._complete)
                     if failure := self._breaker.add(outcome):
                         self._gate.fail(failure)
                     return {"index": index, "outcome": json.dumps(_values(outcome))}

@@ -99,26 +99,28 @@ class Journal:
         Raises:
             RunFailure: it cannot be read (a failing disk, too many open files).
         """
-        where = self._index.find(key)
-        if where is None:
-            return None
-        number, offset = where
         try:
-            with self._files[number].path.open("rb") as stream:
-                stream.seek(offset)
-                entry = decode(stream.readline())
-        except FileNotFoundError:
-            self._index_anew()
-            return self.get(key)
-        except OSError as error:
-            raise RunFailure(f"journal={self._directory}: cannot be read ({error.strerror})") from error
-        return entry[1] if entry and entry[0] == key else None
+            while (where := self._index.find(key)) is not None:
+                number, offset = where
+                try:
+                    with self._files[number].path.open("rb") as stream:
+                        stream.seek(offset)
+                        entry = decode(stream.readline())
+                except FileNotFoundError:
+                    if number == self._segment_number:  # it is never merged
+                        raise
+                    self._index_anew()
+                else:
+                    return entry[1] if entry and entry[0] == key else None
+        except (OSError, RuntimeError) as error:
+            raise self._failure("read", error) from error
+        return None
 
     async def append(self, request: Request, completion: Completion) -> None:
         """Write one completion; returns when it is on the disk. One sync serves all appends waiting at that moment.
 
         Raises:
-            RunFailure: it cannot be written (a full disk).
+            RunFailure: it cannot be written (a full disk, no thread for the sync).
         """
         line = encode(request, completion)
         try:
@@ -131,8 +133,8 @@ class Journal:
                 if self._syncing is None:
                     self._syncing = asyncio.create_task(self._sync(segment))
                 await asyncio.shield(self._syncing)
-        except OSError as error:
-            raise RunFailure(f"journal={self._directory}: cannot be written ({error.strerror})") from error
+        except (OSError, RuntimeError) as error:
+            raise self._failure("written", error) from error
         self._index.add(request.key, self._segment_number, offset)
 
     def open(self) -> BinaryIO:
@@ -147,6 +149,9 @@ class Journal:
         if self._segment is not None:
             self._segment.close()
             self._segment, self._segment_number = None, -1  # from now on it may be merged, like any other
+
+    def _failure(self, use: str, error: OSError | RuntimeError) -> RunFailure:
+        return RunFailure(f"journal={self._directory}: cannot be {use} ({getattr(error, 'strerror', None) or error})")
 
     def _index_anew(self) -> None:
         """A segment was merged into another: what was indexed lies elsewhere now."""

@@ -2,7 +2,7 @@
 
 If the driver started the cluster, the raylet dies with it. The actors live on for about two seconds, until Ray notices and
 ends them without a signal. In that time they would send more requests and lose the last answers. So an actor on the
-driver's node watches the driver's process (pidfd) and drains. On a cluster that outlives the driver, Ray ends the actors
+driver's machine watches the driver's process (pidfd) and drains. On a cluster that outlives the driver, Ray ends the actors
 within 0.1 s of the driver's death; requests in flight are then cut off and sent again by the next run.
 """
 
@@ -13,6 +13,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from infembed_ray.synthesis.client import ChatClient
 from infembed_ray.synthesis.journal import Journal
@@ -27,24 +29,43 @@ RAY_ENVIRONMENT = {"RAY_raylet_death_check_interval_milliseconds": str(int(2 * D
 _LOOK_S = 0.01
 
 
+class Process(NamedTuple):
+    """A process that others on its machine can watch."""
+
+    namespace: str
+    """The boot and the pid namespace in which the id is valid: containers on a machine have namespaces of their own."""
+    id: int
+
+
+def this_process() -> Process | None:
+    """This process; None where processes cannot be watched (not Linux, or a sandbox without pidfd)."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid())
+    except (AttributeError, OSError):
+        return None
+
+
 class Orphan:
     """Watches the driver of an actor. Use it within the actor's event loop.
 
     Args:
-        driver: process id; None where the driver runs on another machine.
+        driver: its `this_process`. It is watched if its namespace is this process's.
         gate, client, journal: of the actor.
         exit_process: ends the process without clean-up, which would wait for the dead cluster.
     """
 
     def __init__(
         self,
-        driver: int | None,
+        driver: Process | None,
         gate: Gate,
         client: ChatClient,
         journal: Journal,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._driver = driver if hasattr(os, "pidfd_open") else None  # Linux
+        here = this_process()
+        self._driver = driver.id if driver and here and driver.namespace == here.namespace else None
         self._gate = gate
         self._client = client
         self._journal = journal

@@ -86,6 +86,8 @@ class Outcome:
     """Of a kept record, columns of `records.COMPLEMENT`; None where `settings.complement` is off."""
     traceback: str | None = None
     """Of an unexpected exception, which made the row a dead letter."""
+    from_journal: bool = False
+    """A journal answered the row's last request."""
 
 
 def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
@@ -210,7 +212,8 @@ class _Row:
         row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
-        return Outcome(kind, row, self._spend(paid), self._spend(replayed))
+        from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]
+        return Outcome(kind, row, self._spend(paid), self._spend(replayed), from_journal=from_journal)
 
     def _provenance(self) -> dict[str, Any]:
         spend = self._spend(self._answered)
@@ -343,6 +346,10 @@ async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
             fault = None if picked == "negative_instruction" else f"the judge picked {picked}"
     except RowFailure as error:
         fault = str(error)
+    except (RunFailure, MemoryError):
+        raise
+    except Exception as error:
+        fault = sound(in_one_line(error))
     return {**made, "fault": fault}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from infembed_ray.synthesis.chat import Completion, Request
 
@@ -19,3 +20,10 @@ def passage_request(query: str, model: str = "small") -> Request:
     """A request that the stand-in endpoint understands."""
     asked = request(f"Query: {query}\n\nInstruction: be brief\n\nPassage: <your passage>", model)
     return replace(asked, parameters={"max_completion_tokens": 150})
+
+
+def unreadable(*segments: Path) -> None:
+    """Put a directory in the place of each file: reading it fails, for root as well."""
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+        segment.mkdir()

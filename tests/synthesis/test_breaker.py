@@ -1,6 +1,14 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+
 from infembed_ray.config import SynthesizeSettings
+from infembed_ray.records import Seed
 from infembed_ray.synthesis.breaker import Breaker
-from infembed_ray.synthesis.steps import Kind, Outcome, Spend
+from infembed_ray.synthesis.chat import Completion, Request, RowFailure
+from infembed_ray.synthesis.steps import Kind, Outcome, Spend, synthesize
+from tests import stand_in_llm
 
 SETTINGS = SynthesizeSettings(seeds="", output="")
 
@@ -49,3 +57,73 @@ def test_a_row_that_failed_earlier_says_nothing_of_a_later_step() -> None:
     for step in ("seed", "query_negative", "seed"):
         assert breaker.add(ended("dead_letter", step)) is None
     assert breaker.add(ended("dead_letter", "judge_positive")) is not None
+
+
+@pytest.mark.parametrize(
+    ("every", "in_flight", "trips"),
+    [(5, 64, False), (5, 256, False), (1, 64, True)],
+    ids=["some fail", "some of many fail", "all fail"],
+)
+@pytest.mark.parametrize("failing", ["instruction_positive", "query_negative"])
+def test_rows_in_progress_keep_failures_of_others_from_tripping_it(
+    failing: str, every: int, in_flight: int, trips: bool
+) -> None:
+    """Failures come at once, other answers take their time, and no row that passes has ended yet."""
+    settings = SynthesizeSettings(seeds="", output="", in_flight=in_flight)
+    breaker = Breaker(settings)
+    rows = 3 * in_flight
+    failed = 0
+
+    async def run() -> None:
+        slots, all_failed = asyncio.Semaphore(in_flight), asyncio.Event()
+
+        async def answer(request: Request) -> Completion:
+            if request.step == "hard_negative_document_2":
+                await asyncio.Event().wait()
+            async with slots:
+                if request.step == failing and int(request.row) % every == 0:
+                    raise RowFailure("HTTP 400: filtered")
+                await asyncio.sleep(0.02)
+            return Completion(stand_in_llm.answer(request.body), "stop", "small", 10, 10)
+
+        async def one(number: int) -> None:
+            nonlocal failed
+            query = f"how do bees make honey in summer {number}"
+            seed = Seed(str(number), query, "House bees dry the nectar and seal it.", source="made up")
+            outcome = await synthesize(seed, [f"passage {n}" for n in range(9)], settings, breaker.watch(answer))
+            assert outcome.kind == "dead_letter"
+            breaker.add(outcome)
+            failed += 1
+            if failed == len(range(0, rows, every)):
+                all_failed.set()
+
+        tasks = [asyncio.create_task(one(number)) for number in range(rows)]
+        await asyncio.wait_for(all_failed.wait(), 60)
+        assert sum(task.done() for task in tasks) in (failed - 1, failed)  # the others are still in progress
+
+    asyncio.run(run())
+    assert (breaker.failure is not None) == trips
+
+
+def test_failures_that_a_journal_replayed_do_not_trip_it() -> None:
+    breaker = Breaker(SETTINGS, alike=3)
+    replayed = replace(ended("dead_letter", "query_negative", "cut off"), from_journal=True)
+    assert [breaker.add(replayed) for _ in range(9)] == [None] * 9
+    for _ in range(3):
+        breaker.add(ended("dead_letter", "query_negative", "cut off"))
+    assert breaker.failure is not None
+
+
+def test_unexpected_exceptions_in_a_row_trip_it_also_after_a_row_has_passed() -> None:
+    breaker = Breaker(SETTINGS, alike=3)
+    unexpected = replace(ended("dead_letter", "query_negative", "RuntimeError: can't start"), traceback="Traceback")
+    for other in (ended("kept"), ended("rejected", "query_negative")):
+        breaker.add(unexpected)
+        breaker.add(unexpected)
+        assert breaker.add(other) is None
+    breaker.add(unexpected)
+    breaker.add(replace(unexpected, from_journal=True))
+    failure = breaker.add(unexpected)
+    assert failure is not None
+    assert "last 3 rows" in failure
+    assert "RuntimeError: can't start" in failure

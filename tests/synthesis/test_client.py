@@ -22,7 +22,7 @@ from infembed_ray.synthesis.journal import Journal
 from infembed_ray.synthesis.limits import Gate, Grant, Lease, Ledger, Report, resources
 from infembed_ray.synthesis.prices import PriceTable
 from tests.stand_in_llm import REQUEST_FAULTS, StandIn, stand_in
-from tests.synthesis.exchanges import passage_request, request
+from tests.synthesis.exchanges import passage_request, request, unreadable
 
 T = TypeVar("T")
 
@@ -439,4 +439,17 @@ def test_replaying_sends_nothing(tmp_path: Path) -> None:
         assert asyncio.run(complete(QUERIES[0])).replayed  # type: ignore[arg-type]
         with pytest.raises(Unjournaled, match="small"):
             asyncio.run(complete(request("new")))  # type: ignore[arg-type]
+        assert len(server.log()) == 1
+
+
+def test_a_journal_that_cannot_be_read_ends_the_run_and_nothing_more_is_sent(tmp_path: Path) -> None:
+    async def read_fault(chat: ChatClient) -> None:
+        unreadable(*tmp_path.glob("*.jsonl"))
+        for each in QUERIES[:2]:  # only the first is in the journal
+            with pytest.raises(RunFailure, match="cannot be read"):
+                await chat.complete(each)
+
+    with stand_in() as server:
+        using(endpoint(server), tmp_path, lambda chat: chat.complete(QUERIES[0]))
+        using(endpoint(server), tmp_path, read_fault)
         assert len(server.log()) == 1

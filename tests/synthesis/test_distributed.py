@@ -18,9 +18,11 @@ from infembed_ray.config import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
-from infembed_ray.synthesis.distributed import run
+from infembed_ray.synthesis.distributed import _require_all_journaled, run
 from infembed_ray.synthesis.journal import Journal
+from infembed_ray.synthesis.sources import Source
 from tests.stand_in_llm import StandIn, stand_in
+from tests.synthesis.exchanges import unreadable
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
@@ -257,15 +259,15 @@ def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_mo
         driver = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with driver, Held(server, output / "journal", answers=150) as actors:
             driver.send_signal(signal.SIGKILL)
-            killed = time.time()
             driver.wait()
             time.sleep(3)  # Ray by itself ends the actors sooner
             assert any(alive(pid) for pid in actors)  # one without a request in flight has ended
+            released = time.time()  # until then, the requests in flight held all slots
         wait_for(lambda: not any(alive(pid) for pid in actors))
         assert not (output / "latest").exists()
         answered = len(server.log("answered"))
         assert len(server.log()) == answered
-        assert all(entry["arrived"] < killed + 1 for entry in server.log())
+        assert sum(entry["arrived"] > released for entry in server.log()) == 0
 
         resumed = run(settings(seeds, output, server))
         assert answered_most(server) == 1
@@ -424,6 +426,18 @@ def test_without_a_key_seeds_that_the_journal_answers_are_not_counted(no_key: No
         judge={"model": "bundled-sample"},
     )
     assert "1 of 144 seeds need requests to bundled-sample" in one_line(given)
+
+
+def test_without_a_key_a_journal_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
+    replayed = tmp_path / "replayed.jsonl"
+    replayed.write_bytes(sample.JOURNAL.read_bytes())
+    journal = Journal(tmp_path / "journal", [replayed])
+    unreadable(replayed)
+    models = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled-sample"}}
+    given = settings(sample.SEEDS, tmp_path / "out", **models)
+    source = Source(given)
+    with pytest.raises(InputError, match=r"^journal=.*cannot be read \(Is a directory\)$"):
+        _require_all_journaled(given, source, 144, source.survey().pool, journal)
 
 
 def test_bad_settings_are_refused_in_one_line_before_any_work(seeds: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from infembed_ray.synthesis import journal as journal_module
 from infembed_ray.synthesis.chat import Completion, RunFailure
 from infembed_ray.synthesis.journal import Journal, decode, encode, has_writer, new_segment
-from tests.synthesis.exchanges import completion, request
+from tests.synthesis.exchanges import completion, request, unreadable
 
 completions = st.builds(
     Completion,
@@ -235,6 +236,48 @@ def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "file" / "journal")
     with pytest.raises(RunFailure, match=r"journal=.*cannot be written"):
         asyncio.run(journal.append(request(), completion("x")))
+
+
+def test_a_sync_that_finds_no_thread_ends_the_run(tmp_path: Path) -> None:
+    async def append() -> None:
+        threads = ThreadPoolExecutor()
+        threads.shutdown()  # run_in_executor raises RuntimeError, as it does when no thread can be started
+        asyncio.get_running_loop().set_default_executor(threads)
+        await Journal(tmp_path).append(request(), completion("x"))
+
+    with pytest.raises(RunFailure, match=r"journal=.*cannot be written \(cannot schedule"):
+        asyncio.run(append())
+
+
+def test_a_segment_that_cannot_be_read_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    journal = Journal(tmp_path)
+    unreadable(*tmp_path.glob("*.jsonl"))
+    with pytest.raises(RunFailure, match=r"journal=.*cannot be read \(Is a directory"):
+        journal.get(request("a").key)
+
+
+def test_a_segment_that_cannot_be_indexed_again_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    (merged,) = tmp_path.glob("*.jsonl")
+    journal = Journal(tmp_path)
+    merged.unlink()
+    unreadable(tmp_path / "other.jsonl")
+    with pytest.raises(RunFailure, match="cannot be read"):
+        journal.get(request("a").key)
+
+
+def test_the_own_segment_removed_while_in_use_cannot_be_read(tmp_path: Path) -> None:
+    async def append_and_get() -> None:
+        journal = Journal(tmp_path)
+        await journal.append(request(), completion("x"))
+        for segment in tmp_path.iterdir():
+            segment.unlink()
+        with pytest.raises(RunFailure, match=r"cannot be read \(No such file"):
+            journal.get(request().key)
+        journal.close()
+
+    asyncio.run(append_and_get())
 
 
 def test_a_journal_whose_segment_is_removed_while_in_use_ends_the_run(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from infembed_ray.synthesis.chat import RunFailure
 from infembed_ray.synthesis.client import ChatClient
 from infembed_ray.synthesis.journal import Journal, has_writer, segments
 from infembed_ray.synthesis.limits import Gate, Grant, Lease, Ledger, Report, resources
-from infembed_ray.synthesis.orphan import Orphan
+from infembed_ray.synthesis.orphan import Orphan, Process, this_process
 from infembed_ray.synthesis.prices import PriceTable
-from tests.stand_in_llm import stand_in
+from tests.stand_in_llm import StandIn, stand_in
 from tests.synthesis.exchanges import passage_request
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
@@ -25,7 +25,7 @@ def test_an_orphan_sends_nothing_more_journals_what_is_in_flight_and_exits(
 ) -> None:
     monkeypatch.setattr(orphan, "DRAIN_S", drain_s)
 
-    async def live(url: str) -> list[object]:
+    async def live(server: StandIn) -> list[object]:
         ledger, exited = Ledger(Limits(), 4), asyncio.get_running_loop().create_future()
 
         async def exchange(report: Report) -> Grant:
@@ -33,21 +33,61 @@ def test_an_orphan_sends_nothing_more_journals_what_is_in_flight_and_exits(
 
         gate = Gate(Lease("the only one", resources(Limits()), 4), exchange, interval_s=0.02)
         journal = Journal(tmp_path)
-        client = ChatClient([Endpoint(base_url=url, api_key_env=None)], journal, gate, PriceTable("", {}))
+        client = ChatClient([Endpoint(base_url=server.url, api_key_env=None)], journal, gate, PriceTable("", {}))
         driver = subprocess.Popen(["sleep", "60"])
-        Orphan(driver.pid, gate, client, journal, exited.set_result).watch()
+        watcher = Orphan(Process(here().namespace, driver.pid), gate, client, journal, exited.set_result)
+        watcher.watch()
         asking = [asyncio.create_task(client.complete(passage_request(f"query {number}"))) for number in range(9)]
-        await asyncio.sleep(0.5)  # four are in flight, the others wait
+        while ledger.figures().in_flight < 4:  # the others wait
+            await asyncio.sleep(0.02)
         driver.kill()
+        while not watcher.orphaned:
+            await asyncio.sleep(0.02)
+        if answered:
+            await asyncio.to_thread(server.release)
         await exited
         assert [has_writer(path) for path in segments([tmp_path])] == [True]
         driver.wait()
         return await asyncio.gather(*asking, return_exceptions=True)
 
-    with stand_in(latency_s=1.5) as server:
-        ended = asyncio.run(live(server.url))
+    with stand_in() as server:
+        server.hold()
+        ended = asyncio.run(live(server))
         assert len(server.log()) <= 4
     failed = [each for each in ended if isinstance(each, RunFailure)]
     assert len(failed) == 9 - answered
     assert {str(each) for each in failed} == {"the driver was killed"}
     assert len(Journal(tmp_path)) == answered
+
+
+def here() -> Process:
+    process = this_process()
+    assert process is not None
+    return process
+
+
+def test_a_process_id_of_another_pid_namespace_is_not_watched(tmp_path: Path) -> None:
+    """It may belong to no process here, or to a process that has nothing to do with the run."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    async def orphaned(namespace: str) -> bool:
+        async def exchange(report: Report) -> Grant:
+            return Ledger(Limits(), 4).exchange(report)
+
+        gate = Gate(Lease("the only one", resources(Limits()), 4), exchange, interval_s=0.02)
+        client = ChatClient([Endpoint(api_key_env=None)], Journal(tmp_path), gate, PriceTable("", {}))
+        exited = asyncio.get_running_loop().create_future()
+        watcher = Orphan(Process(namespace, gone.pid), gate, client, Journal(tmp_path), exited.set_result)
+        watcher.watch()
+        if watcher.orphaned:
+            await exited
+        return watcher.orphaned
+
+    assert asyncio.run(orphaned(here().namespace))
+    assert not asyncio.run(orphaned(here().namespace + "0"))
+
+
+def test_without_pidfd_no_process_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.pidfd_open")
+    assert this_process() is None

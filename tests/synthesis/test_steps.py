@@ -352,6 +352,7 @@ def test_the_complement_turns_the_hard_negative_into_the_positive_and_the_record
         ("instruction_complement", RowFailure("HTTP 500; tried 7 times"), "tried 7 times"),
         ("judge_complement", "Answer: none", "the judge picked none"),
         ("judge_complement", "The third.", "malformed answer"),
+        ("instruction_complement", KeyError("surprise"), "KeyError: 'surprise'"),
     ],
 )
 def test_a_complement_that_fails_leaves_its_record_kept(step: str, answer: str | Exception, fault: str) -> None:
@@ -399,6 +400,19 @@ def test_replayed_completions_cost_nothing_now_but_keep_their_price_in_the_recor
     assert got.row == paid.row
     assert (got.paid.calls, got.replayed.calls) == (3, 5)
     assert (got.paid + got.replayed).usd == pytest.approx(paid.paid.usd)
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_dead_letter_says_whether_a_journal_answered_its_last_request(replayed: bool) -> None:
+    cut_off = Completion("Query: ", "length", "small", 10, 10)
+    model = Model(query_negative=cut_off)
+
+    async def journaled(request: Request) -> Completion:
+        return replace(await model(request), replayed=replayed)
+
+    assert asyncio.run(synthesize(SEED, POOL, SETTINGS, journaled)).from_journal == replayed
+    model.answers["query_negative"] = RowFailure("HTTP 400: no")
+    assert not asyncio.run(synthesize(SEED, POOL, SETTINGS, journaled)).from_journal
 
 
 def test_a_step_may_have_a_model_of_its_own_and_own_prices(tmp_path: Path) -> None:
