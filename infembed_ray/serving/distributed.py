@@ -444,11 +444,14 @@ def _join(plan: Plan) -> None:
     if on_a_cluster():
         connect()
     elif replaces:
+        before = os.environ.get("RAY_AUTH_MODE")
         try:
             address, mode = address_file.read_text(encoding="utf-8").split()
             os.environ.setdefault("RAY_AUTH_MODE", mode)
             connect(address)
         except (OSError, ValueError, StartError) as error:  # never written, or of a cluster that has ended
+            if before is None:  # a cluster that this process starts later has its own mode
+                os.environ.pop("RAY_AUTH_MODE", None)
             raise InputError(others) from error
     else:
         require_free_port(plan.settings.host, port)  # before a cluster is started for nothing
