@@ -216,7 +216,7 @@ class Client:
 
 
 def capacity_of(trial: Trial, clients: int, seconds: float, name: str = "capacity") -> float:
-    """Searches a second that so many waiting clients get."""
+    """Answered searches per second with a fixed number of clients that wait for their answers."""
     with trial.load(name, f"--clients={clients}", f"--seconds={seconds + SETTLE_S}") as client:
         measured = client.answers()
     begin = min(answer.at for answer in measured) + SETTLE_S

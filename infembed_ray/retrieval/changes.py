@@ -6,8 +6,8 @@ others take the next, so the order is total, and what is there is whole. A reade
 A writer that is killed may leave a `.*.partial`, which nobody reads.
 
 A segment is an Arrow stream of changes in their order (`changes_schema`), followed by its SHA-256 (32 bytes). One that
-is damaged or missing is never skipped, nor its number given again: reading stops before it with the reason, whoever serves
-goes on with what he has, and nobody opens or compacts the index until it is restored. `append` does not look for damage: what
+is damaged or missing is never skipped, nor its number given again: reading stops before it with the reason, a replica that serves
+goes on with what it has, and nobody opens or compacts the index until it is restored. `append` does not look for damage: what
 it appends is kept. The API refuses changes meanwhile.
 
 Segments are never deleted here: an older version reads what a newer one has folded in, which is what makes rolling back

@@ -234,7 +234,7 @@ def test_sixty_four_clients_at_once_all_get_their_own_answer(api: str, minilm: s
     def embed(text: str) -> list[float]:
         for _ in range(20):
             status, answer, headers = ask(f"{api}/v1/embeddings", {"input": text, "model": "minilm"})
-            if status != 429:  # as on a machine that takes two seconds for so many
+            if status != 429:  # a slow machine may need more than 2 s for 64 texts
                 break
             time.sleep(float(headers["retry-after"]))
         assert status == 200
