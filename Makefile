@@ -1,9 +1,12 @@
-# Two commands do everything on a fresh machine with Python >= 3.10: `make quickstart` and `make test`.
+# On a fresh machine with Python >= 3.10: `make quickstart` runs the product, `make check` the quick tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PRODUCT := $(VENV)/.product
 DEV := $(VENV)/.dev
+WORKERS ?= 2
+PYTEST := HF_HUB_OFFLINE=1 pytest -n $(WORKERS) --dist loadfile
+LOG = benchmarks/results/tests-$(shell date +%Y-%m-%d).log
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -11,19 +14,34 @@ export RAY_USAGE_STATS_ENABLED := 0
 # DeepSpeed compiles a communication op with g++ on first use; keep it beside the environment.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 
-.PHONY: quickstart test lint environment clean
+.PHONY: quickstart check test test-all lint docs environment clean
 
 quickstart: $(PRODUCT)
 	infembed quickstart $(ARGS)
 
-test: environment lint
-	HF_HUB_OFFLINE=1 pytest $(ARGS)
+# Seconds: linters, types, import contracts, and tests that start neither a process nor a cluster.
+check: lint
+	$(PYTEST) -m 'not ray and not integration and not end_to_end and not slow' $(ARGS)
+
+# What CI runs: everything but the slow tests.
+test: lint
+	$(PYTEST) --durations=30 $(ARGS)
+
+# Adds the slow tests (kills, chaos, full size); the log names the machine and the duration of every test over a second.
+test-all: lint
+	@{ date -u +'%Y-%m-%d %H:%M UTC'; uname -srm; lscpu | grep -E '^(Model name|CPU\(s\)):'; \
+	   git rev-parse --short HEAD; } > $(LOG)
+	bash -o pipefail -c '$(PYTEST) -m "" --durations=0 --durations-min=1 $(ARGS) 2>&1 | tee -a $(LOG)'
 
 lint: environment
 	ruff check .
 	ruff format --check .
 	mypy
 	lint-imports --no-logo
+
+# The documentation site, in .cache/site; warnings and broken links are errors.
+docs: environment
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 environment: $(DEV)
 

@@ -1,15 +1,15 @@
-"""How fast texts are embedded offline, beside SentenceTransformer.encode, in the same run on the same cores.
+"""Offline encoding throughput against SentenceTransformer.encode, in one run on the same cores.
 
     python benchmarks/encode.py [--records N] [--rounds N]
 
-Real passages and (instruction, query) texts, from strings to unit vectors, tokenising included, MiniLM in fp32, the same
-number of threads. sentence-transformers runs at the batch size that is fastest here, found first. Both take turns;
-medians of the rounds. Its embeddings and ours must agree to a cosine of 0.9999 in every text, or there is no figure.
+Both encode real passages and (instruction, query) texts from strings to unit vectors, with MiniLM in fp32 and the same
+number of threads. sentence-transformers uses the batch size that is fastest on this machine, which is measured first. The
+two alternate, and medians of the rounds are reported. All embeddings must agree to a cosine of 0.9999, or the run fails.
 
 The last line is one JSON object:
-    vs_sentence_transformers    texts a second of ours / of SentenceTransformer.encode
-    packed_vs_padded            of ours, packed sequences / the same texts in length-sorted padded batches
-    bf16_vs_fp32                of ours; bf16 is never chosen by itself (dtype=torch.bfloat16). With its least cosine.
+    vs_sentence_transformers    our texts per second / those of SentenceTransformer.encode
+    packed_vs_padded            ours: packed sequences / length-sorted padded batches
+    bf16_vs_fp32                ours: bf16 / fp32, with the lowest cosine; bf16 needs dtype=torch.bfloat16
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 
 from infembed_ray.modeling import encoder as encoder_module
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.training.tuples import flatten
+from infembed_ray.training.collate import flatten
 
 Run = Callable[[], np.ndarray]
 BATCH_SIZES = (8, 16, 32, 64)
@@ -46,7 +46,7 @@ def seconds(run: Run) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=100, help="of three passages and three queries each")
+    parser.add_argument("--records", type=int, default=100, help="each has three passages and three queries")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of ours")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -99,7 +99,7 @@ def main() -> None:
         batch_size = min(found, key=found.__getitem__)
         runs["sentence_transformers"] = encode(batch_size)
 
-    reference = {name: run() for name, run in runs.items()}  # warms up, too
+    reference = {name: run() for name, run in runs.items()}  # this also warms up
     cosines = {name: float((reference["ours"] * v).sum(axis=1).min()) for name, v in reference.items()}
     assert min(cosines[name] for name in cosines if name != "bf16") >= 0.9999, cosines
     taken: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,21 +1,20 @@
-"""A large corpus evaluated on a cluster that loses a node half-way, and how fast it is encoded.
+"""Evaluation of a large corpus on a cluster that loses a node, and its encoding throughput.
 
     python benchmarks/evaluation_encode.py [--passages N] [--words N] [--layers N] [--data DIRECTORY]
 
-The corpus is made from the texts at hand: real passages, then sentences of them put together anew, no two alike, the same
-in every run. `infembed evaluate` runs over it as a job does, with MiniLM, on a simulated cluster of three nodes beside a
-head on which nothing is encoded; once undisturbed, and once with one of the nodes killed when half of the corpus is
-encoded, each with an empty store. SentenceTransformer.encode gets a sample of the same corpus on the same cores before,
-between and after, as many threads as cores, at the batch size that is fastest here.
+The corpus consists of real passages, then of their sentences in new combinations. It has no duplicates and is the same in
+every run. `infembed evaluate` runs with MiniLM on a simulated cluster of a head and three worker nodes: once undisturbed,
+and once with a node killed when half of the corpus is encoded. Both start with an empty store. SentenceTransformer.encode
+encodes a sample of the corpus before, between and after, on the same cores and at the fastest batch size.
 
 The last line is one JSON object:
-    equal                       all embeddings of the disturbed run are those of the undisturbed one, bit for bit
-    max_difference              the largest between a component in the one and in the other
-    figures_equal               and so are the published figures
-    driver_growth_mb            memory of the driver (anonymous) at the end of encoding - when a tenth was encoded
-    driver_mb                   the same at a tenth, two tenths ... of the corpus, of both runs
-    vs_sentence_transformers    passages a second of ours, from the first tenth to the last, / of SentenceTransformer.encode
-    again_s                     the undisturbed run once more with its store: nothing is encoded
+    equal                       all embeddings of the disturbed run equal those of the undisturbed run, bit for bit
+    max_difference              largest difference of a component between the two runs
+    figures_equal               the published figures are equal, too
+    driver_growth_mb            anonymous memory of the driver at the end of encoding minus that at one tenth
+    driver_mb                   anonymous memory at one tenth, two tenths, ... of the corpus, for both runs
+    vs_sentence_transformers    our passages per second, from the first tenth to the last / those of SentenceTransformer.encode
+    again_s                     seconds of the undisturbed run repeated with its store: it encodes nothing
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 def real_passages(data: Path) -> list[str]:
-    """MS MARCO's, those of the InF-IR records, Cranfield's abstracts."""
+    """Read the passages of MS MARCO and of the InF-IR records, and Cranfield's abstracts."""
     passages = [json.loads(line)["passage"] for line in (data / "msmarco_seeds" / "seeds.jsonl").open(encoding="utf-8")]
     for name in ("train", "dev"):
         for line in (data / "infir_mini" / f"{name}.jsonl").open(encoding="utf-8"):
@@ -63,7 +62,7 @@ def real_passages(data: Path) -> list[str]:
 
 
 def corpus(data: Path, count: int, words: int) -> list[str]:
-    """`count` different passages; one that is made gets no further sentence when it has so many words."""
+    """Make `count` distinct passages; a new one is complete once it has this many words."""
     real = real_passages(data)
     sentences = sorted({s for passage in real for s in _SENTENCE.split(passage) if 4 <= len(s.split()) <= 60})
     lengths = [len(passage.split()) for passage in real]
@@ -78,7 +77,7 @@ def corpus(data: Path, count: int, words: int) -> list[str]:
 
 
 def write_task(directory: Path, passages: list[str], data: Path) -> None:
-    """As a BEIR directory: the first queries of MS MARCO, each with its own passage as the answer."""
+    """Write a BEIR directory: the first queries of MS MARCO, each with its passage as the answer."""
     seeds = [json.loads(line) for line in (data / "msmarco_seeds" / "seeds.jsonl").open(encoding="utf-8")]
     row_of = {passage: row for row, passage in enumerate(passages)}
     asked = [seed for seed in seeds if seed["passage"] in row_of][:QUERIES]
@@ -94,7 +93,7 @@ def write_task(directory: Path, passages: list[str], data: Path) -> None:
 
 
 def minilm(directory: Path, layers: int) -> str:
-    """MiniLM with its first layers only; the weights of the others are left unread."""
+    """Write MiniLM with its first layers only."""
     if layers == 6:
         return str(material.minilm())
     shutil.copytree(material.minilm(), directory)
@@ -105,7 +104,7 @@ def minilm(directory: Path, layers: int) -> str:
 
 @contextmanager
 def cluster() -> Iterator[Any]:
-    """Three nodes of a CPU each, and a head."""
+    """Start a head and three nodes with one CPU each."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 << 20})
@@ -118,15 +117,15 @@ def cluster() -> Iterator[Any]:
 
 
 class Driven:
-    """A run of `infembed evaluate` in a process of its own, watched from outside.
+    """A run of `infembed evaluate` in another process.
 
     Args:
         model: directory.
-        root: of its output.
-        store: of its embeddings.
+        root: directory of the output.
+        store: directory of the embeddings.
         task: BEIR directory.
-        chunks: of the corpus and its queries, in the store at the end.
-        kill: a node, when half of the chunks are there.
+        chunks: number of chunks in the store at the end.
+        kill: node to kill when half of the chunks are there; None kills none.
     """
 
     def __init__(
@@ -175,27 +174,27 @@ class Driven:
                 self.memory[tenth] = memory_mb(pid)
 
     def files(self) -> list[Path]:
-        """The arrays of its store."""
+        """Return the arrays of the store."""
         return sorted(self.store.glob("*/??/*.npy"))
 
     def rate(self, passages: int) -> float:
-        """Passages a second between the first tenth of the chunks and the last."""
+        """Return passages per second between the first and the last tenth of the chunks."""
         times = sorted(self.written.values())
         first, last = len(times) // 10, len(times) - 1 - len(times) // 10
         return (last - first) / len(times) * passages / (times[last] - times[first])
 
     def figures(self) -> Any:
-        """As published."""
+        """Return the published figures."""
         (manifest,) = self.root.glob("*/manifest.json")
         return json.loads(manifest.read_text())["figures"]
 
 
 def memory_mb(pid: int) -> dict[str, float]:
-    """Of a process: `RssAnon`, what is its own, and `VmRSS`, which has the pages of mapped files as well."""
+    """Read `RssAnon` (private memory) and `VmRSS` (with the pages of mapped files) of a process."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return {name: round(int(status[name].split()[0]) / 1024, 1) for name in ("RssAnon", "VmRSS")}
-    except (FileNotFoundError, KeyError):  # it has just ended
+    except (FileNotFoundError, KeyError):  # the process has just ended
         return {}
 
 
@@ -219,13 +218,13 @@ class Peer:
         return time.perf_counter() - began
 
     def measure(self) -> None:
-        """Take one more."""
+        """Take one more measurement."""
         self.rates.append(len(self._sample) / self._seconds(self._sample, self.batch_size))
         print(f"SentenceTransformer.encode, batch {self.batch_size}: {self.rates[-1]:.1f} passages/s", flush=True)
 
 
 def compare(one: Driven, other: Driven) -> tuple[bool, float]:
-    """Are all arrays of two stores equal, and what is the largest difference?"""
+    """Return whether all arrays of two stores are equal, and their largest difference."""
     files, others = one.files(), other.files()
     if [file.name for file in files] != [file.name for file in others]:
         return False, float("nan")
@@ -240,10 +239,10 @@ def compare(one: Driven, other: Driven) -> tuple[bool, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=200_000)
-    parser.add_argument("--words", type=int, default=1000, help="passages that are made get no further sentence then")
-    parser.add_argument("--data", type=Path, default=material.REAL.parents[1], help="folder of the texts at hand")
-    parser.add_argument("--layers", type=int, default=6, help="of MiniLM, the first ones: fewer for a quick look")
-    parser.add_argument("--sample", type=int, default=2000, help="passages that SentenceTransformer gets at a time")
+    parser.add_argument("--words", type=int, default=1000, help="words at which a generated passage is complete")
+    parser.add_argument("--data", type=Path, default=material.REAL.parents[1], help="directory of the texts")
+    parser.add_argument("--layers", type=int, default=6, help="first layers of MiniLM to keep; fewer are faster")
+    parser.add_argument("--sample", type=int, default=2000, help="passages per sample of SentenceTransformer")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="of ours")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()

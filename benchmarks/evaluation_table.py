@@ -1,9 +1,9 @@
-"""BM25, a random reranker, an encoder as it is and as trained here, on real text: one table, with intervals and tests.
+"""One table with intervals and tests on real text: BM25, a random reranker, an encoder before and after training.
 
     python benchmarks/evaluation_table.py --data DIRECTORY [--trained CHECKPOINT] [--output DIRECTORY]
 
 `DIRECTORY` holds `cranfield/` (1,398 abstracts, 225 queries), `infir_mini/` (InF-IR records) and
-`msmarco_seeds/` (distractors). Without `--trained`, MiniLM is trained first, on infir_mini/train.jsonl by multi{P,I}. The random
+`msmarco_seeds/` (distractors). Without `--trained`, MiniLM is trained first, on infir_mini/train.jsonl with multi{P,I}. The random
 reranker ranks the 100 documents that BM25 finds.
 
 The last line is one JSON object:
@@ -27,9 +27,9 @@ TRAINING = {"objective": "multi{P,I}", "instruction_negatives": 1, "records_per_
 
 
 def cranfield(data: Path, directory: Path) -> Path:
-    """Cranfield as a BEIR directory, without documents 471 and 995, which are empty, and the judgements of them.
+    """Write Cranfield as a BEIR directory, without the empty documents 471 and 995 and their judgements.
 
-    Its queries are numbered by their place, as in the judgements.
+    Queries are numbered by position, as in the judgements.
     """
     (directory / "qrels").mkdir(parents=True, exist_ok=True)
     documents = re.findall(
@@ -37,7 +37,7 @@ def cranfield(data: Path, directory: Path) -> Path:
         (data / "cran.all.1400.xml").read_text(encoding="utf-8"),
         re.DOTALL,
     )
-    # An abstract begins with its title: once is enough.
+    # An abstract begins with its title; drop the repetition.
     texts = {number: " ".join((text or title).split()) for number, title, text in documents}
     texts = {number: text for number, text in texts.items() if text}
     with (directory / "corpus.jsonl").open("w", encoding="utf-8") as out:

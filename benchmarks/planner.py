@@ -1,14 +1,13 @@
-"""Is the planner right? Its peak memory of a step against what a step really allocates, for every ZeRO stage.
+"""Accuracy of the planner: planned against measured peak memory of a step, for every ZeRO stage.
 
     python benchmarks/planner.py                              # all stages in fp32 and bf16, two workers on this machine
     python benchmarks/planner.py --runs zero_stage=2 zero_stage=3,precision=bf16
-    python benchmarks/planner.py --table                      # the table of docs/planning.md; nothing is measured
+    python benchmarks/planner.py --table                      # the table of docs/guides/plan.md, without measurements
 
-A random Qwen2 of 38 M parameters takes two steps under DeepSpeed on two gloo workers, on this machine's CPUs. What is
-measured is the sum of all live tensor storages, followed from operator to operator (a TorchDispatchMode and weak
-references), at its highest: what `torch.cuda.max_memory_allocated` is on a GPU. Resident memory would hold the
-libraries and the allocator's leftovers as well, and miss what is allocated and not touched. The last line is one JSON
-object.
+A random Qwen2 of 38 M parameters takes two steps under DeepSpeed with two gloo workers on this machine's CPUs. The measure is
+the peak sum of all live tensor storages, tracked from operator to operator with a TorchDispatchMode and weak references. On
+a GPU this is `torch.cuda.max_memory_allocated`. Resident memory would include libraries and the allocator's caches, and miss
+memory that is allocated but never touched. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ STEPS = 2
 RUNS = [f"zero_stage={s}" for s in range(4)] + [f"zero_stage={s},precision=bf16" for s in (1, 2, 3)]
 RUNS += ["zero_stage=2,activation_checkpointing=true", "zero_stage=2,grad_cache_tokens=192", "zero_stage=2,lora={}"]
 BUCKET = "deepspeed={zero_optimization: {reduce_bucket_size: 4000000}}"
-"""DeepSpeed's own of 500 M elements would be most of what there is to measure."""
+"""Bucket size; DeepSpeed's default of 500 M elements would dominate the measurement."""
 
 
 def settings_of(model: str, run: str) -> Any:
-    from infembed_ray.config import PlanTrainSettings
+    from infembed_ray.config.planning import PlanTrainSettings
 
     return PlanTrainSettings.load(None, [f"model={model}", BUCKET, "workers=2", *run.split(",")])
 
 
 def write_model(path: Path) -> None:
-    """A random Qwen2 whose layers are most of it, with a tokenizer to load it by."""
+    """Write a random Qwen2, most of whose parameters are in its layers, with a tokenizer."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
@@ -56,7 +55,7 @@ def write_model(path: Path) -> None:
 
 
 def texts(number: int, seed: int, side: str) -> list[Any]:
-    """Random texts that share no beginning."""
+    """Make random texts without shared prefixes."""
     import random
 
     from infembed_ray.modeling.layout import Tokens
@@ -66,7 +65,7 @@ def texts(number: int, seed: int, side: str) -> list[Any]:
 
 
 def measure(model: str, run: str, number: int) -> int:
-    """Bytes at the peak of the steps, as this worker of two sees them."""
+    """Measure the peak bytes of the steps in this worker."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -75,7 +74,7 @@ def measure(model: str, run: str, number: int) -> int:
     from infembed_ray.training.engine import Engine
 
     class Live(TorchDispatchMode):
-        """Bytes of all storages that operators have returned and that are still there."""
+        """Bytes of all live storages that operators returned."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -108,7 +107,7 @@ def measure(model: str, run: str, number: int) -> int:
     with live:
         encoder = load_encoder(settings)
         for parameter in encoder.parameters():
-            parameter.data = parameter.data.clone()  # not mapped from the file
+            parameter.data = parameter.data.clone()  # in memory instead of mapped from the file
         engine = Engine(encoder, settings)
         engine.train()
         for step in range(STEPS):
@@ -124,7 +123,7 @@ def measure(model: str, run: str, number: int) -> int:
 
 
 def planned(model: str, run: str, number: int) -> int:
-    """Bytes at the peak of a step by the planner."""
+    """Return the planner's peak bytes of a step."""
     import torch
 
     from infembed_ray.planning.activations import saved
@@ -161,7 +160,7 @@ def planned(model: str, run: str, number: int) -> int:
 
 
 def run_workers(model: str, run: str, number: int) -> int:
-    """The larger of both workers' peaks."""
+    """Return the larger of the two workers' peaks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -180,8 +179,8 @@ def run_workers(model: str, run: str, number: int) -> int:
 
 
 def table() -> str:
-    """The table of docs/planning.md: the paper's Qwen2.5 on one to four nodes of 8 A100-80G."""
-    from infembed_ray.config import PlanTrainSettings
+    """Print the table of docs/guides/plan.md: the paper's Qwen2.5 on one to four nodes of 8 A100-80G."""
+    from infembed_ray.config.planning import PlanTrainSettings
     from infembed_ray.planning.capacity import GIB
     from infembed_ray.planning.train import plan
 
@@ -208,8 +207,8 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=RUNS, help="settings of each run, between commas")
-    parser.add_argument("--texts", type=int, default=12, help="of either side, a worker")
+    parser.add_argument("--runs", nargs="+", default=RUNS, help="settings of each run, separated by commas")
+    parser.add_argument("--texts", type=int, default=12, help="texts of each side per worker")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

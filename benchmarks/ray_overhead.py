@@ -1,15 +1,15 @@
-"""What Ray Train adds to a training step, beside the same step under torchrun.
+"""Overhead of Ray Train per training step, against the same training under torchrun.
 
     python benchmarks/ray_overhead.py [--steps N] [--workers N] [--rounds N] [--zero-stage N]
 
-The same records, MiniLM, DeepSpeed and seed: the launchers differ, nothing else, and their losses must be equal or there
-is no figure. They take turns, each the first in half of the rounds. A step is the whole of it, from dealing out records
-to the metrics; `seconds` of metrics.jsonl, the median over the steps of a run after its first ten, then over rounds.
+Both use the same records, MiniLM, DeepSpeed and seed; only the launchers differ. Their losses must be equal, or the run
+fails. They alternate, and each goes first in half of the rounds. The time of a step is `seconds` of metrics.jsonl: from
+sampling the records to writing the metrics. It is the median over the steps of a run after the first ten, then over rounds.
 
 The last line is one JSON object:
     vs_torchrun     a step under Ray / under torchrun
-    start_s         from the command to its first step, to a second: processes, imports, cluster, model
-    whole_s         from the command to the published checkpoint
+    start_s         seconds from the command to its first step: processes, imports, cluster, model
+    whole_s         seconds from the command to the published checkpoint
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from pathlib import Path
 import material
 
 from infembed_ray.records import columns_of
-from infembed_ray.training.metrics import read_metrics
+from infembed_ray.training.observability.metrics import read_metrics
 
 WARM_UP = 10
-"""Steps that are not counted."""
+"""Warm-up steps, which are not counted."""
 RECORDS = 200
-"""Of an epoch; there are as many epochs as the steps take."""
+"""Steps of an epoch; the number of epochs follows from --steps."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds of a run."""
+    """Timings of a run in seconds."""
 
     step: float
     start: float
@@ -49,7 +49,7 @@ class Run:
 
 
 def train(launcher: str, options: argparse.Namespace, records: Path, output: Path) -> Run:
-    """One `infembed train`, from the command line."""
+    """Run `infembed train` once, from the command line."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.workers}"]
     command = [sys.executable, *(torchrun if launcher == "torchrun" else []), "-m", "infembed_ray.cli", "train"]
     settings = {
@@ -65,7 +65,10 @@ def train(launcher: str, options: argparse.Namespace, records: Path, output: Pat
         "checkpoint_every": 10**6,
     }
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # torchrun would set the latter, with a warning
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # torchrun would set OMP_NUM_THREADS itself, with a warning
     began_at, began = time.time(), time.perf_counter()
     ran = subprocess.run(
         [*command, *(f"{k}={v}" for k, v in settings.items())], env=environment, capture_output=True, text=True
@@ -86,7 +89,7 @@ def train(launcher: str, options: argparse.Namespace, records: Path, output: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--records", type=int, default=4, help="of a step, over all workers, three tuples each")
+    parser.add_argument("--records", type=int, default=4, help="records per step over all workers, three tuples each")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], default=2)

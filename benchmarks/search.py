@@ -1,19 +1,19 @@
-"""Search through a shard of ours beside bare FAISS: the same vectors, the same parameters, the same threads.
+"""Search in one of our shards against bare FAISS, with the same vectors, parameters and threads.
 
     python benchmarks/search.py [--passages N] [--threads N] [--directory DIR]
 
-Two collections, both embedded by MiniLM. `cranfield`: its 1,400 abstracts (elsewhere made-up texts). `large`: N vectors
-between those of some thousand real texts (sentences of Cranfield and MS MARCO) and their neighbours, with noise, so
-clustered as embeddings of text are; with texts of a passage's length. Queries are embeddings of real queries, which no
-parameter was chosen by. The type of the index is the one `infembed index` chooses, built and calibrated as it does.
+MiniLM embeds both collections. `cranfield` has 1,400 abstracts (random texts without the development data). `large` has N
+vectors between some thousand real embeddings and their neighbours, with noise, so they cluster like embeddings of text; its
+texts have the length of passages. Queries are embeddings of real queries that played no part in the calibration. The type
+of the index is the one that `infembed index` chooses, built and calibrated in the same way.
 
-Ours is `Shard.search`: ids, texts and scores of ten hits. Bare is `index.search` of the same file, read into memory: row
-numbers and scores. They take turns, block by block; figures are medians of the ratios of neighbouring blocks. With
-`--directory` what was embedded and built stays there for another run.
+Ours is `Shard.search`, which returns ids, texts and scores of ten hits. Bare is `index.search` of the same file in memory,
+which returns row numbers and scores. They alternate block by block; figures are medians of the ratios of neighbouring
+blocks. `--directory` keeps embeddings and indexes for another run.
 
 The last line is one JSON object:
-    recall_at_10    of the chosen type against exact search, the least of both collections
-    vs_faiss        queries a second of ours / of bare FAISS, the least of single queries and batches, large collection
+    recall_at_10    of the chosen type against exact search; the lower of both collections
+    vs_faiss        queries per second, ours / bare FAISS; the lower of single queries and batches, large collection
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ SHARED = material.REAL.parents[1]
 K = 10
 BATCHES = (1, 32, 256)
 QUERIES = 1024
-"""Of the large collection."""
+"""Size passages of the large collection."""
 NOISE = 0.35
-"""Length of the noise beside a vector's 1."""
+"""Length of the noise; a vector has length 1."""
 
 
 def texts() -> tuple[list[str], list[str], list[str], str]:
-    """Passages, sentences, queries, and where they come from."""
+    """Return passages, sentences, queries, and the name of their source."""
     if not (SHARED / "cranfield").is_dir():
         made, source = material.records(1000)
         passages = [text for r in made for text in (r.document_positive, r.hard_negative_document_1)]
@@ -84,7 +84,7 @@ def embeddings(directory: Path) -> dict[str, np.ndarray]:
 
 
 def between(real: np.ndarray, count: int) -> np.ndarray:
-    """(count, d) unit vectors: each between a real one and one of its nearest, with noise."""
+    """Make (count, d) unit vectors: each between a real one and one of its nearest neighbours, with noise."""
     rng = np.random.default_rng(0)
     _, near = faiss.knn(real, real, 11, faiss.METRIC_INNER_PRODUCT)
     first = rng.integers(len(real), size=count)
@@ -120,7 +120,7 @@ def seconds(run: Callable[[np.ndarray], Any], blocks: list[np.ndarray]) -> float
 
 
 def beside(opened: Shard, bare: Any, queries: np.ndarray, batch: int, rounds: int) -> dict[str, float]:
-    """Queries a second of both, and the median of the ratios of neighbouring blocks."""
+    """Return queries per second of both, and the median ratio of neighbouring blocks."""
     blocks = [queries[start : start + batch] for start in range(0, len(queries) - batch + 1, batch)]
     runs = {"ours": lambda q: opened.search(q, K), "bare": lambda q: bare.search(q, K)}
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -136,10 +136,10 @@ def beside(opened: Shard, bare: Any, queries: np.ndarray, batch: int, rounds: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passages", type=int, default=200_000, help="of the large collection")
+    parser.add_argument("--passages", type=int, default=200_000, help="passages of the large collection")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--directory", type=Path, help="for what is embedded and built")
+    parser.add_argument("--directory", type=Path, help="directory for embeddings and indexes")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     faiss.omp_set_num_threads(options.threads)

@@ -1,29 +1,29 @@
-"""Constant load while replicas and a node are killed and the index changes twice; then five times what it can bear.
+"""Serving under constant load with killed replicas, a killed node and two hand-overs; then at five times its capacity.
 
     python benchmarks/serving_chaos.py [--seconds 240] [--rate 12] [--overload-seconds 30]
     taskset -c 0 python benchmarks/serving_chaos.py      # everything on one core
 
-A cluster of three simulated nodes beside its head serves with `infembed serve`: two replicas of the ingress, the encoder
-and each of two shards. What 32 waiting clients get is measured first. Then searches come at half of that rate (load.py: latencies
-count from the moment at which a request was to be sent), and meanwhile a replica of the encoder, of a shard and of the ingress are killed (SIGKILL), `infembed serve` hands
-over to another index, a node with replicas on it is killed (its raylet and all of its workers), and `infembed serve` hands
-over to the first index again. The two indexes hold the same texts under ids that begin with A- or B-, so an answer
-that mixes them is seen from its hits alone.
+A cluster of a head and three simulated nodes runs `infembed serve` with two replicas of the ingress, the encoder and each
+of two shards. The capacity is measured first, with 32 clients in a closed loop. Searches then arrive at half of the capacity
+(open loop of load.py). Meanwhile a replica of the encoder, of a shard and of the ingress is killed (SIGKILL), `infembed
+serve` switches to another index, a node with replicas is killed (its raylet and all of its workers), and `infembed serve`
+switches back. The two indexes hold the same texts under ids that begin with A- or B-, so the hits of an answer show
+whether it mixes them.
 
-Then overload, of one node with one replica of everything: the servers on half of the cores, the client on the others. What
-64 waiting clients get is the capacity; five times as many requests a second are sent whether they are answered or not, none
-of them again, while the replicas' resident memory is read; then load returns to a third.
+The overload runs on one node with one replica of everything; servers and client each get half of the cores. The capacity is
+the rate of 64 clients in a closed loop. Five times as many requests per second are sent, without retries, while the
+replicas' resident memory is read. Then the load returns to a third of the capacity.
 
-Each part alone: `--overload-seconds 0`, `--seconds 0`.
+`--overload-seconds 0` and `--seconds 0` run one part only; `--set request_timeout_s=10` changes a setting of `infembed serve`.
 
 The last line is one JSON object:
-    failed      requests neither answered nor told to come back (429 or 503 with Retry-After), or told, and in vain
-    cut         requests whose connection broke, because it was one to the killed node itself
-    mixed       answers with hits of more than one index, or of another one than they say
+    failed      requests without success that were not rejected with Retry-After (429 or 503) each time
+    cut         requests whose connection to the killed node broke
+    mixed       answers with hits of several indexes, or of another index than they name
     p99_ms      before, during (10 s) and after each event
-    recovery_s  seconds from each kill, or from the end of each hand-over, to the last slow answer: one that took more than
-                twice the p99 before the event and 50 ms
-    overload    goodput / capacity, answers by status, growth of replicas' memory, seconds until latencies are as before
+    recovery_s  seconds from a kill, or from the end of a hand-over, to the last answer that took more than twice the p99
+                before the event and 50 ms
+    overload    goodput / capacity, answers by status, growth of replicas' memory, seconds until latencies are normal again
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ from load import Answer, milliseconds, mixed, percentile, read, summary
 from serving_engine import real_rows
 from serving_http import free_port
 
-from infembed_ray.training.tuples import flatten
+from infembed_ray.training.collate import flatten
 
 HERE = Path(__file__).parent
 CLIENTS = 64
 CAPACITY_CLIENTS = 32
 CAPACITY_S = 20.0
 SHARE = 0.5
-"""Of the measured capacity, that is the constant load."""
+"""Constant load / measured capacity."""
 DURING_S = 10.0
 SETTLE_S = 3.0
-"""Of a load, that are not counted: until there is as much under way as there will be."""
+"""Seconds of warm-up of a load, which are not counted."""
 REPLICA = "ray::ServeReplica:"
 RECOVERED = 2.0
-"""Times the latency before an overload, at which it counts as over."""
+"""Latency / latency before the overload, below which the overload counts as over."""
 
 
 class Nodes:
-    """The simulated cluster: a head, and nodes to kill.
+    """A simulated cluster of a head and nodes to kill.
 
     Args:
-        head_cpus: of the head.
-        count: nodes besides, of four CPUs each.
+        head_cpus: CPUs of the head.
+        count: number of other nodes, with four CPUs each.
     """
 
     def __init__(self, head_cpus: int, count: int) -> None:
@@ -93,33 +93,33 @@ class Nodes:
         return str(self._cluster.address)
 
     def replicas(self, of: str = "") -> list[psutil.Process]:
-        """Processes of replicas whose deployment's name has this in it."""
+        """Return the processes of replicas whose deployment's name contains this."""
         return [process for node in (self._cluster.head_node, *self._nodes) for process in self._replicas(node, of)]
 
     def kill_replica(self, of: str) -> None:
-        """SIGKILL for one of them."""
+        """Kill one of these replicas with SIGKILL."""
         found = self.replicas(of)
         assert found, f"no replica of {of}"
         print(f"killing {found[0].cmdline()[0]}", flush=True)
         found[0].kill()
 
     def kill_node(self) -> None:
-        """The node with most replicas on it but the head, with all that runs there."""
+        """Kill the node with most replicas, except the head, with all of its processes."""
         node = max(self._nodes, key=lambda node: len(self._replicas(node, "")))
         victims = self._replicas(node, "")
         print(f"killing a node with {[process.cmdline()[0] for process in victims]}", flush=True)
         everything = self._raylet(node).children(recursive=True)
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
-        for process in everything:  # a machine that is lost takes them all; simulated, they would live on for seconds
+        for process in everything:  # a lost machine takes all of them; here they would live on for seconds
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
     def leave_cores(self) -> int:
-        """Leave half of the cores to the client, whose cost counts neither as capacity nor as overload.
+        """Reserve half of the cores for the client, so its cost affects neither capacity nor overload.
 
         Returns:
-            How many the servers keep.
+            Number of cores that the servers keep.
         """
         cores = sorted(os.sched_getaffinity(0))
         kept, left = cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]
@@ -132,7 +132,7 @@ class Nodes:
         return len(kept)
 
     def close(self) -> None:
-        """End all of it."""
+        """Stop the API and the cluster."""
         self._cluster.shutdown()
 
     def _raylet(self, node: Any) -> psutil.Process:
@@ -152,7 +152,7 @@ class Nodes:
 
 @dataclass
 class Trial:
-    """What is served, and the load on it."""
+    """The served indexes and the load on them."""
 
     folder: Path
     nodes: Nodes
@@ -168,26 +168,26 @@ class Trial:
         self.bodies.write_text("".join(json.dumps(body) + "\n" for body in queries), encoding="utf-8")
 
     def infembed(self, *arguments: str) -> None:
-        """The command, as a user of the cluster gives it."""
+        """Run the command as a user of the cluster."""
         environment = os.environ | {"RAY_ADDRESS": self.nodes.address}
         command = [sys.executable, "-m", "infembed_ray.cli", *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
 
     def index(self, owner: str, passages: int) -> None:
-        """Passages of MS MARCO under ids that begin with the owner."""
+        """Build an index of MS MARCO passages under ids that begin with the owner."""
         texts = dict.fromkeys(row["passage"] for row in real_rows()[0][:passages])
         corpus = self.folder / f"{owner}.jsonl"
         corpus.write_text("".join(json.dumps({"id": f"{owner}-{n}", "text": t}) + "\n" for n, t in enumerate(texts)))
         self.infembed("index", f"corpus={corpus}", f"model={self.model}", f"output={self.folder / owner}", "shards=2")
 
     def serve(self, owner: str) -> None:
-        """Hand the API over to an index."""
+        """Switch the API to an index."""
         self.infembed("serve", f"index={self.folder / owner}", f"port={self.port}", "wait=false", *self.settings)
 
     @contextmanager
     def load(self, name: str, *arguments: str) -> Iterator[Client]:
-        """A client in a process of its own."""
+        """Start a client in another process."""
         out = self.folder / f"{name}.jsonl"
         url = f"http://127.0.0.1:{self.port}/v1/search"
         command = [sys.executable, str(HERE / "load.py"), url, f"--bodies={self.bodies}", f"--out={out}", *arguments]
@@ -200,23 +200,23 @@ class Trial:
 
 @dataclass
 class Client:
-    """A process that sends, and notes down what it gets when it ends."""
+    """A process that sends requests and writes the answers when it ends."""
 
     process: subprocess.Popen[bytes]
     out: Path
 
     def end(self) -> None:
-        """Send no more; what is under way is waited for."""
+        """Stop sending; complete requests in flight."""
         self.process.terminate()
 
     def answers(self) -> list[Answer]:
-        """All of them; waits for the end."""
+        """Wait for the end; return all answers."""
         assert self.process.wait(timeout=600) == 0
         return read(self.out)
 
 
 def capacity_of(trial: Trial, clients: int, seconds: float, name: str = "capacity") -> float:
-    """Answered searches per second with a fixed number of clients that wait for their answers."""
+    """Measure answered searches per second with a fixed number of clients in a closed loop."""
     with trial.load(name, f"--clients={clients}", f"--seconds={seconds + SETTLE_S}") as client:
         measured = client.answers()
     begin = min(answer.at for answer in measured) + SETTLE_S
@@ -224,7 +224,7 @@ def capacity_of(trial: Trial, clients: int, seconds: float, name: str = "capacit
 
 
 def chaos(trial: Trial, seconds: float, rate: float | None) -> dict[str, Any]:
-    """The events under constant load, each a fixed time after the end of the one before."""
+    """Run the events under constant load, each a fixed time after the end of the previous one."""
     capacity = None if rate else capacity_of(trial, CAPACITY_CLIENTS, CAPACITY_S, "chaos-capacity")
     rate = rate or SHARE * (capacity or 0.0)
     print(f"capacity {capacity}, load {rate:.1f} a second", flush=True)
@@ -287,7 +287,7 @@ def chaos(trial: Trial, seconds: float, rate: float | None) -> dict[str, Any]:
 
 
 def _good(answers: Sequence[Answer], begin: float, end: float) -> float:
-    """Answered requests a second, by when their answers came."""
+    """Return answered requests per second, by time of answer."""
     return sum(answer.ok and begin <= answer.at + answer.latency < end for answer in answers) / (end - begin)
 
 
@@ -300,7 +300,7 @@ def _p99(answers: Sequence[Answer], begin: float, end: float) -> float | None:
 
 
 def overload(trial: Trial, seconds: float) -> dict[str, Any]:
-    """Five times the capacity, then a third of it."""
+    """Send five times the capacity, then a third of it."""
     measuring = max(5.0, seconds / 3)
     apart = trial.nodes.leave_cores()
     capacity = capacity_of(trial, CLIENTS, measuring)
@@ -349,9 +349,9 @@ def overload(trial: Trial, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) -> Iterator[Trial]:
-    """A cluster that serves index A, while the block runs; index B is there too."""
+    """Serve index A on a cluster while the block runs; index B exists, too."""
     try:
-        trial = Trial(folder, nodes, free_port(), material.minilm(), ["request_timeout_s=10", *settings])
+        trial = Trial(folder, nodes, free_port(), material.minilm(), settings)
         for owner in "AB":
             if not (folder / owner).exists():
                 trial.index(owner, passages)
@@ -364,16 +364,16 @@ def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=240, help="of constant load; 0: none")
-    parser.add_argument("--rate", type=float, help="searches a second (default: half of the capacity)")
-    parser.add_argument("--overload-seconds", type=float, default=30, help="0: none")
+    parser.add_argument("--seconds", type=float, default=240, help="seconds of constant load; 0: none")
+    parser.add_argument("--rate", type=float, help="searches per second (default: half of the capacity)")
+    parser.add_argument("--overload-seconds", type=float, default=30, help="seconds of overload; 0: none")
     parser.add_argument("--passages", type=int, default=400)
-    parser.add_argument("--answers", type=Path, help="copy the answers of the constant load to this .jsonl file")
+    parser.add_argument("--answers", type=Path, help="copy answers under constant load to this .jsonl file")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of `infembed serve`"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so the cluster is stopped
     found: dict[str, Any] = {}
     stormed: dict[str, Any] | None = None
     twice = ["ingress_replicas=2", "encoder_replicas=2", "shard_replicas=2"]

@@ -1,20 +1,20 @@
-"""Concurrent single embeds through the serving engine, beside infinity-emb's, and what a cached instruction spares.
+"""The encoder's serving engine against infinity-emb under concurrent single texts, and the gain of a cached instruction.
 
     python benchmarks/serving_engine.py [--infinity-python PATH] [--texts N] [--rounds N]
 
-64 clients in one process, each sending one text after the other and waiting for its vector: queries and passages of MS
-MARCO in turn where they lie beside this checkout (or the quickstart's seeds), MiniLM in fp32, as many threads for all. Ours
-is `EncodingEngine`, infinity-emb 0.0.78 its `AsyncEmbeddingEngine` on torch and on ONNX Runtime, in batches of at most 32
-texts (its default) and of 8 (it sorts by length only what is more than one batch), each in a process of its own. All take
-turns; medians of the rounds. Its embeddings and ours must agree to a cosine of 0.999 in every text, or there is no figure.
+64 clients in one process send one text each and wait for its vector, in a closed loop. Texts are alternating queries and
+passages of MS MARCO, if they are beside this checkout, or else the quickstart's seeds. All engines use MiniLM in fp32 and the
+same number of threads. Ours is `EncodingEngine`. infinity-emb 0.0.78 runs its `AsyncEmbeddingEngine` on torch and on ONNX
+Runtime, with batches of at most 32 texts (its default) and of 8 (it sorts by length only across batches), each in a process.
+All alternate; figures are medians of the rounds. Embeddings must agree to a cosine of 0.999, or the run fails.
 
-A cached instruction: a random Qwen2 of 6 layers, tiny (256 wide) and as wide as the 0.5B one (896), one thread and client, queries
-under an instruction of 64 tokens: one that comes for the first time, and one that is cached, in turn.
+For the cached instruction, a random Qwen2 with 6 layers, tiny (width 256) and as wide as the 0.5B model (896), encodes
+queries with one thread and client. Instructions have 64 tokens; new and cached ones alternate.
 
 The last line is one JSON object:
-    vs_infinity             texts a second of ours / of infinity's faster engine
-    prefix_cold_over_warm   median latency of a query, instruction new / cached, of the tiny one; `prefixes` has both
-    failed                  error of each part that failed; that part has no figures, and the exit status is 1
+    vs_infinity             texts per second, ours / infinity's faster engine
+    prefix_cold_over_warm   median latency of a query, instruction new / cached, of the tiny model; `prefixes` has both
+    failed                  error of each failed part; such a part has no figures, and the exit status is 1
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from infembed_ray.config import ServeSettings
+from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import in_one_line
-from infembed_ray.serving.encoding import EncodingEngine
+from infembed_ray.serving.encoder.engine import EncodingEngine
 
 T = TypeVar("T")
 SEEDS = Path(__file__).parents[2] / "shared" / "data" / "msmarco_seeds" / "seeds.jsonl"
@@ -59,7 +59,7 @@ DECODERS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4},
     "0.5B wide": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14},
 }
-"""Of 6 layers with two key-value heads."""
+"""Shapes of the models, with 6 layers and two key-value heads."""
 
 
 class Ours:
@@ -87,7 +87,7 @@ class Ours:
         return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "latencies": latencies}
 
     def query(self, query: str, instruction: str) -> float:
-        """Seconds until a query under an instruction has its vector."""
+        """Measure the seconds until a query has its vector."""
         began = time.perf_counter()
         self._loop.run_until_complete(self.engine.embed_queries([query], [instruction], 60.0))
         return time.perf_counter() - began
@@ -97,10 +97,10 @@ class Ours:
 
 
 class Infinity:
-    """Its engine in a process of its environment."""
+    """infinity-emb's engine in a process of its environment."""
 
     def __init__(self, python: str, kind: str, batch_size: int, model: str, threads: int) -> None:
-        self._cache = tempfile.TemporaryDirectory()  # of graphs it optimised
+        self._cache = tempfile.TemporaryDirectory()  # infinity's cache of optimised graphs
         settings = {"DO_NOT_TRACK": "1", "OMP_NUM_THREADS": str(threads), "HF_HUB_CACHE": self._cache.name}
         self._process = subprocess.Popen(
             [python, str(PEER), kind, model, str(threads), str(batch_size)],
@@ -143,7 +143,7 @@ class Infinity:
 
 
 def real_rows() -> tuple[list[dict[str, str]], str]:
-    """Queries, each with a passage, in random order, and where they come from."""
+    """Return queries with a passage each, in random order, and the name of their source."""
     source = SEEDS if SEEDS.is_file() else SAMPLE
     with source.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
@@ -152,7 +152,7 @@ def real_rows() -> tuple[list[dict[str, str]], str]:
 
 
 def real_texts(count: int) -> tuple[list[str], str]:
-    """Queries and passages in turn, of different rows, and where they come from."""
+    """Return alternating queries and passages of different rows, and the name of their source."""
     rows, source = real_rows()
     pairs = zip(rows[::2], rows[1::2], strict=False)
     texts = [text for one, other in pairs for text in (one["query"], other["passage"])]
@@ -160,7 +160,7 @@ def real_texts(count: int) -> tuple[list[str], str]:
 
 
 def random_qwen2(path: Path, texts: list[str], shape: dict[str, int]) -> str:
-    """A random Qwen2 with a tokenizer of these texts."""
+    """Write a random Qwen2 with a tokenizer trained on these texts."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -181,7 +181,7 @@ def random_qwen2(path: Path, texts: list[str], shape: dict[str, int]) -> str:
 
 
 def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threads: int) -> dict[str, float]:
-    """Milliseconds of a query under an instruction that is new, and under one that is cached: medians."""
+    """Measure the median milliseconds of a query under a new and under a cached instruction."""
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(random_qwen2(Path(folder), texts, shape), cpus_per_encoder=threads, runtime="torch")
         tokenizer = ours.engine.tokenizer
@@ -189,7 +189,7 @@ def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threa
         words = sorted({word for text in texts for word in text.split()})
 
         def instruction() -> str:
-            """Random words, as many as make 64 tokens."""
+            """Make an instruction of random words with 64 tokens."""
             ids = tokenizer(" ".join(rng.choices(words, k=INSTRUCTION_TOKENS)))["input_ids"][:INSTRUCTION_TOKENS]
             return str(tokenizer.decode(ids))
 
@@ -207,17 +207,17 @@ def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--infinity-python", help="of an environment with infinity-emb[torch,optimum]==0.0.78")
-    parser.add_argument("--texts", type=int, default=512, help="of a round")
+    parser.add_argument("--infinity-python", help="Python of an environment with infinity-emb[torch,optimum]==0.0.78")
+    parser.add_argument("--texts", type=int, default=512, help="texts of a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--trials", type=int, default=100, help="of cached instructions")
+    parser.add_argument("--trials", type=int, default=100, help="queries with cached instructions")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
 
     failed: dict[str, str] = {}
 
     def attempt(part: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """The result of a call; None if it fails, which makes the part a failed one."""
+        """Return the result of a call; record a failure and return None if it raises."""
         try:
             return call(*args, **kwargs)
         except Exception as error:

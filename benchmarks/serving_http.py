@@ -1,23 +1,22 @@
-"""Searches and embeddings over HTTP at 64 clients: ours beside a straightforward Serve graph and infinity-emb's server.
+"""Searches and embeddings over HTTP with 64 clients: ours against a plain Serve graph and infinity-emb's server.
 
     python benchmarks/serving_http.py [--infinity-python PATH] [--seconds N] [--rounds N]
 
-MiniLM in fp32 with as many threads for all, on the same cores, with the client on them too; every server is started,
-warmed up and measured in turn, alone, by a client in a process of its own (load.py, closed loop).
+All servers use MiniLM in fp32, the same number of threads and the same cores, which the client shares. Each server is
+started, warmed up and measured alone, by a client in another process (closed loop of load.py).
 
-Searches of the passages of MS MARCO at hand, two exact shards, top 10: queries as they are, and queries under an instruction
-(InF-IR), which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards through
-Serve's Python proxy; ours is the same through that proxy and through HAProxy (`ha_proxy=true`). Its hits and ours must
-agree, or there is no figure.
+Searches run over MS MARCO passages in two exact shards, top 10: plain queries, and queries under an instruction (InF-IR),
+which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards through Serve's
+Python proxy. Ours runs through that proxy and through HAProxy (`ha_proxy=true`). The hits must agree, or the run fails.
 
-Embeddings of single texts, queries and passages in turn: ours, and infinity-emb's own server (0.0.78, its torch and optimum
-engines). Embeddings must agree to a cosine of 0.999.
+Embeddings are of single texts, alternating queries and passages: ours against infinity-emb's server (0.0.78, torch and
+optimum engines). Embeddings must agree to a cosine of 0.999.
 
 The last line is one JSON object:
-    vs_straightforward              searches a second, queries as they are: ours through HAProxy / the straightforward graph
+    vs_straightforward              searches per second, plain queries: ours through HAProxy / the plain graph
     vs_straightforward_instructed   the same, queries under instructions
-    vs_straightforward_same_proxy   as the first, ours through the Python proxy too
-    vs_infinity                     embeddings a second: ours through HAProxy / the faster of infinity's engines
+    vs_straightforward_same_proxy   plain queries, both through the Python proxy
+    vs_infinity                     embeddings per second: ours through HAProxy / the faster of infinity's engines
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from load import percentile, read
 from serving_engine import real_rows, real_texts
 
 from infembed_ray.retrieval.index import Index
-from infembed_ray.training.tuples import flatten
+from infembed_ray.training.collate import flatten
 
 HERE = Path(__file__).parent
 CLIENTS = 64
@@ -61,7 +60,7 @@ ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=Fal
 from infembed_ray.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, on a cluster with logical CPUs for more than one thread of the encoder, as the straightforward graph has."""
+"""The command, on a cluster with enough logical CPUs for as many encoder threads as the plain graph has."""
 Body = dict[str, Any]
 
 
@@ -81,7 +80,7 @@ def post(url: str, body: Body) -> Any:
 def server(
     command: Sequence[str], ready: str, environment: Mapping[str, str], log: Path, cwd: str | None = None
 ) -> Iterator[None]:
-    """A server's process group, up while the block runs."""
+    """Run a server's process group while the block runs."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=os.environ | environment, start_new_session=True, cwd=cwd
@@ -99,7 +98,7 @@ def server(
             time.sleep(0.5)
         yield
     finally:
-        process.send_signal(signal.SIGINT)  # of ours, and of Ray's own children, the first process takes care
+        process.send_signal(signal.SIGINT)  # the first process ends our processes and Ray's children
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=40)
         with suppress(ProcessLookupError):
@@ -107,7 +106,7 @@ def server(
 
 
 class Client:
-    """Measures what is up; keeps what it measured."""
+    """Measures a running server and keeps the results."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder = folder
@@ -116,7 +115,7 @@ class Client:
         self._latencies: dict[str, list[float]] = {}
 
     def measure(self, name: str, url: str, bodies: Sequence[Body]) -> None:
-        """One round at 64 clients."""
+        """Measure one round with 64 clients."""
         file, out = self._folder / "bodies.jsonl", self._folder / "answers.jsonl"
         file.write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
 
@@ -135,18 +134,18 @@ class Client:
         assert found["failed"] == 0, found
 
     def rate(self, name: str) -> float | None:
-        """Median answers a second."""
+        """Return the median of answers per second."""
         found = self.measured.get(name)
         return statistics.median(one["per_second"] for one in found) if found else None
 
     def ratio(self, above: str, below: Sequence[str]) -> float | None:
-        """Of rates; of the fastest below."""
+        """Return a ratio of rates; of several denominators, the fastest counts."""
         rates = [rate for name in below if (rate := self.rate(name))]
         own = self.rate(above)
         return round(own / max(rates), 3) if rates and own else None
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Of everything that was measured."""
+        """Return all figures."""
         return {
             name: {
                 "per_second": round(self.rate(name) or 0.0, 1),
@@ -158,7 +157,7 @@ class Client:
 
 
 def searches(instructed: bool) -> list[Body]:
-    """Queries as people type them, or queries under instructions."""
+    """Return plain queries, or queries under instructions."""
     if instructed:
         records, _ = material.records(200)
         tuples = [t for record in records for t in flatten(record)]
@@ -168,7 +167,7 @@ def searches(instructed: bool) -> list[Body]:
 
 
 def built(folder: Path, model: str) -> tuple[Path, Path]:
-    """The passages at hand as an index of ours, and its vectors for the straightforward graph."""
+    """Build our index of the passages, and export its vectors for the plain graph."""
     rows, _ = real_rows()
     corpus = folder / "corpus.jsonl"
     passages = dict.fromkeys(row["passage"] for row in rows)
@@ -188,13 +187,15 @@ def built(folder: Path, model: str) -> tuple[Path, Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--infinity-python", help="of an environment with infinity-emb[torch,optimum,server]==0.0.78")
-    parser.add_argument("--seconds", type=float, default=10, help="of a measurement")
+    parser.add_argument(
+        "--infinity-python", help="Python of an environment with infinity-emb[torch,optimum,server]==0.0.78"
+    )
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of a measurement")
     parser.add_argument("--rounds", type=int, default=1, help="starts of every server")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every encoder")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every encoder")
     parser.add_argument("--only", nargs="*", default=("searches", "embeddings"))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so the servers are stopped
     threads, absent = options.threads, dict[str, str]()
     own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0"}
     quiet = own | {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
@@ -209,7 +210,7 @@ def main() -> None:
         vectors: dict[str, np.ndarray] = {}
 
         def look(name: str, base: str) -> None:
-            """What a server answers, and how fast."""
+            """Print a server's answer and its latency."""
             if "searches" in options.only and not name.startswith("infinity"):
                 sample = [*workloads["plain"][:20], *workloads["instructed"][:20]]
                 answers = [post(f"{base}/v1/search", body) for body in sample]

@@ -1,10 +1,10 @@
-"""Search on Ray Serve as its documentation leads one to write it: what `serving_http.py` compares with. It is no joke.
+"""Search on Ray Serve, written as Serve's documentation suggests: the baseline of `serving_http.py`.
 
     python benchmarks/straightforward.py MODEL CORPUS.npz PORT [CPUS]
 
 A FastAPI ingress awaits an encoder that batches with `@serve.batch`, then two FAISS shards at once, and merges. The
-encoder is SentenceTransformer.encode in a thread, so that the next batch gathers meanwhile; limits on requests under way
-are raised far above Serve's five, and access logs are off.
+encoder is SentenceTransformer.encode in a thread, so the next batch can form in the meantime. The limits of requests in
+flight are far above Serve's default of five, and access logs are off.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
-"""20,000 seeds through all steps with faults of every kind at 1 % each, and how much memory that takes over time.
+"""Memory of synthesis over time: 20,000 seeds through all steps, with 1 % of every kind of fault.
 
     python benchmarks/synthesis_endurance.py --figure memory.svg
 
-The stand-in endpoint is tests/stand_in_llm.py: 429s, 500s, hangs, dropped connections, truncated bodies, refused
-requests, refusals, empty, cut-off and malformed answers, 1 % each, and 10 % of wrong judgements. Budget and limits a
-minute are on, too wide to bind. Every two seconds the resident memory of the driver and of each actor is read; `private`
-leaves out what is shared, above all the object store's pages.
+The stand-in endpoint is tests/support/stand_in_llm.py: 429s, 500s, hangs, dropped connections, truncated bodies, rejected
+requests, refusals, empty, cut-off and malformed answers, 1 % each, and 10 % of wrong judgements. The budget and the limits
+per minute are on, but never reached. The memory of the driver and of each actor is read every two seconds; `private` leaves
+out shared pages, mainly those of the object store.
 
 The last line is one JSON object: the counts, `unaccounted` (must be 0), and `driver_growth` and `actor_growth`, the private
-memory at the end / after a third of the run (medians of a tenth of it each).
+memory at the end / after a third of the run (each the median of a tenth of the run).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.chaos.seeds import write_seeds  # noqa: E402
-from tests.stand_in_llm import ATTEMPT_FAULTS, REQUEST_FAULTS, StandIn, stand_in  # noqa: E402
+from tests.support.stand_in_llm import ATTEMPT_FAULTS, REQUEST_FAULTS, StandIn, stand_in_process  # noqa: E402
 
 EVERY_S = 2.0
 
 Sample = tuple[float, dict[str, tuple[float, float]]]
-"""Seconds since the start; process -> resident and private MB."""
+"""Seconds since the start, and process -> resident and private MB."""
 
 
 def memory_mb(pid: int) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def memory_mb(pid: int) -> tuple[float, float]:
 
 
 def writers(journal: Path) -> list[int]:
-    """The processes of a journal's segments, in the order of their numbers."""
+    """Return the processes of a journal's segments, in their order."""
     return sorted(int(segment.stem.split("-")[-2]) for segment in journal.glob("*.jsonl"))
 
 
@@ -58,7 +58,7 @@ def follow(process: subprocess.Popen[bytes], journal: Path) -> list[Sample]:
         for name, pid in named.items():
             try:
                 sample[name] = memory_mb(pid)
-            except (OSError, ValueError):  # it has just ended
+            except (OSError, ValueError):  # the process has just ended
                 continue
         samples.append((time.monotonic() - began, sample))
         time.sleep(EVERY_S)
@@ -93,7 +93,7 @@ COLOURS = {"driver": "#2a6f97", "actor 1": "#c8553d", "actor 2": "#d9a441"}
 
 
 def figure(samples: list[Sample], title: str) -> str:
-    """Resident memory over time, private memory dashed, as SVG."""
+    """Draw resident memory over time as SVG; private memory is dashed."""
     last = samples[-1][0]
     most = max(value[0] for _, sample in samples for value in sample.values())
     step = next(s for s in (50, 100, 200, 500, 1000, 2000) if most / s <= 6)
@@ -150,7 +150,9 @@ def main() -> None:
     faults = dict.fromkeys((*ATTEMPT_FAULTS, *REQUEST_FAULTS), 0.01)
     with tempfile.TemporaryDirectory() as name:
         seeds, output = write_seeds(Path(name) / "seeds.jsonl", options.seeds), Path(name) / "out"
-        with stand_in(latency_s=options.latency_s, jitter_s=0.05, retry_after_s=0.2, mistaken=0.1, **faults) as server:
+        with stand_in_process(
+            latency_s=options.latency_s, jitter_s=0.05, retry_after_s=0.2, mistaken=0.1, **faults
+        ) as server:
             samples = synthesize(seeds, output, server, Path(name) / "driver.log")
             log = server.log()
         published = storage.resolve(output)

@@ -1,24 +1,24 @@
-"""How fast synthesis asks an endpoint, beside a bare aiohttp client and the peers, on the same machine in the same run.
+"""Request rate of synthesis against a bare aiohttp client and peers, on one machine in one run.
 
     python benchmarks/synthesis_fanout.py [--curator-python PATH] [--distilabel-python PATH] [--figures FILE]
 
-Ours is the whole product: `infembed synthesize` over Ray Data, journal with fsync, limits in requests, tokens and USD
-(too wide to bind), parsing, filters, judge, Parquet output. Every client has 256 requests in flight against a server
-of its own process that answers after 100 ms; rates are the server's count of answers a second, between the first and
-the last fifth, so nobody's start counts, nor the end, when less than 256 are left. Medians of several rounds; in each
-round all clients take their turn. With --figures, rounds may be taken at several times: what the file holds counts too.
+Ours is the whole product: `infembed synthesize` over Ray Data, journal with fsync, limits of requests, tokens and USD
+(never reached), parsing, filters, judge, Parquet output. Every client has 256 requests in flight. The server is another
+process and answers after 100 ms. A rate is the server's answers per second between the first and the last fifth, which
+leaves out the start and the end. Figures are medians of rounds; in each round the clients alternate. --figures adds the
+rounds that a file holds to these.
 
-Peers run in their own environments: a Python with bespokelabs-curator, and one with distilabel, by flag or in
-CURATOR_PYTHON and DISTILABEL_PYTHON; without one its figures are null, with the reason.
+Peers run in their own environments: a Python with bespokelabs-curator and one with distilabel, given by flags or by
+CURATOR_PYTHON and DISTILABEL_PYTHON. Without them their figures are null, with the reason.
 
 The last line is one JSON object:
-    vs_aiohttp        rate of ours / rate of bare aiohttp
-    with_429          ours with 5 % of 429s (Retry-After: 1) / without
-    with_stragglers   ours with 1 in 64 answers after 3 s / without. Whoever keeps 256 in flight is bound to at most
-                      256 / 145 ms = 1762 a second then, by arithmetic; stragglers_of_bound is what part of that we reach.
-    with_stragglers_and_more_in_flight   the same with 372 in flight, whose bound is that of 256 without stragglers
+    vs_aiohttp        rate of ours / rate requests of bare aiohttp
+    with_429          ours with 5 % of 429s (Retry-After: 1) / ours without
+    with_stragglers   ours with 1 in 64 answers after 3 s / ours without. With 256 in flight, 256 / 145 ms = 1762 per
+                      second is then the upper bound; stragglers_of_bound is the share of it that ours reaches.
+    with_stragglers_and_more_in_flight   the same with 372 in flight, whose bound equals that of 256 without stragglers
     vs_curator, vs_distilabel
-    per_second        of each client and case: median, least, most
+    per_second        median, minimum and maximum of each client and case
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IN_FLIGHT = 256
 CLIENTS = ("aiohttp", "ours", "curator", "distilabel")
 STRAGGLERS = f"--stragglers={1 / 64}"
 WITH_STRAGGLERS_S = 0.1 + (3.0 - 0.1) / 64
-"""Mean latency with stragglers; 0.1 s without."""
+"""Mean latency with stragglers; without them it is 0.1 s."""
 CASES: dict[str, tuple[list[str], int]] = {
     "plain": ([], IN_FLIGHT),
     "429": (["--rate-limited=0.05"], IN_FLIGHT),
@@ -57,7 +57,7 @@ Client = Callable[[str, int], None]
 
 @contextlib.contextmanager
 def server(flags: list[str], figures: dict[str, float]) -> Iterator[str]:
-    """Run the server; what it counted is in `figures` afterwards."""
+    """Run the server; afterwards `figures` holds its counts."""
     command = [sys.executable, str(HERE / "llm_server.py"), *flags]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -76,7 +76,7 @@ def measure(client: Client, flags: list[str], in_flight: int) -> dict[str, float
 
 
 def peer(python: str, script: str, requests: int) -> Client:
-    """A client of its own process and environment."""
+    """Run a client in its own process and environment."""
 
     def run(url: str, in_flight: int) -> None:
         command = [python, str(HERE / "peers" / script), url, str(requests), str(in_flight)]
@@ -86,8 +86,8 @@ def peer(python: str, script: str, requests: int) -> Client:
 
 
 def ours(directory: Path, rows: int, actors: int) -> Client:
-    """`infembed synthesize` on made-up seeds; every row takes six requests or more."""
-    from infembed_ray.config import SynthesizeSettings
+    """Run `infembed synthesize` on generated seeds; every row needs at least six requests."""
+    from infembed_ray.config.synthesis import SynthesizeSettings
     from infembed_ray.errors import InputError
     from infembed_ray.synthesis.distributed import run as synthesize
 
@@ -101,7 +101,7 @@ def ours(directory: Path, rows: int, actors: int) -> Client:
 
     def run(url: str, in_flight: int) -> None:
         output = tempfile.mkdtemp(dir=directory)
-        settings = SynthesizeSettings.of(
+        settings = SynthesizeSettings.from_mapping(
             {
                 "seeds": str(seeds),
                 "output": output,
@@ -116,7 +116,7 @@ def ours(directory: Path, rows: int, actors: int) -> Client:
         try:
             synthesize(settings)
         except InputError as error:
-            if not str(error).startswith("0 of "):  # of few rows, the server's constant verdict may keep none
+            if not str(error).startswith("0 of "):  # the server's constant verdict may reject all of few rows
                 raise
 
     return run
@@ -125,11 +125,11 @@ def ours(directory: Path, rows: int, actors: int) -> Client:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=4000, help="seeds of ours, of six requests or more each")
-    parser.add_argument("--requests", type=int, default=20_000, help="of bare aiohttp")
+    parser.add_argument("--rows", type=int, default=4000, help="seeds of ours; each needs at least six requests")
+    parser.add_argument("--requests", type=int, default=20_000, help="requests of bare aiohttp")
     parser.add_argument("--peer-requests", type=int, default=3000)
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--figures", type=Path, help="JSON lines of earlier rounds; these are added")
+    parser.add_argument("--figures", type=Path, help="JSON lines of earlier rounds; new ones are appended")
     parser.add_argument("--curator-python", default=os.environ.get("CURATOR_PYTHON"))
     parser.add_argument("--distilabel-python", default=os.environ.get("DISTILABEL_PYTHON"))
     options = parser.parse_args()

@@ -1,22 +1,22 @@
-"""What a training step takes, beside sentence-transformers' MultipleNegativesRankingLoss, in the same run.
+"""Time of a training step against sentence-transformers' MultipleNegativesRankingLoss, in one run.
 
     python benchmarks/training_step.py [--records N] [--steps N] [--rounds N] [--zero-stage N] [--only NAME ...]
 
-A step of each is the whole of it: tokenise the batch, embed it with dropout, uni{P} at temperature 0.05 (which is that
-loss), back-propagate, clip to norm 1, AdamW. The same MiniLM, batches of tuples of real records, fp32, threads and, but
-for DeepSpeed's, the same fused torch.optim.AdamW. All take turns in rounds of several steps; medians of the rounds.
-Without dropout the first loss of both is the same to 1e-4, or there is no figure.
+A step tokenises the batch, embeds it with dropout, computes uni{P} at temperature 0.05 (the same loss), back-propagates,
+clips to norm 1 and runs AdamW. All use the same MiniLM, batches of real records, fp32 and threads. All but DeepSpeed use the
+fused torch.optim.AdamW. They alternate in rounds of several steps; figures are medians of the rounds. Without dropout the
+first losses must agree to 1e-4, or the run fails.
 
-    sentence_transformers    MultipleNegativesRankingLoss: queries and passages padded, each to its longest
+    sentence_transformers    MultipleNegativesRankingLoss: queries and passages, each padded to the longest
     ours                     packed sequences, plain PyTorch
-    engine                   ours under DeepSpeed with one worker, ZeRO 2 by default: what the product runs
+    engine                   ours under DeepSpeed with one worker, ZeRO 2 by default, as the product runs it
     grad_cache               the engine with GradCache in about `--chunks` passes
 
 The last line is one JSON object:
-    vs_sentence_transformers          time of theirs / of ours
-    engine_vs_sentence_transformers   time of theirs / of ours under DeepSpeed
-    padded_vs_packed                  time of ours padded / packed: what packing alone saves
-    grad_cache_overhead               time of GradCache / of the engine without
+    vs_sentence_transformers          their time / ours
+    engine_vs_sentence_transformers   their time / ours under DeepSpeed
+    padded_vs_packed                  our time padded / packed
+    grad_cache_overhead               time with GradCache / without
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ import material
 import torch
 from torch import Tensor, nn
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling import encoder as encoder_module
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Tokens
 from infembed_ray.records import Record
-from infembed_ray.training.objectives import Objective, marginal_loss
+from infembed_ray.training.collate import Batch, collate, flatten
+from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.scores import score_batch
-from infembed_ray.training.tuples import Batch, collate, flatten
 
 RATE = 5e-5
 TEMPERATURE = 0.05
@@ -52,7 +52,7 @@ UNI_P = Objective.parse("uni{P}")
 
 NAMES = ["ours", "sentence_transformers", "engine", "grad_cache", "padded"]
 Step = Callable[[list[Record]], float]
-"""One optimizer step on the tuples of some records; returns the loss."""
+"""Takes an optimizer step on the tuples of records; returns the loss."""
 
 
 def batch_of(encoder: InstructionEncoder, records: list[Record]) -> Batch:
@@ -73,7 +73,7 @@ def update(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], los
 
 
 def plain(path: str) -> tuple[Step, nn.Module]:
-    """Ours without DeepSpeed."""
+    """Make our step without DeepSpeed."""
     encoder = InstructionEncoder.from_pretrained(path)
     parameters = list(encoder.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0, fused=True)
@@ -102,10 +102,10 @@ def padded(step: Step) -> Step:
 def deepspeed(
     path: str, directory: str, options: argparse.Namespace, pass_tokens: int | None
 ) -> tuple[Step, nn.Module]:
-    """The engine of `infembed train`, one worker."""
+    """Make the step of `infembed train`'s engine with one worker."""
     from infembed_ray.training.engine import Engine
 
-    settings = TrainSettings.of(
+    settings = TrainSettings.from_mapping(
         {
             "records": path,
             "model": path,
@@ -149,12 +149,12 @@ def sentence_transformers_step(path: str) -> tuple[Step, nn.Module]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=8, help="of a step, three tuples each")
+    parser.add_argument("--records", type=int, default=8, help="records per step, three tuples each")
     parser.add_argument("--steps", type=int, default=3, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunks", type=int, default=8, help="passes of a GradCache step")
     parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], default=2, help="of the engine")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="what is timed")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="variants to time")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -186,7 +186,7 @@ def main() -> None:
         steps = {name: step for name, (step, _) in made.items()}
         steps["padded"] = padded(steps["ours"])
         steps = {name: step for name, step in steps.items() if name in options.only}
-        for step in steps.values():  # warm up, with dropout
+        for step in steps.values():  # warm-up, with dropout
             step(batches[0])
         taken: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(options.rounds):

@@ -1,3 +1,69 @@
-"""Retrieval that obeys instructions, at cluster scale: InF-IR synthesis, InF-Embed training and serving on Ray."""
+"""Instruction-following retrieval at cluster scale: InF-IR synthesis, InF-Embed training and serving on Ray.
+
+    from infembed_ray import Index, InstructionEncoder
+
+    encoder = InstructionEncoder.from_pretrained("runs/train")
+    vectors = encoder.encode_queries(["diabetes"], ["Only guidelines written for clinicians."])
+    for hit in Index.open("runs/index").search(vectors, k=3)[0]:
+        print(hit.score, hit.text)
+
+A name is imported when it is first used, so `import infembed_ray` loads neither torch nor Ray.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infembed_ray.api import build_index, evaluate, load_records, objective_loss, synthesize, train
+    from infembed_ray.client import AsyncClient, Client
+    from infembed_ray.errors import InputError
+    from infembed_ray.modeling.encoder import InstructionEncoder
+    from infembed_ray.records import Passage, Record, Seed
+    from infembed_ray.retrieval.index import Index
+    from infembed_ray.storage import Published
+    from infembed_ray.training.losses import Negatives, Objective, marginal_loss
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "api": ("build_index", "evaluate", "load_records", "objective_loss", "synthesize", "train"),
+    "client": ("AsyncClient", "Client"),
+    "errors": ("InputError",),
+    "modeling.encoder": ("InstructionEncoder",),
+    "records": ("Passage", "Record", "Seed"),
+    "retrieval.index": ("Index",),
+    "storage": ("Published",),
+    "training.losses": ("Negatives", "Objective", "marginal_loss"),
+}
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Index",
+    "InputError",
+    "InstructionEncoder",
+    "Negatives",
+    "Objective",
+    "Passage",
+    "Published",
+    "Record",
+    "Seed",
+    "build_index",
+    "evaluate",
+    "load_records",
+    "marginal_loss",
+    "objective_loss",
+    "synthesize",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"infembed_ray.{module}"), name)
+    raise AttributeError(f"module 'infembed_ray' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

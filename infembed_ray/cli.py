@@ -1,4 +1,7 @@
-"""The `infembed` command. Every verb is one function of its settings; the scripts of jobs/ call the same ones."""
+"""The `infembed` command. A verb is one function of its settings; the scripts of jobs/ call the same functions.
+
+Modules are imported only when a verb needs them, so `--version`, `--help` and an error in the settings take no seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,246 +9,277 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from infembed_ray import __version__
-from infembed_ray.config import (
-    AnalyzeSettings,
-    CompactSettings,
-    EvaluateSettings,
-    ExportSettings,
-    IndexSettings,
-    PlanIndexSettings,
-    PlanServeSettings,
-    PlanTrainSettings,
-    ReportSettings,
-    ServeSettings,
-    Settings,
-    SweepSettings,
-    SynthesizeSettings,
-    TrainSettings,
-)
 from infembed_ray.errors import InputError, StartError
-from infembed_ray.object_store import is_uri
-from infembed_ray.progress import say
-from infembed_ray.storage import Published, existing
+
+if TYPE_CHECKING:
+    from infembed_ray.config.base import Settings
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A stage of the product: its settings and the module whose `run(settings)` does it."""
+    """A command that takes settings."""
 
-    settings: type[Settings]
-    module: str
     help: str
-    function: str = "run"
+    function: str
+    """`module:name` of the function of the settings, below infembed_ray."""
+    settings_class: str
+    """`module:name` of the settings, below infembed_ray.config."""
+
+    @property
+    def settings(self) -> type[Settings]:
+        loaded: type[Settings] = _load(f"config.{self.settings_class}")
+        return loaded
+
+    def run(self, settings: Settings, **options: Any) -> Any:
+        return _load(self.function)(settings, **options)
 
 
 VERBS = {
-    "synthesize": Verb(SynthesizeSettings, "infembed_ray.synthesis.distributed", "seeds -> InF-IR records"),
-    "analyze": Verb(AnalyzeSettings, "infembed_ray.analysis.report", "records -> quality report"),
-    "train": Verb(TrainSettings, "infembed_ray.training.launch", "records + a backbone -> checkpoint"),
-    "export": Verb(ExportSettings, "infembed_ray.modeling.onnx", "checkpoint -> ONNX graph"),
-    "evaluate": Verb(EvaluateSettings, "infembed_ray.evaluation.distributed", "checkpoints + records -> tables"),
-    "sweep": Verb(SweepSettings, "infembed_ray.sweeps.distributed", "objectives x backbones x seeds -> one table"),
+    "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
+    "analyze": Verb("records -> quality report", "analysis.report:run", "analysis:AnalyzeSettings"),
+    "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),
+    "export": Verb("checkpoint -> ONNX graph", "modeling.onnx:run", "training:ExportSettings"),
+    "evaluate": Verb("checkpoints + records -> tables", "evaluation.distributed:run", "evaluation:EvaluateSettings"),
+    "sweep": Verb("objectives x backbones x seeds -> one table", "sweeps.distributed:run", "sweeps:SweepSettings"),
     "report": Verb(
-        ReportSettings, "infembed_ray.evaluation.report.report", "results -> the paper's tables and figures"
+        "results -> the paper's tables and figures", "evaluation.paper.report:run", "evaluation:ReportSettings"
     ),
-    "index": Verb(IndexSettings, "infembed_ray.retrieval.distributed", "checkpoint + corpus -> FAISS shards"),
-    "serve": Verb(ServeSettings, "infembed_ray.serving.distributed", "checkpoint + index -> HTTP API"),
+    "index": Verb("checkpoint + corpus -> FAISS shards", "retrieval.distributed:run", "retrieval:IndexSettings"),
+    "serve": Verb("checkpoint + index -> HTTP API", "serving.distributed:run", "serving:ServeSettings"),
 }
+"""Stages. Each has a script and a settings file in jobs/."""
 
-UPKEEP = {
+MAINTENANCE = {
     "index compact": Verb(
-        CompactSettings,
-        "infembed_ray.retrieval.distributed",
-        "an index + the changes made to it -> its next version",
-        "compact",
-    ),
+        "index + its document changes -> next version", "retrieval.distributed:compact", "retrieval:CompactSettings"
+    )
 }
-"""Steps whose verb has two words; they go through the job of the first."""
-
-INDEX_VERBS = ("index versions", "index use", "index verify")
-"""Verbs of two words that are quick and need no job; `infembed index` with anything else is the build."""
+"""Verbs of two words; they run through the job script of the first word."""
 
 PLANS = {
-    "train": Verb(PlanTrainSettings, "infembed_ray.planning.train", "memory, time and cost of a training"),
-    "index": Verb(PlanIndexSettings, "infembed_ray.planning.index", "types, memory, disk, time and cost of an index"),
-    "serve": Verb(PlanServeSettings, "infembed_ray.planning.serve", "replicas, nodes and cost a month of an API"),
+    "train": Verb("memory, time and cost of a training", "planning.train:run", "planning:PlanTrainSettings"),
+    "index": Verb("types, memory, disk, time and cost of an index", "planning.index:run", "planning:PlanIndexSettings"),
+    "serve": Verb("replicas, nodes and monthly cost of an API", "planning.serve:run", "planning:PlanServeSettings"),
 }
-"""What `infembed plan` plans. Nothing is run or written: `run(settings, as_json)` prints."""
+"""What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
-
-FILES = {
-    "agreement",
-    "compare",
-    "corpus",
-    "distractors",
-    "evaluations",
-    "index",
-    "records",
-    "replay",
-    "results",
-    "seeds",
-}
+INPUTS = frozenset(
+    ("agreement", "compare", "corpus", "distractors", "evaluations", "index", "records", "replay", "results", "seeds")
+)
+"""Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
-"""Settings of the verbs that name files or directories, and those that name models: a directory or any other name."""
-
-
-def require_files(settings: Settings, prefix: str = "") -> None:
-    """InputError if a setting names a file or directory that does not exist.
-
-    Every verb checks its inputs thoroughly. This check comes first because the verbs import torch and Ray, which takes
-    seconds, and up to a minute on a busy machine.
-    """
-    for field, value in settings:
-        pairs = [(field, value)]
-        if isinstance(value, dict):
-            pairs = [(f"{field}.{label}", item) for label, item in value.items()]
-        elif isinstance(value, tuple):
-            pairs = [(field, item) for item in value]
-        for name, item in pairs:
-            if isinstance(item, Settings):
-                require_files(item, f"{prefix}{name}.")
-            elif not isinstance(item, str) or not item or is_uri(item):
-                continue
-            elif field in FILES or (field in MODELS and item.startswith(("/", ".", "~"))):
-                existing(item, f"{prefix}{name}")
-
-
-def run_verb(verb: str, config: str | None, overrides: Sequence[str]) -> None:
-    """Load the verb's settings and run it; says so when there is nothing to do."""
-    entry = (VERBS | UPKEEP)[verb]
-    try:
-        settings = entry.settings.load(config, overrides)
-        require_files(settings)
-    except InputError:
-        if os.environ.get("RANK", "0") != "0":  # torchrun's first process says it for all
-            raise SystemExit(2) from None
-        raise
-    if isinstance(settings, ServeSettings):
-        from infembed_ray.serving import startup
-
-        startup.in_background(lambda: importlib.import_module(entry.module))
-    result = getattr(importlib.import_module(entry.module), entry.function)(settings)
-    if isinstance(result, Published):
-        for line in result.account.splitlines():
-            say(f"{verb}: {line}")
+"""Settings that name a model: a directory or any other name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 2 for bad input, 1 if Ray did not start; both in one line on stderr."""
+    """Run one command.
+
+    Returns:
+        The exit status: 0, 1 if Ray did not start, 2 for bad input, 130 if interrupted. An error is one line on stderr.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if " ".join(arguments[:2]) in (*UPKEEP, *INDEX_VERBS):
+    if arguments[:1] == ["index"] and arguments[1:2] in (["compact"], ["versions"], ["use"], ["verify"]):
         arguments[:2] = [" ".join(arguments[:2])]
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork after the first use
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours are the only ones
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
-        if options.verb == "quickstart":
-            from infembed_ray.quickstart.chain import run
-
-            run(directory=options.directory, port=options.port, keep_serving=options.keep_serving)
-        elif options.verb == "init":
-            from infembed_ray import project_files
-
-            project_files.run(options.directory)
-        elif options.verb == "plan":
-            entry = PLANS[options.what]
-            settings = entry.settings.load(options.config, options.overrides)
-            importlib.import_module(entry.module).run(settings, as_json=options.json)
-        elif options.verb in INDEX_VERBS:
-            from infembed_ray.retrieval import upkeep
-
-            upkeep.run(options.verb.split()[1], options.directory, getattr(options, "version", None))
-        elif options.verb == "journal":
-            from infembed_ray.synthesis import journal_upkeep
-
-            return journal_upkeep.run(options.action, options.journal, options.file)
-        elif options.verb == "data":
-            from infembed_ray.evaluation import mirror
-
-            return mirror.run(options.action, options.directory, options.tasks)
-        elif options.verb == "key":
-            from infembed_ray.serving.auth import new_key
-
-            print(new_key(options.name, options.file))
-            print(
-                f"This key is shown once. Serve with api_keys_file={options.file}; delete its line there to revoke it.",
-                file=sys.stderr,
-            )
-        elif options.verb == "mteb":
-            from infembed_ray.evaluation import mteb_adapter
-
-            mteb_adapter.run(options.arguments)
-        else:
-            run_verb(options.verb, options.config, options.overrides)
+        return options.run(options) or 0
     except (InputError, StartError) as error:
         print(f"infembed {options.verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print(f"infembed {options.verb}: interrupted; the same command resumes", file=sys.stderr)
         return 130
-    return 0
+
+
+# ------------------------------------------------------------------------------------------------- verbs with settings
+
+
+def _run_verb(options: argparse.Namespace) -> None:
+    """Load the settings of a verb, run it, and print where its output is."""
+    from infembed_ray.progress import say
+    from infembed_ray.storage import Published
+
+    verb = (VERBS | MAINTENANCE)[options.verb]
+    try:
+        settings = verb.settings.load(options.config, options.overrides)
+        require_files(settings)
+    except InputError:
+        if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
+            raise SystemExit(2) from None
+        raise
+    if options.verb == "serve":
+        from infembed_ray.serving import startup
+
+        startup.in_background(lambda: _load(verb.function))
+    result = verb.run(settings)
+    if isinstance(result, Published):
+        for line in result.summary.splitlines():
+            say(f"{options.verb}: {line}")
+
+
+def require_files(settings: Settings, prefix: str = "") -> None:
+    """Check that the files and directories that settings name exist.
+
+    Every verb checks its inputs thoroughly. This check comes first, because the verbs import torch and Ray, which takes
+    seconds, and up to a minute on a busy machine.
+
+    Raises:
+        InputError: a file or directory does not exist.
+    """
+    from infembed_ray.config.base import Settings
+    from infembed_ray.object_store import is_uri
+    from infembed_ray.storage import resolve_input
+
+    for field, value in settings:
+        named = [(field, value)]
+        if isinstance(value, dict):
+            named = [(f"{field}.{label}", item) for label, item in value.items()]
+        elif isinstance(value, tuple):
+            named = [(field, item) for item in value]
+        for name, item in named:
+            if isinstance(item, Settings):
+                require_files(item, f"{prefix}{name}.")
+            elif not isinstance(item, str) or not item or is_uri(item):
+                continue
+            elif field in INPUTS or (field in MODELS and item.startswith(("/", ".", "~"))):
+                resolve_input(item, f"{prefix}{name}")
+
+
+def _run_plan(options: argparse.Namespace) -> None:
+    verb = PLANS[options.what]
+    verb.run(verb.settings.load(options.config, options.overrides), as_json=options.json)
+
+
+def create_key(name: str, file: str) -> None:
+    """Print a new API key; its hash goes to a file."""
+    print(_load("serving.http.auth:new_key")(name, file))
+    print(
+        f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
+    )
+
+
+def _call(options: argparse.Namespace) -> int | None:
+    """Call a function of the package with the parsed arguments of its verb."""
+    values = {name: value for name, value in vars(options).items() if name not in ("verb", "run", "function")}
+    status: int | None = _load(options.function)(**values)
+    return status
+
+
+# ------------------------------------------------------------------------------------------------- parsers
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that lists the settings of its verb in its help, and suggests a verb for a mistyped one."""
+
+    verb_settings: Verb | None = None
+
+    def format_help(self) -> str:
+        if self.verb_settings is not None:
+            self.epilog = "\n".join(["settings:", *_settings_help(self.verb_settings.settings)])
+        return super().format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            from infembed_ray.config.base import nearest
+
+            self.exit(2, f"{self.prog}: unknown verb {value}: {nearest(str(value), action.choices)}\n")
+        super()._check_value(action, value)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="infembed", description="Retrieval that obeys instructions, at cluster scale."
-    )
+    parser = _Parser(prog="infembed", description="Instruction-following retrieval at cluster scale.")
     parser.add_argument("--version", action="version", version=f"infembed_ray {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, verb in (VERBS | UPKEEP).items():
-        _settings_parser(verbs, name, verb)
-    listed = verbs.add_parser("index versions", help="the versions of an index, and which is the latest")
-    used = verbs.add_parser("index use", help="roll an index back to a version, or forward again")
-    verified = verbs.add_parser("index verify", help="read all of an index and the changes to it: is it whole?")
-    for index in (listed, used, verified):
-        index.add_argument("directory", metavar="DIR", help="the output of `infembed index`")
-    used.add_argument("version", metavar="VERSION", help="its id, or how that begins")
-    plan = verbs.add_parser("plan", help="what a run needs and costs, before anyone pays for it")
+
+    def add(name: str, function: str, help: str, **defaults: Any) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help)
+        added.set_defaults(run=_call, function=function, **defaults)
+        return added
+
+    for name, verb in (VERBS | MAINTENANCE).items():
+        _add_settings(verbs, name, verb).set_defaults(run=_run_verb)
+    for action, help in {
+        "versions": "list the versions of an index; mark the latest",
+        "verify": "read an index and its document changes, and check their checksums",
+        "use": "roll an index back or forward to a version",
+    }.items():
+        index = add(f"index {action}", "retrieval.admin:run", help, action=action)
+        index.add_argument("directory", metavar="DIR", help="output of `infembed index`")
+    index.add_argument("version", metavar="VERSION", help="id of the version, or the first characters of it")
+    plan = add("plan", "", "estimate what a run needs and costs")
     plans = plan.add_subparsers(dest="what", required=True, metavar="VERB")
     for name, verb in PLANS.items():
-        _settings_parser(plans, name, verb).add_argument("--json", action="store_true", help="print JSON, in bytes")
-    quickstart = verbs.add_parser("quickstart", help="the whole product, once, on a bundled sample")
-    quickstart.add_argument("--directory", default="runs/quickstart", help="where outputs go (default: %(default)s)")
-    quickstart.add_argument("--port", type=int, default=8000, help="port of the HTTP API (default: %(default)s)")
-    quickstart.add_argument("--keep-serving", action="store_true", help="leave the HTTP API up until interrupted")
-    init = verbs.add_parser("init", help="copy the job scripts, their settings files and cluster.yaml into a directory")
-    init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
-    journal = verbs.add_parser("journal", help="look after a response journal: check, merge, export, import it")
+        planned = _add_settings(plans, name, verb)
+        planned.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+        planned.set_defaults(run=_run_plan)
+    quickstart = add("quickstart", "quickstart.chain:run", "run all stages once on a bundled sample")
+    quickstart.add_argument("--directory", default="runs/quickstart", help="of the outputs (default: %(default)s)")
+    quickstart.add_argument("--port", type=int, default=8000, help="of the HTTP API (default: %(default)s)")
+    quickstart.add_argument("--keep-serving", action="store_true", help="keep the HTTP API up until interrupted")
+    init = add("init", "project_files:run", "copy job scripts, their settings files and cluster.yaml to a directory")
+    init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
+    journal = add("journal", "llm.journal_tools:run", "check, compact, export or import a journal of LLM responses")
     journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import"))
-    journal.add_argument("journal", metavar="DIR", help="the journal's directory")
-    journal.add_argument("file", metavar="FILE", nargs="?", help="export to, or import from, this .jsonl file")
-    data = verbs.add_parser("data", help="mirror the published data sets that evaluation tasks read, or check a mirror")
+    journal.add_argument("journal", metavar="DIR", help="directory of the journal")
+    journal.add_argument("file", metavar="FILE", nargs="?", help=".jsonl file to export to or import from")
+    data = add(
+        "data", "evaluation.tasks.mirror:run", "mirror the published data sets of evaluation tasks, or verify a mirror"
+    )
     data.add_argument("action", choices=("fetch", "verify"))
-    data.add_argument("directory", metavar="DIR", help="the mirror's directory: `data` of `infembed evaluate`")
+    data.add_argument("directory", metavar="DIR", help="of the mirror: `data` of `infembed evaluate`")
     data.add_argument("tasks", metavar="TASK", nargs="*", help="followir, mair/dd-15, mair/CAsT_*, bright/biology, ...")
-    key = verbs.add_parser("key", help="make an API key for `infembed serve`: prints it, and keeps its hash in a file")
-    key.add_argument("name", metavar="NAME", help="whose key it is, or what for")
-    key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; made if it is not there")
-    mteb = verbs.add_parser("mteb", help="mteb's command line, with models of ours: mteb run -m CHECKPOINT -t TASK")
-    mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="as of mteb; try: mteb run --help")
+    key = add("key", "cli:create_key", "create an API key for `infembed serve`: print it and store its hash in a file")
+    key.add_argument("name", metavar="NAME", help="name of its user or purpose")
+    key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; created if missing")
+    mteb = add("mteb", "evaluation.mteb_adapter:run", "run mteb's tasks: mteb run -m CHECKPOINT -t TASK")
+    mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help")
     return parser
 
 
-def _settings_parser(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=verb.help, epilog=_fields(verb.settings), formatter_class=argparse.RawTextHelpFormatter
+def _add_settings(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:
+    parser: _Parser = verbs.add_parser(
+        name, help=verb.help, description=verb.help, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.verb_settings = verb
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     return parser
 
 
-def _fields(settings: type[Settings]) -> str:
-    lines = ["settings:"]
+def _settings_help(settings: type[Settings], prefix: str = "") -> Iterator[str]:
+    """Describe every setting, nested ones after the setting that holds them; defaults are written as YAML."""
+    import yaml
+
+    from infembed_ray.config.base import Settings, settings_class
+
     for name, field in settings.model_fields.items():
-        default = "required" if field.is_required() else f"default {field.get_default()!r}"
-        lines.append(f"  {name:<22} {field.description} ({default})")
-    return "\n".join(lines)
+        if field.is_required():
+            default = "required"
+        elif isinstance(field.default, Settings):
+            default = "its settings follow"
+        else:
+            default = "default " + yaml.safe_dump([field.default], default_flow_style=True, width=10**6).strip()[1:-1]
+        yield f"  {prefix + name:<22} {field.description} ({default})"
+        if inner := settings_class(field.annotation):
+            in_mapping = any(get_origin(part) is dict for part in (field.annotation, *get_args(field.annotation)))
+            yield from _settings_help(inner, f"{prefix}{name}.{'LABEL.' if in_mapping else ''}")
+
+
+def _load(path: str) -> Any:
+    """Import `module:name` below infembed_ray."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"infembed_ray.{module}"), name)
 
 
 if __name__ == "__main__":

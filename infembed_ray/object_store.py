@@ -1,11 +1,11 @@
-"""Object stores: `s3://`, `gs://` and `abfs://` folders, by the clients that pyarrow brings.
+"""Object stores: folders at `s3://`, `gs://` and `abfs://` URIs, through pyarrow's clients.
 
-Credentials and regions come from the environment, as each cloud's own tools read them (`AWS_ACCESS_KEY_ID`,
-`AWS_PROFILE`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS`, ...). A store that is compatible with S3 is named by
-`AWS_ENDPOINT_URL`, or by the URI: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`.
+Credentials and regions come from the environment, under the names that each cloud's own tools use (`AWS_ACCESS_KEY_ID`,
+`AWS_PROFILE`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS`, ...). `AWS_ENDPOINT_URL` names another S3-compatible store,
+and so does a URI: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`.
 
-An object appears whole or not at all, but nothing can be renamed: whoever writes several objects that belong together
-writes the one that says so last.
+A single object is written atomically, but a store cannot rename. A writer of several objects writes the one that marks
+them complete last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from infembed_ray.errors import InputError
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
 SCRATCH = "INFEMBED_SCRATCH"
-"""Environment variable: the directory of this machine for copies of what is in object stores and on the hub."""
+"""Environment variable: local directory for copies from object stores and from the hub."""
 _CHUNK = 8 << 20
 _QUERY = {
     "allow_bucket_creation",
@@ -47,31 +47,31 @@ _QUERY = {
     "tls_ca_file_path",
     "tls_verify_certificates",
 }
-"""What pyarrow takes in a query and is no secret. A URI is written to manifests and logs."""
+"""Query parameters of pyarrow that are not secret. URIs appear in manifests and logs."""
 
 
 def is_uri(value: str) -> bool:
-    """Does a setting name a place in an object store?"""
+    """Whether a value is a URI of an object store."""
     return value.split("://", 1)[0] in SCHEMES and "://" in value
 
 
 def scratch() -> Path:
-    """Where copies of what is elsewhere are made: `INFEMBED_SCRATCH`, else a directory of this user's in /tmp.
+    """Return the directory for local copies: `INFEMBED_SCRATCH`, else one of this user in /tmp.
 
     Raises:
-        InputError: it is another user's. Training states are read from it, and whoever can write them runs code here.
+        InputError: another user owns it. Training states are loaded from it, and loading them can run code.
     """
-    asked = os.environ.get(SCRATCH)
-    path = Path(asked).expanduser().absolute() if asked else Path(tempfile.gettempdir()) / f"infembed-{os.getuid()}"
+    given = os.environ.get(SCRATCH)
+    path = Path(given).expanduser().absolute() if given else Path(tempfile.gettempdir()) / f"infembed-{os.getuid()}"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not asked and path.stat().st_uid != os.getuid():
+    if not given and path.stat().st_uid != os.getuid():
         raise InputError(f"{path}: belongs to another user; set {SCRATCH} to a directory of your own")
     return path
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a store says of an object: its size in bytes and when it was written, in nanoseconds since 1970."""
+    """Size of an object in bytes, and the time it was written in nanoseconds since 1970."""
 
     size: int
     written: int
@@ -79,38 +79,41 @@ class Entry:
 
 @dataclass(frozen=True)
 class Folder:
-    """All objects whose names begin alike, as files of a folder; or one object.
+    """The objects with one prefix, as files of a folder; or one object.
 
     Attributes:
         base: scheme, bucket and path: `s3://bucket/path`.
-        query: of the URI, how the store is reached.
+        query: query string of the URI, with the endpoint and its options.
     """
 
     base: str
     query: str = ""
 
     @classmethod
-    def of(cls, uri: str, setting: str) -> Folder:
-        """The place that a setting names.
+    def open(cls, uri: str, setting: str) -> Folder:
+        """Open the folder that a setting names.
 
         Raises:
-            InputError: no such bucket, no access, an endpoint that does not answer, or credentials in the URI.
+            InputError: the bucket does not exist, access is denied, the endpoint does not answer, or the URI holds
+                credentials.
         """
         base, _, query = uri.partition("?")
         folder = cls(base.rstrip("/"), query)
         user, _, place = base.partition("://")[2].rpartition("@")  # abfs://container@account.dfs.core.windows.net
         if ":" in user:
-            raise InputError(f"{setting}={place}: credentials in a URI end in logs; set them in the environment")
+            raise InputError(
+                f"{setting}={place}: a URI must not hold credentials, because logs show it; set them in the environment"
+            )
         if not {key for key, _ in parse_qsl(query, keep_blank_values=True)} <= _QUERY:
             raise InputError(
-                f"{setting}={folder.base}: its query may hold {', '.join(sorted(_QUERY))}; credentials are set in the "
-                "environment, because a URI ends in logs"
+                f"{setting}={folder.base}: the query of a URI may hold only {', '.join(sorted(_QUERY))}; set credentials "
+                "in the environment, because logs show the URI"
             )
-        with told(folder.base, setting):
+        with convert_errors(folder.base, setting):
             system, path = folder._open()
             bucket = path.split("/", 1)[0]
             if system.get_file_info(bucket).type == filesystems.FileType.NotFound:
-                raise InputError(f"{setting}={folder.base}: no bucket {bucket}; make it, or check the endpoint")
+                raise InputError(f"{setting}={folder.base}: no bucket {bucket}; create it, or check the endpoint")
         return folder
 
     def __str__(self) -> str:
@@ -118,12 +121,12 @@ class Folder:
 
     @property
     def uri(self) -> str:
-        """With all that is needed to reach it, for another process."""
+        """The URI with its query, for another process."""
         return f"{self.base}?{self.query}" if self.query else self.base
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the path."""
         return self.base.rsplit("/", 1)[-1]
 
     def __truediv__(self, name: str) -> Folder:
@@ -131,10 +134,10 @@ class Folder:
 
     def _open(self) -> tuple[Any, str]:
         system, path = filesystems.FileSystem.from_uri(self.uri)
-        return system, path.strip("/")  # an abfs URI may give it with a slash at either end
+        return system, path.strip("/")  # pyarrow may keep a slash at either end of an abfs path
 
     def entries(self) -> dict[str, Entry]:
-        """Names below this folder, with slashes, and what they are; "" is the place itself, if it is an object."""
+        """List the objects below this folder by relative name; "" is the folder itself, if it is an object."""
         system, path = self._open()
         found = system.get_file_info(filesystems.FileSelector(path, recursive=True, allow_not_found=True))
         if not found:
@@ -146,7 +149,7 @@ class Folder:
         }
 
     def read(self, name: str) -> str | None:
-        """The text of an object; None where there is none."""
+        """Read the text of an object; None if it does not exist."""
         system, path = self._open()
         try:
             with system.open_input_stream(f"{path}/{name}") as stream:
@@ -161,14 +164,14 @@ class Folder:
             stream.write(text.encode("utf-8"))
 
     def upload(self, file: Path, name: str) -> None:
-        """Copy a file of this machine to the store."""
+        """Copy a local file to the store."""
         system, path = self._open()
         filesystems.copy_files(
             str(file), f"{path}/{name}", filesystems.LocalFileSystem(), system, chunk_size=_CHUNK, use_threads=False
         )
 
     def download(self, name: str, file: Path) -> None:
-        """Copy an object to this machine, where it appears whole or not at all."""
+        """Copy an object to a local file, atomically."""
         system, path = self._open()
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.partial")
@@ -184,18 +187,18 @@ class Folder:
 
 
 @contextmanager
-def told(place: str, setting: str) -> Iterator[None]:
-    """Turn what a store's client raises in the block into one line that names the setting."""
+def convert_errors(place: str, setting: str) -> Iterator[None]:
+    """Convert errors of a store's client in the block to an InputError that names the setting."""
     try:
         yield
     except (OSError, ArrowException) as error:
         raise InputError(
-            f"{setting}={place}: the object store does not give it ({' '.join(str(error).split())[:240]}); check the "
+            f"{setting}={place}: the object store failed ({' '.join(str(error).split())[:240]}); check the "
             "address, the credentials and region in the environment, and AWS_ENDPOINT_URL"
         ) from error
 
 
-def digest(entries: dict[str, Entry]) -> str:
-    """16 hex digits that change when an object is written, added or removed."""
+def listing_digest(entries: dict[str, Entry]) -> str:
+    """Hash a listing to 16 hex digits, which change when an object is written, added or removed."""
     listing = json.dumps({name: [entry.size, entry.written] for name, entry in sorted(entries.items())})
     return hashlib.sha256(listing.encode()).hexdigest()[:16]

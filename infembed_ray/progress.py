@@ -11,25 +11,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Advance = Callable[..., None]
-"""`advance(n=1, note="")`: n more units are done; the note is shown beside the bar. n=0 only shows the note."""
+"""`advance(n=1, note="")` adds n finished units and shows the note beside the bar."""
 
 LOG_INTERVAL_S = 10.0
 
 
 def say(line: str) -> None:
-    """Print one line of a step's report, at once: job logs are read while the job runs."""
+    """Print one line without buffering, because job logs are read while the job runs."""
     print(line, flush=True)
 
 
 @contextmanager
 def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
-    """Show the progress of one step of `total` units (None where it is not known beforehand).
+    """Show the progress of a step.
 
-    The remaining time is estimated once units have followed the first ones: those include the start of workers and models.
+    The remaining time is estimated from the second update on, because the first one includes the start of workers.
 
     Args:
-        title, total: of the step.
-        done: units that were done before; they do not count for the estimate.
+        title: of the step.
+        total: number of units; None if unknown.
+        done: units finished by an earlier run; the estimate leaves them out.
     """
     with (_terminal if sys.stdout.isatty() else _log)(title, total, done) as advance:
         yield advance
@@ -58,16 +59,16 @@ def _terminal(title: str, total: int | None, done: int) -> Iterator[Advance]:
 def _log(title: str, total: int | None, done: int) -> Iterator[Advance]:
     start = last = time.monotonic()
     before = done
-    first: tuple[float, int] | None = None  # when the first units were done, and the count then
+    first: tuple[float, int] | None = None  # time and count of the first update
     latest_note = ""
 
     def line() -> str:
-        of = f"/{total}" if total is not None else ""
+        of_total = f"/{total}" if total is not None else ""
         now = time.monotonic()
-        left = ""
+        remaining = ""
         if total and first and first[1] < done < total:
-            left = f", {(now - first[0]) / (done - first[1]) * (total - done):.0f} s left"
-        return f"{title}: {done}{of}  {now - start:.0f} s{left}  {latest_note}".rstrip()
+            remaining = f", {(now - first[0]) / (done - first[1]) * (total - done):.0f} s left"
+        return f"{title}: {done}{of_total}  {now - start:.0f} s{remaining}  {latest_note}".rstrip()
 
     def advance(n: int = 1, note: str = "") -> None:
         nonlocal done, last, first, latest_note

@@ -1,4 +1,4 @@
-"""`infembed init`: the job scripts, their settings files and the cluster descriptions, for those without a checkout."""
+"""`infembed init`: copy job scripts, their settings files and cluster descriptions out of an installed package."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from infembed_ray.progress import say
 
 NAMES = ("jobs", "cluster.yaml", "constraints.txt")
 _PACKAGED = Path(__file__).with_name("files")
-"""Where a wheel has them. A checkout, and so an editable install, has them beside the package."""
+"""Their place in a wheel. In a checkout or an editable install they are beside the package."""
 
 
 def run(directory: str) -> None:
-    """Copy jobs/, cluster.yaml and constraints.txt into a directory.
+    """Copy jobs/, cluster.yaml and constraints.txt to a directory; overwrite nothing.
 
     Raises:
-        InputError: one of them is there already, or the directory cannot be written. Nothing is ever overwritten.
+        InputError: one of them exists there, or the directory cannot be written.
     """
     source = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[1]
     target = Path(directory)
     if present := [name for name in NAMES if (target / name).exists()]:
-        raise InputError(f"{target / present[0]} exists already and would be overwritten; name another directory")
+        raise InputError(f"{target / present[0]} exists already; choose another directory, or delete it")
     try:
         shutil.copytree(source / "jobs", target / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
         for name in NAMES[1:]:
             shutil.copyfile(source / name, target / name)
     except OSError as error:
-        raise InputError(f"{target}: cannot be written ({error.strerror or error}); name another directory") from error
+        raise InputError(
+            f"{target}: cannot be written ({error.strerror or error}); choose another directory"
+        ) from error
     say(f"init: wrote {', '.join(NAMES)} to {target.resolve()}")

@@ -1,7 +1,7 @@
-"""Everything that passes between stages: Arrow schemas, typed rows, and their reading from files.
+"""Data that stages exchange: typed rows, their Arrow schemas, and readers of all file formats.
 
-This is the one place that names columns. A record's columns are those of the published InF-IR data set, so that set
-trains as it is.
+Only this module names columns. The columns of a record are those of the published InF-IR data set, so training reads that
+set unchanged.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infembed_ray.config import nearest
+from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.storage import MANIFEST
 
 SCENARIOS = ("positive", "negative_instruction", "negative_query")
-"""The judge's three scenarios; also the names of the three candidates, each the right answer of its own scenario."""
+"""Scenarios of the judge. They also name the three candidates: each is the correct answer of its scenario."""
 
 
 @dataclass(frozen=True)
 class Seed:
-    """A (query, relevant passage) pair to make a record from. `topic` and `split` travel along, for grouping."""
+    """A (query, relevant passage) pair from which a record is made. `topic` and `split` are copied to the record."""
 
     id: str
     query: str
@@ -36,12 +36,12 @@ class Seed:
     topic: str | None = None
     split: str | None = None
     language: str | None = None
-    """The programming language of the passage, which its negatives keep (appendix B.2)."""
+    """Programming language of the passage; its negatives use the same one (appendix B.2)."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One InF-IR record: the positive triple and its two poisoned variants (paper, section 4)."""
+    """An InF-IR record: the positive triple and its two poisoned variants (paper, section 4)."""
 
     id: str
     query_positive: str
@@ -50,9 +50,9 @@ class Record:
     query_negative: str
     document_positive: str
     hard_negative_document_1: str
-    """Answers (instruction_negative, query_positive)."""
+    """The answer to (instruction_negative, query_positive)."""
     hard_negative_document_2: str
-    """Answers (instruction_positive, query_negative)."""
+    """The answer to (instruction_positive, query_negative)."""
     source: str = "unknown"
     topic: str | None = None
     split: str | None = None
@@ -61,7 +61,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Passage:
-    """One passage of a corpus."""
+    """A passage of a corpus."""
 
     id: str
     text: str
@@ -84,7 +84,7 @@ PROVENANCE = pa.struct(
         ("request_hashes", pa.list_(_TEXT)),
         ("prompt_tokens", pa.int64()),
         ("completion_tokens", pa.int64()),
-        ("usd", pa.float64()),  # null where the price table does not know the model
+        ("usd", pa.float64()),  # null if the price table does not have the model
         ("verdicts", pa.struct([(scenario, _TEXT) for scenario in SCENARIOS])),
     ]
 )
@@ -108,24 +108,24 @@ COMPLEMENT = pa.schema(
         ("id", _TEXT),  # the record's
         ("source", _TEXT),
         ("query_positive", _TEXT),
-        ("instruction_complement", _TEXT),  # null where none could be had
-        ("hard_negative_document_1", _TEXT),  # the right result under it
-        ("document_positive", _TEXT),  # a wrong one
-        ("fault", _TEXT),  # why the instruction is of no use; null: it is fit
+        ("instruction_complement", _TEXT),  # null if none could be generated
+        ("hard_negative_document_1", _TEXT),  # the correct result under it
+        ("document_positive", _TEXT),  # a wrong result under it
+        ("fault", _TEXT),  # why the instruction is unusable; null if it is usable
     ]
 )
 """The dual view of a kept record: an instruction under which the hard negative becomes the positive."""
 PASSAGE = pa.schema([(f.name, _TEXT) for f in fields(Passage)])
 
 MADE_ID = "row-"
-"""How the ids begin that records without any are given."""
+"""Prefix of the ids that are generated for records without one."""
 
 _SHARD = re.compile(r"(?P<split>\w+)-\d{5}-of-\d{5}")
 """File names on the Hugging Face hub: `train-00000-of-00007`."""
 
 _ROWS_AT_ONCE = 1024
 _ARROW_FILE = b"ARROW1"
-"""How Arrow's file format begins; its streaming format, which `datasets` saves, begins otherwise."""
+"""First bytes of Arrow's file format. Its streaming format, which `datasets` writes, begins differently."""
 _BLOCK = 1 << 20
 _LONGEST_ROW = 1 << 26
 
@@ -138,30 +138,31 @@ COMPLEMENTS_FILE = "complements.parquet"
 def read(
     path: Path, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> list[Row]:
-    """All rows that `stream` reads from a file, a directory of files or a published synthesis output."""
+    """Read all rows of a file, a directory of files or a published synthesis output; see `stream`."""
     return list(stream(path, row, name, columns, split))
 
 
 def stream(
     path: Path, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> Iterator[Row]:
-    """Read and check rows one by one; no more than their ids stays in memory.
+    """Stream validated rows; only their ids stay in memory.
 
     Args:
-        path: file, or directory holding `records.parquet`, or directory of data files, as `datasets` and the Hugging
-            Face hub lay them out.
+        path: a file, a directory with `records.parquet`, or a directory of data files in the layout of `datasets` and
+            the Hugging Face hub.
         row: `Seed`, `Record` or `Passage`.
-        name: the setting the path came from, for error messages.
+        name: setting of the path, for error messages.
         columns: our column name -> the name in the file.
-        split: keep only rows whose `split` is this; where they have none, their file's name says it.
+        split: keep only rows of this split; a row without one has the split in its file's name.
 
     Raises:
-        InputError: no such file, unknown format, a missing column, no rows, an empty field (row and column named), a
-            duplicate id.
+        InputError: no such file, unknown format, missing column, no rows, empty field or duplicate id.
     """
     kept = path / KEPT_FILE
     if (path / MANIFEST).is_file() and not kept.is_file():
-        raise InputError(f"{name}={path}: no {KEPT_FILE} in this published output; give that of a synthesis")
+        raise InputError(
+            f"{name}={path}: no {KEPT_FILE} in this published output; give the output of `infembed synthesize`"
+        )
     files = [kept] if kept.is_file() else data_files(path, name, split)
     seen: set[str] = set()
     taken = False
@@ -171,13 +172,13 @@ def stream(
                 taken = True
                 yield read_row
     if not seen:
-        raise InputError(f"{name}={path}: empty, it has no rows; give a file with at least one")
+        raise InputError(f"{name}={path}: has no rows; give a file with at least one")
     if not taken:
         raise InputError(f"{name}={path}: no row has split={split}; leave split unset to take all rows")
 
 
 def _checked(file: Path, row: type[Row], name: str, columns: Mapping[str, str], seen: set[str]) -> Iterator[Row]:
-    """The rows of one file; their ids are added to those seen."""
+    """Stream the rows of one file; add their ids to `seen`."""
     names: dict[str, str] = {}
     required = _required(row)
     of_file = split_of(file) if "split" in {f.name for f in fields(row)} else None
@@ -193,21 +194,21 @@ def _checked(file: Path, row: type[Row], name: str, columns: Mapping[str, str], 
                 theirs = names.get(column, column)
                 raise InputError(f"{name}={file}: row {number}: column {theirs} is empty; fill it or drop the row")
         if taken["id"] in seen:
-            raise InputError(f"{name}={file}: row {number}: id {taken['id']} stands twice; ids must be unique")
+            raise InputError(f"{name}={file}: row {number}: duplicate id {taken['id']}; ids must be unique")
         seen.add(str(taken["id"]))
         yield row(**{k: v for k, v in taken.items() if v is not None})
 
 
 def data_files(path: Path, name: str, split: str | None = None) -> list[Path]:
-    """The file, or the files of a directory in the first of our formats that it has, less those of another split.
+    """List the data files of a path: the file itself, or all files of a directory in the first format of `FORMATS` present.
 
     Args:
         path: file or directory.
-        name: the setting the path came from, for error messages.
-        split: of which files named `train-00000-of-00007` say that they are.
+        name: setting of the path, for error messages.
+        split: leave out files of another split, as named on the Hugging Face hub: `train-00000-of-00007`.
 
     Raises:
-        InputError: no file that can be read, or all are of other splits.
+        InputError: no file is readable, or all belong to other splits.
     """
     if not path.is_dir():
         return [path]
@@ -219,11 +220,11 @@ def data_files(path: Path, name: str, split: str | None = None) -> list[Path]:
             if not taken:
                 raise InputError(f"split={split}: {name}={path} has none; found {', '.join(sorted(_splits(files)))}")
             return taken
-    raise InputError(f"{name}={path}: no files in this directory that can be read; give {', '.join(FORMATS)}")
+    raise InputError(f"{name}={path}: no data files in this directory; give {', '.join(FORMATS)}")
 
 
 def split_of(file: Path) -> str | None:
-    """The split that a file's name says, as on the Hugging Face hub."""
+    """Return the split in a file's name, as on the Hugging Face hub; None if there is none."""
     found = _SHARD.fullmatch(file.stem)
     return found["split"] if found else None
 
@@ -233,28 +234,28 @@ def _splits(files: Iterable[Path]) -> set[str]:
 
 
 def hidden(path: Path) -> bool:
-    """Is a file, or a directory that it lies in, one of those that begin with a dot?"""
+    """Whether a file or one of its directories begins with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def columns_of(row: Seed | Record | Passage) -> dict[str, Any]:
-    """A row as a dict of its columns."""
+    """Convert a row to a dict of its columns."""
     return {f.name: getattr(row, f.name) for f in fields(row)}
 
 
 def write(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as one Parquet file of exactly this schema; columns a row lacks are null."""
+    """Write rows as one Parquet file of this schema; columns that a row lacks are null."""
     pq.write_table(pa.Table.from_pylist([dict(r) for r in rows], schema=schema), path)
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
-    """All rows of a Parquet file of ours, as dicts (with provenance, reasons, errors)."""
+    """Read all rows of a Parquet file that `write` wrote, as dicts."""
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     return rows
 
 
 def _required(row: type[Seed | Record | Passage]) -> list[str]:
-    """Columns a file must have. A record's id is made where it is missing: the published InF-IR set has none."""
+    """List the columns that a file must have. Ids of records are generated: the published InF-IR set has none."""
     optional = {"source", "topic", "split", "language"} | ({"id"} if row is Record else set())
     return [f.name for f in fields(row) if f.name not in optional]
 
@@ -264,14 +265,14 @@ def _text(value: Any) -> str | None:
 
 
 def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file as they are, in bounded memory.
+    """Stream the rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file, in bounded memory.
 
     Args:
         path: the file.
-        name: the setting the path came from, for error messages.
+        name: setting of the path, for error messages.
 
     Raises:
-        InputError: another format, or the file is damaged; the line or row is named.
+        InputError: unknown format, or the file is damaged; the message names the line or row.
     """
     reader = _READERS.get(path.suffix)
     if reader is None:
@@ -282,7 +283,9 @@ def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
         yield from reader(path, name)
     except pa.ArrowException as error:
         kind = "Arrow" if path.suffix == ".arrow" else "Parquet"
-        raise InputError(f"{name}={path}: not readable as {kind} ({error}); is the file whole?") from error
+        raise InputError(
+            f"{name}={path}: not readable as {kind} ({error}); the file may be incomplete; copy it again"
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name}={path}: not UTF-8 ({error.reason}); convert it") from error
 
@@ -319,9 +322,9 @@ def _json_lines(path: Path, name: str) -> Iterator[dict[str, Any]]:
             try:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
-                raise InputError(f"{name}={path}: line {number} is not JSON ({error.msg}); mend the line") from error
+                raise InputError(f"{name}={path}: line {number} is not JSON ({error.msg}); correct the line") from error
             if not isinstance(values, dict):
-                raise InputError(f"{name}={path}: line {number} is no JSON object; write one object a line")
+                raise InputError(f"{name}={path}: line {number} is not a JSON object; write one object per line")
             yield values
 
 
@@ -338,14 +341,14 @@ def _json_array(path: Path, name: str) -> Iterator[dict[str, Any]]:
             try:
                 values, at = decoder.raw_decode(text, at)
             except json.JSONDecodeError as error:
-                # Twice as much, so that a long row is not parsed often; no end in sight means that it is damaged.
+                # Double the text, so a long row is parsed few times; a row beyond _LONGEST_ROW counts as damaged.
                 more = stream.read(max(_BLOCK, len(text))) if len(text) - at < _LONGEST_ROW else ""
                 if not more:
-                    raise InputError(f"{name}={path}: row {number} is not JSON ({error.msg}); mend it") from error
+                    raise InputError(f"{name}={path}: row {number} is not JSON ({error.msg}); correct it") from error
                 text, at = text[at:] + more, 0
                 continue
             if not isinstance(values, dict):
-                raise InputError(f"{name}={path}: row {number} is no JSON object; write an array of objects")
+                raise InputError(f"{name}={path}: row {number} is not a JSON object; write an array of objects")
             yield values
             number += 1
 
@@ -358,11 +361,11 @@ def _csv_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
             for values in reader:
                 if None in values or None in values.values():
                     raise InputError(
-                        f"{name}={path}: line {reader.line_num} has another number of fields than the header; mend it"
+                        f"{name}={path}: line {reader.line_num} has another number of fields than the header; correct it"
                     )
                 yield values
         except csv.Error as error:
-            raise InputError(f"{name}={path}: no CSV after line {reader.line_num} ({error}); mend it") from error
+            raise InputError(f"{name}={path}: not CSV after line {reader.line_num} ({error}); correct it") from error
 
 
 _READERS: Mapping[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
@@ -374,28 +377,28 @@ _READERS: Mapping[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
     ".tsv": _csv_rows,
 }
 FORMATS = tuple(_READERS)
-"""Suffixes of the files that can be read."""
+"""Suffixes of readable files."""
 
 
 def mapping(
     first: Mapping[str, Any], row: type[Seed | Record | Passage], path: Path, name: str, columns: Mapping[str, str]
 ) -> dict[str, str]:
-    """Our column name -> the name in a file, of all our columns that the file has.
+    """Map our column names to those of a file, for all our columns that the file has.
 
     Args:
         first: a row of the file.
-        row: what its rows are to become.
+        row: type of the rows.
         path: the file.
-        name: the setting the path came from, for error messages.
-        columns: what the user says about it.
+        name: setting of the path, for error messages.
+        columns: names that the user gives: our column name -> the name in the file.
 
     Raises:
-        InputError: a required column is missing, or `columns` names one that is not ours.
+        InputError: a required column is missing, or `columns` has an unknown column.
     """
     ours: list[str] = [f.name for f in fields(row)]
     for key in columns:
         if key not in ours:
-            raise InputError(f"columns.{key}: no column of a {row.__name__.lower()}: {nearest(key, ours)}")
+            raise InputError(f"columns.{key}: unknown column of a {row.__name__.lower()}: {nearest(key, ours)}")
     found_as: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))

@@ -1,6 +1,6 @@
 """Submit with: ray job submit --working-dir . -- python jobs/index.py --config FILE key=value ...
 
-With `compact index=DIR` after jobs/index.py, an index and the changes made to it become its next version.
+`python jobs/index.py compact index=DIR` makes the next version of an index from it and its document changes.
 """
 
 import sys

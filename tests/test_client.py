@@ -15,8 +15,8 @@ import pytest
 
 from infembed_ray import client as client_module
 from infembed_ray.client import ApiError, AsyncClient, Client, Document, Unreachable
-from infembed_ray.serving.app import create_app
-from infembed_ray.serving.auth import ApiKeys
+from infembed_ray.serving.http.app import create_app
+from infembed_ray.serving.http.auth import ApiKeys
 from tests.serving.debug import CARD, DIMENSION, DebugService, debug_embed, listening
 
 URL = "http://search.test"
@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
 
 class Blocking:
-    """An `AsyncClient` called as a `Client`, so that one test holds for both."""
+    """An `AsyncClient` with the blocking interface of `Client`, so one test covers both."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._args, self._options = args, options
@@ -91,18 +91,18 @@ def test_models(client: Any) -> None:
     assert (model.id, model.dimension, model.metadata, model.writable) == ("debug", DIMENSION, CARD.metadata, True)
 
 
-def test_a_refusal_is_told_at_once_in_the_servers_words(client: Any) -> None:
+def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> None:
     with pytest.raises(ApiError, match="did you mean year") as refusal:
         client.search("q", filter={"yeer": 1})
     assert (refusal.value.status, refusal.value.param) == (400, "filter")
     assert f"(request {refusal.value.request_id})" in str(refusal.value)
-    with pytest.raises(TypeError, match="a list of texts"):
+    with pytest.raises(TypeError, match="must be a list of texts"):
         client.embed("one text")
-    with pytest.raises(TypeError, match="a list of texts"):
+    with pytest.raises(TypeError, match="must be a list of texts"):
         client.search_many("one text")
 
 
-def test_the_key_comes_from_the_environment_too(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_may_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFEMBED_API_KEY", raising=False)
     with Client(url) as client, pytest.raises(ApiError) as refusal:
         client.models()
@@ -117,16 +117,16 @@ def test_the_key_comes_from_the_environment_too(url: str, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the client slept, on a clock that only sleeping advances; it draws the longest pause it may."""
+    """The client's pauses, on a clock that only sleeping advances; the jitter is always the maximum."""
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(client_module, "time", clock)  # of the client alone: the server's loop lives by the real one
+    monkeypatch.setattr(client_module, "time", clock)  # only for the client; the server uses the real clock
     monkeypatch.setattr(client_module.random, "uniform", lambda low, high: high)
     return slept
 
 
 def answering(*answers: httpx2.Response | Exception) -> tuple[Client, list[httpx2.Request]]:
-    """A client whose server gives these answers, the last one for ever."""
+    """A client whose server gives these answers in turn, and then repeats the last one."""
     asked: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
@@ -156,51 +156,51 @@ def full(status: int = 429, **headers: str) -> httpx2.Response:
 @pytest.mark.parametrize(
     "first", [full(), full(503), full(504), httpx2.Response(502, text="bad gateway"), httpx2.ConnectError("refused")]
 )
-def test_what_passes_is_asked_again(pauses: list[float], first: Any) -> None:
+def test_a_transient_error_is_retried(pauses: list[float], first: Any) -> None:
     client, asked = answering(first, first, models())
     assert client.models()[0].id == "debug"
     assert len(asked) == 3
     assert pauses == [0.1, 0.2]
 
 
-def test_the_server_says_how_long_to_wait_at_least(pauses: list[float]) -> None:
+def test_a_pause_is_at_least_retry_after(pauses: list[float]) -> None:
     client, _ = answering(full(**{"Retry-After": "3"}), models())
     client.models()
     assert pauses == [3.1]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 500])
-def test_what_does_not_pass_is_asked_once(pauses: list[float], status: int) -> None:
+def test_a_permanent_error_is_not_retried(pauses: list[float], status: int) -> None:
     client, asked = answering(full(status))
     with pytest.raises(ApiError, match="too many requests are waiting"):
         client.models()
     assert (len(asked), pauses) == (1, [])
 
 
-def test_a_full_server_is_given_up_in_time_with_its_own_words(pauses: list[float]) -> None:
+def test_retries_of_a_full_server_end_within_the_timeout_with_its_message(pauses: list[float]) -> None:
     client, _ = answering(full(**{"Retry-After": "4"}))
     with pytest.raises(ApiError, match="429 queue_full: too many requests are waiting"):
         client.models()
     assert sum(pauses) < 10
 
 
-def test_an_unreachable_server_is_given_up_in_time_with_the_reason(pauses: list[float]) -> None:
+def test_retries_of_an_unreachable_server_end_within_the_timeout_with_the_reason(pauses: list[float]) -> None:
     client, asked = answering(httpx2.ConnectError("connection refused"))
-    with pytest.raises(Unreachable, match=r"no answer within 10 s \(\d+ attempts\): connection refused") as failure:
+    with pytest.raises(Unreachable, match=r"no answer within 10 s \(attempts: \d+\): connection refused") as failure:
         client.models()
     assert isinstance(failure.value.__cause__, httpx2.ConnectError)
     assert len(asked) > 3
     assert sum(pauses) < 10
 
 
-def test_the_random_part_of_a_pause_doubles_up_to_a_bound(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 1.0)
+def test_the_backoff_doubles_up_to_a_maximum(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 1.0)
     client, _ = answering(full(), full(), full(), full(), full(), full(), models())
     client.models()
     np.testing.assert_allclose(pauses, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
 
 
-def test_the_async_client_tries_again_too() -> None:
+def test_the_async_client_retries() -> None:
     answers = iter([full(), httpx2.Response(503, json={}), models()])
 
     async def ask() -> Any:
@@ -211,15 +211,16 @@ def test_the_async_client_tries_again_too() -> None:
 
 
 @pytest.mark.parametrize("answer", [httpx2.Response(200, text="<html>"), httpx2.Response(200, json={"data": [{}]})])
-def test_another_servers_answer_is_told_apart(pauses: list[float], answer: httpx2.Response) -> None:
+def test_the_answer_of_another_server_is_an_error(pauses: list[float], answer: httpx2.Response) -> None:
     client, _ = answering(answer)
     with pytest.raises(ApiError, match=r"http://search\.test/v1/models does not answer as this API"):
         client.models()
 
 
-# --------------------------------------------------------------------------------------------------- what it is made of
+# --------------------------------------------------------------------------------------------------- imports and signatures
 
 
+@pytest.mark.integration
 def test_importing_it_loads_neither_torch_nor_ray_nor_the_server() -> None:
     code = (
         "import sys, json, infembed_ray.client; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"

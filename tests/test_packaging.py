@@ -1,4 +1,4 @@
-"""What users install: the wheel and the source distribution as pip builds them, and what their extras require."""
+"""The wheel and the source distribution as pip builds them, and the requirements of their extras."""
 
 import os
 import re
@@ -13,19 +13,21 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[1]
 LINUX = {"platform_system": "Linux", "sys_platform": "linux", "python_version": "3.12"}
 
 
 def tracked(*places: str) -> set[str]:
-    """Files of the checkout below these places, less what Python leaves there."""
+    """Files of the checkout below these paths, without .pyc files."""
     files = (file for place in places for file in [ROOT / place, *(ROOT / place).rglob("*")] if file.is_file())
     return {str(file.relative_to(ROOT)) for file in files if file.suffix != ".pyc"}
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel that pip builds from the source distribution, so both are complete if it is."""
+    """The wheel that pip builds from the source distribution; if it is complete, both are."""
     pytest.importorskip("hatchling", reason="the build backend; pip install hatchling")
     directory = tmp_path_factory.mktemp("dist")
     sdist = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", directory]
@@ -48,7 +50,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def required(requirements: Iterable[Requirement], extra: str) -> set[str]:
-    """Names of the distributions that `infembed-ray[extra]` requires on Linux, extras of our own followed."""
+    """Names of the distributions that `infembed-ray[extra]` requires on Linux, including those of our own extras."""
     names: set[str] = set()
     for one in requirements:
         if one.marker and not one.marker.evaluate(LINUX | {"extra": extra}):
@@ -64,13 +66,11 @@ def faiss(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.startswith("faiss")}
 
 
-def test_the_base_requires_no_faiss(requirements: list[Requirement]) -> None:
+def test_the_base_package_requires_no_faiss(requirements: list[Requirement]) -> None:
     assert faiss(required(requirements, "")) == set()
 
 
-def test_only_two_extras_name_a_faiss_and_each_names_one(
-    wheel: zipfile.ZipFile, requirements: list[Requirement]
-) -> None:
+def test_two_extras_name_one_faiss_each(wheel: zipfile.ZipFile, requirements: list[Requirement]) -> None:
     extras = metadata(wheel).get_all("Provides-Extra", [])
     named = {extra: faiss(required(requirements, extra)) for extra in extras}
     assert {extra: names for extra, names in named.items() if names} == {"cpu": {"faiss-cpu"}, "gpu": {"faiss-gpu"}}
@@ -80,16 +80,16 @@ def test_every_faiss_is_pinned() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     versions = dict(re.findall(r"^(faiss-\w+)==(\S+)$", pins, re.MULTILINE))
     assert versions.keys() == {"faiss-cpu", "faiss-gpu"}
-    assert len(set(versions.values())) == 1  # nodes of both kinds read one another's indexes
+    assert len(set(versions.values())) == 1  # CPU and GPU nodes read the same indexes
 
 
-def test_the_wheel_has_what_the_package_reads_and_what_init_writes(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_contains_the_package_and_the_files_of_init(wheel: zipfile.ZipFile) -> None:
     shipped = {f"infembed_ray/files/{name}" for name in tracked("jobs", "cluster.yaml", "constraints.txt")}
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == tracked("infembed_ray") | shipped
 
 
-def test_init_of_an_installed_wheel_writes_what_the_checkout_has(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_init_of_an_installed_wheel_writes_the_files_of_the_checkout(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     site, target = tmp_path / "site", tmp_path / "new" / "project"
     wheel.extractall(site)
     program = "import sys; from infembed_ray.cli import main; sys.exit(main(['init', *sys.argv[1:]]))"

@@ -11,7 +11,7 @@ from infembed_ray.progress import track
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only the test moves; every call of `advance` prints a line."""
+    """A clock that only the test advances; every call of `advance` prints a line."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
@@ -19,7 +19,7 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("done", [0, 40])
-def test_the_remaining_time_is_that_of_the_steps_without_the_start(capsys, clock, done):
+def test_the_remaining_time_leaves_out_the_start(capsys, clock, done):
     steps, start_s, step_s = 57, 115.0, 10.0
     with track("train", done + steps, done=done) as advance:
         clock.now += start_s
@@ -36,7 +36,7 @@ def test_the_remaining_time_is_that_of_the_steps_without_the_start(capsys, clock
         assert (shown, left) == (done + step, pytest.approx((steps - step) * step_s, rel=0.05, abs=0.5))
 
 
-def test_a_step_whose_units_all_come_at_once_has_no_estimate(capsys, clock):
+def test_a_step_with_a_single_burst_of_units_has_no_estimate(capsys, clock):
     with track("search", 10) as advance:
         clock.now += 5
         advance(4)

@@ -1,5 +1,3 @@
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -9,13 +7,9 @@ from hypothesis import strategies as st
 from infembed_ray import records
 from infembed_ray.errors import InputError
 from infembed_ray.records import Passage, Record, Seed
+from tests.support.files import write_jsonl
 
 SEED = {"id": "1", "query": "q", "passage": "p"}
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
 
 
 def published_record(**changes):
@@ -27,41 +21,41 @@ def published_record(**changes):
 
 def test_seeds_are_read_from_jsonl_and_parquet_alike(tmp_path):
     rows = [{**SEED, "extra": 5}, {**SEED, "id": "2", "topic": "t"}]
-    one = records.read(jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
+    one = records.read(write_jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     other = records.read(tmp_path / "a.parquet", Seed, "seeds")
     assert [s.id for s in one] == [s.id for s in other] == ["1", "2"]
     assert one[0] == Seed("1", "q", "p")
 
 
-def test_the_published_data_set_is_read_as_it_is(tmp_path):
+def test_the_published_data_set_is_read_unchanged(tmp_path):
     older = {("document" if k == "document_positive" else k): v for k, v in published_record().items()}
     for row in (published_record(), older):
-        got = records.read(jsonl(tmp_path / "r.jsonl", [row, row]), Record, "records")
+        got = records.read(write_jsonl(tmp_path / "r.jsonl", [row, row]), Record, "records")
         assert [r.id for r in got] == ["row-1", "row-2"]
         assert got[0].document_positive == "document_positive"
 
 
 def test_columns_are_mapped(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [{"pid": 7, "body": "text"}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"pid": 7, "body": "text"}])
     assert records.read(path, Passage, "corpus", {"id": "pid", "text": "body"}) == [Passage("7", "text")]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "empty, it has no rows"),
+        ([], "has no rows"),
         ([{"id": "1", "query": "q"}], r"column passage is missing \(found: id, query\).*columns.passage="),
         ([SEED, {**SEED, "id": "2", "query": " "}], "row 2: column query is empty"),
-        ([SEED, SEED], "row 2: id 1 stands twice"),
+        ([SEED, SEED], "row 2: duplicate id 1"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, rows, message):
     with pytest.raises(InputError, match=message):
-        records.read(jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
+        records.read(write_jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_a_line_that_is_not_json_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"id": "1"\n')
     with pytest.raises(InputError, match="line 1 is not JSON"):
         records.read(tmp_path / "a.jsonl", Seed, "seeds")
@@ -73,27 +67,27 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         records.read(tmp_path / "a.parquet", Seed, "seeds")
 
 
-def test_an_unknown_column_of_ours_is_refused_with_the_nearest(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [SEED])
-    with pytest.raises(InputError, match=r"columns.pasage: no column of a seed: did you mean passage\?"):
+def test_an_unknown_column_is_rejected_with_the_nearest_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [SEED])
+    with pytest.raises(InputError, match=r"columns.pasage: unknown column of a seed: did you mean passage\?"):
         records.read(path, Seed, "seeds", {"pasage": "p"})
 
 
-def test_splits_are_taken_and_an_empty_one_is_refused(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [{**SEED, "split": "train"}, {**SEED, "id": "2", "split": "test"}])
+def test_a_split_is_selected_and_an_empty_one_is_rejected(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{**SEED, "split": "train"}, {**SEED, "id": "2", "split": "test"}])
     assert [s.id for s in records.read(path, Seed, "seeds", split="test")] == ["2"]
     with pytest.raises(InputError, match="no row has split=dev"):
         records.read(path, Seed, "seeds", split="dev")
 
 
 def shards(directory, suffix):
-    """A data set as it lies on disk, in shards of two splits; returns the rows of `train`."""
+    """Write a data set in shards of two splits, as on the hub."""
     parts = {"train-00000-of-00002": (0, 2), "train-00001-of-00002": (2, 3), "dev-00000-of-00001": (3, 4)}
     for name, (first, end) in parts.items():
         table = pa.Table.from_pylist([published_record(query_positive=f"q{n}") for n in range(first, end)])
         if suffix == "parquet":
             pq.write_table(table, directory / f"{name}.parquet")
-        else:  # as `datasets` saves it
+        else:  # as `datasets` writes it
             with (
                 pa.OSFile(str(directory / f"{name}.arrow"), "wb") as sink,
                 pa.ipc.new_stream(sink, table.schema) as out,
@@ -103,7 +97,7 @@ def shards(directory, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_a_directory_of_shards_is_one_data_set_and_file_names_say_the_split(tmp_path, suffix):
+def test_a_directory_of_shards_is_one_data_set_with_splits_from_file_names(tmp_path, suffix):
     shards(tmp_path, suffix)
     everything = records.read(tmp_path, Record, "records")
     assert [(r.id, r.query_positive, r.split) for r in everything] == [
@@ -127,7 +121,7 @@ def test_an_arrow_file_is_read_and_a_damaged_one_named(tmp_path):
         records.read(tmp_path / "a.arrow", Seed, "seeds")
 
 
-def test_an_output_of_another_step_is_no_data(tmp_path):
+def test_an_output_of_another_stage_is_rejected(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(InputError, match=r"no records.parquet in this published output"):
         records.read(tmp_path, Record, "records")

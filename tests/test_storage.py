@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, scratch
-from infembed_ray.storage import Step, existing, fingerprint, resolve
+from infembed_ray.storage import Step, fingerprint, resolve, resolve_input
 
 
 def settings(**changes):
@@ -34,11 +34,11 @@ def publish(a_step, text="result"):
     return a_step.published()
 
 
-def test_an_output_is_published_whole_with_its_manifest_and_found_through_latest(tmp_path):
+def test_an_output_is_published_with_its_manifest_and_found_through_latest(tmp_path):
     one = step(tmp_path)
     assert one.finished() is None
     published = publish(one)
-    assert resolve(tmp_path / "out") == published.path == existing(str(tmp_path / "out"), "x")
+    assert resolve(tmp_path / "out") == published.path == resolve_input(str(tmp_path / "out"), "x")
     manifest = json.loads((published.path / "manifest.json").read_text())
     assert manifest["counts"] == {"rows": 1}
     assert manifest["inputs"]["records"]["fingerprint"] == fingerprint(tmp_path / "input.txt")
@@ -62,7 +62,7 @@ def test_other_contents_or_settings_make_another_output_and_latest_follows_the_l
     assert resolve(tmp_path / "out") == first.path
 
 
-def test_a_block_that_fails_publishes_nothing_and_the_next_run_finds_what_it_left(tmp_path):
+def test_a_failed_block_publishes_nothing_and_the_next_run_finds_its_files(tmp_path):
     with pytest.raises(ZeroDivisionError), step(tmp_path).publish() as staging:
         (staging.path / "half").write_text("half")
         _ = 1 / 0
@@ -72,7 +72,8 @@ def test_a_block_that_fails_publishes_nothing_and_the_next_run_finds_what_it_lef
     assert step(tmp_path).finished() is not None
 
 
-def test_a_killed_writer_leaves_nothing_that_reads_as_whole_and_no_lock(tmp_path):
+@pytest.mark.integration
+def test_a_killed_writer_leaves_no_finished_output_and_no_lock(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2]);"
         "from tests.test_storage import step; import pathlib;"
@@ -83,7 +84,7 @@ def test_a_killed_writer_leaves_nothing_that_reads_as_whole_and_no_lock(tmp_path
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), root], stdout=subprocess.PIPE)
     assert writer.stdout is not None
     assert writer.stdout.readline() == b"in\n"
-    with pytest.raises(InputError, match="another run is writing this very output"), step(tmp_path).publish():
+    with pytest.raises(InputError, match="another run is writing this output"), step(tmp_path).publish():
         pass
     writer.send_signal(signal.SIGKILL)
     writer.wait()
@@ -93,7 +94,7 @@ def test_a_killed_writer_leaves_nothing_that_reads_as_whole_and_no_lock(tmp_path
     assert step(tmp_path).finished() is not None
 
 
-def test_fingerprints_follow_contents_not_places(tmp_path):
+def test_fingerprints_depend_on_names_and_contents_not_on_the_path(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "f").write_text("same")
@@ -110,7 +111,7 @@ def test_fingerprints_follow_contents_not_places(tmp_path):
         ("ftp://x/y", "s3, gs"),
     ],
 )
-def test_an_unusable_output_is_refused_before_any_work(tmp_path, output, message):
+def test_an_unusable_output_is_rejected_before_any_work(tmp_path, output, message):
     with pytest.raises(InputError, match=message):
         Step("train", settings(), output, {})
 
@@ -120,7 +121,7 @@ def test_an_unusable_output_is_refused_before_any_work(tmp_path, output, message
 
 @pytest.fixture
 def place(bucket, tmp_path, monkeypatch):
-    """URI of an empty folder; what is copied to this machine goes below tmp_path."""
+    """URI of an empty folder; local copies go below tmp_path."""
     monkeypatch.setenv("INFEMBED_SCRATCH", str(tmp_path / "scratch"))
     return f"{bucket}/{tmp_path.name}"
 
@@ -132,7 +133,7 @@ def remote_step(place, tmp_path, **changes):
 
 
 def names(place):
-    return set(Folder.of(place, "x").entries())
+    return set(Folder.open(place, "x").entries())
 
 
 def test_an_output_in_an_object_store_is_found_from_any_machine(place, tmp_path):
@@ -140,25 +141,25 @@ def test_an_output_in_an_object_store_is_found_from_any_machine(place, tmp_path)
     assert one.finished() is None
     published = publish(one)
     assert published.uri == f"{place}/{one.identity}"
-    assert published.account == published.uri
+    assert published.summary == published.uri
     assert names(place) == {"latest", f"{one.identity}/file.txt", f"{one.identity}/manifest.json"}
     shutil.rmtree(scratch())
     again = remote_step(place, tmp_path).finished()
     assert again is not None
     assert not again.fresh
     assert again.manifest["counts"] == {"rows": 1}
-    assert again.account.endswith(str(published.uri))
+    assert again.summary.endswith(str(published.uri))
     for uri in (place, published.uri):
-        assert (existing(uri, "model") / "file.txt").read_text() == "result"
+        assert (resolve_input(uri, "model") / "file.txt").read_text() == "result"
 
 
-def test_a_failed_block_uploads_nothing_and_what_is_half_uploaded_is_not_whole(place, tmp_path):
+def test_a_failed_block_uploads_nothing_and_a_partial_upload_is_not_finished(place, tmp_path):
     with pytest.raises(ZeroDivisionError), remote_step(place, tmp_path).publish() as staging:
         (staging.path / "half").write_text("half")
         _ = 1 / 0
     assert names(place) == set()
     half = remote_step(place, tmp_path)
-    (Folder.of(place, "x") / half.identity).write("of an attempt before", "x")
+    (Folder.open(place, "x") / half.identity).write("of an attempt before", "x")
     assert half.finished() is None
     with half.publish() as staging:
         assert (staging.path / "half").read_text() == "half"
@@ -167,49 +168,49 @@ def test_a_failed_block_uploads_nothing_and_what_is_half_uploaded_is_not_whole(p
 
 def test_latest_follows_the_last_run_in_an_object_store(place, tmp_path):
     first, second = publish(remote_step(place, tmp_path)), publish(remote_step(place, tmp_path, seed=7))
-    assert existing(place, "x") == existing(second.uri, "x")
+    assert resolve_input(place, "x") == resolve_input(second.uri, "x")
     remote_step(place, tmp_path).finished()
-    assert existing(place, "x") == existing(first.uri, "x")
+    assert resolve_input(place, "x") == resolve_input(first.uri, "x")
 
 
 def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):
-    folder = Folder.of(place, "x")
+    folder = Folder.open(place, "x")
     folder.write("data/rows.jsonl", "1")
-    file = existing(f"{place}/data/rows.jsonl", "records")
+    file = resolve_input(f"{place}/data/rows.jsonl", "records")
     assert (file.name, file.read_text()) == ("rows.jsonl", "1")
-    file.write_text("2")  # of the same size: it would be downloaded again if it were looked at
-    assert existing(f"{place}/data/rows.jsonl", "records").read_text() == "2"
+    file.write_text("2")  # same size, so it is not downloaded again
+    assert resolve_input(f"{place}/data/rows.jsonl", "records").read_text() == "2"
     file.unlink()
-    assert existing(f"{place}/data/rows.jsonl", "records").read_text() == "1"
+    assert resolve_input(f"{place}/data/rows.jsonl", "records").read_text() == "1"
     folder.write("data/rows.jsonl", "longer")
-    assert existing(f"{place}/data/rows.jsonl", "records").read_text() == "longer"
-    whole = existing(f"{place}/data", "records")
-    assert fingerprint(whole / "rows.jsonl") == fingerprint(existing(f"{place}/data/rows.jsonl", "records"))
+    assert resolve_input(f"{place}/data/rows.jsonl", "records").read_text() == "longer"
+    whole = resolve_input(f"{place}/data", "records")
+    assert fingerprint(whole / "rows.jsonl") == fingerprint(resolve_input(f"{place}/data/rows.jsonl", "records"))
 
 
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
         ("s3://no-such-bucket/x", "records=s3://no-such-bucket/x: no bucket no-such-bucket"),
-        ("s3://bucket/nothing/here", "records=s3://bucket/nothing/here: no such object, and none below it"),
-        ("s3://key:secret@bucket/x", "records=bucket/x: credentials in a URI end in logs"),
-        ("abfs://c:key@account.dfs.core.windows.net/x", "records=account.dfs.core.windows.net/x: credentials in a URI"),
+        ("s3://bucket/nothing/here", "records=s3://bucket/nothing/here: no object has this name or begins with it"),
+        ("s3://key:secret@bucket/x", "records=bucket/x: a URI must not hold credentials"),
+        ("abfs://c:key@account.dfs.core.windows.net/x", "records=account.dfs.core.windows.net/x: a URI must not"),
         (
             "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=abc",
-            "records=[^?]*/x: its query may hold .*environment",
+            "records=[^?]*/x: the query of a URI may hold only .*environment",
         ),
-        ("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http", "records=s3://bucket/x: the object store does not"),
+        ("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http", "records=s3://bucket/x: the object store failed"),
     ],
 )
-def test_an_object_that_cannot_be_had_is_one_line(place, uri, message):
+def test_an_object_that_cannot_be_read_is_an_error_of_one_line(place, uri, message):
     with pytest.raises(InputError, match=message) as caught:
-        existing(uri, "records")
+        resolve_input(uri, "records")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("uri", ["abfs://c@account.dfs.core.windows.net/x", "abfs://account.dfs.core.windows.net/c/x"])
 def test_an_azure_uri_names_container_and_path_in_either_form(monkeypatch, uri):
-    """As far as that goes without an account: what the client is asked for."""
+    """Tested without an account, by the requests that the client receives."""
     opened, asked = Folder._open, []
 
     def refuse(name):
@@ -224,18 +225,18 @@ def test_an_azure_uri_names_container_and_path_in_either_form(monkeypatch, uri):
 
     monkeypatch.setattr(Folder, "_open", spied)
     with pytest.raises(InputError, match="no account here"):
-        Folder.of(uri, "records")
+        Folder.open(uri, "records")
     assert asked == ["c/x", "c"]
 
 
-def test_a_query_names_the_store_where_the_environment_does_not(place, monkeypatch):
+def test_the_query_of_a_uri_names_the_store_without_the_environment(place, monkeypatch):
     endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
-    Folder.of(place, "x").write("file", "x")
+    Folder.open(place, "x").write("file", "x")
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    assert existing(f"{place}/file?endpoint_override={endpoint}&scheme=http", "x").read_text() == "x"
+    assert resolve_input(f"{place}/file?endpoint_override={endpoint}&scheme=http", "x").read_text() == "x"
 
 
-def test_scratch_of_another_user_is_refused(monkeypatch):
+def test_the_scratch_directory_of_another_user_is_rejected(monkeypatch):
     monkeypatch.delenv("INFEMBED_SCRATCH", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(InputError, match="set INFEMBED_SCRATCH to a directory of your own"):

@@ -1,7 +1,7 @@
-"""Do annotators and judges agree on which passage is right (paper, section 4.1, Figure 4 and appendix F.1)?
+"""Inter-rater agreement of annotators and judges (paper, section 4.1, Figure 4 and appendix F.1).
 
-Cohen's kappa of every two raters: (p_o - p_e) / (1 - p_e), p_o the share of items they answered alike and p_e the share
-expected from their own frequencies of answers. Its interval is the bootstrap's, items drawn with replacement.
+Cohen's kappa of two raters is (p_o - p_e) / (1 - p_e): p_o is the share of equal answers, p_e the share expected from
+their own frequencies of answers. Its interval is a bootstrap over items.
 """
 
 from __future__ import annotations
@@ -20,34 +20,38 @@ from infembed_ray.errors import InputError
 from infembed_ray.records import Record
 
 ITEM_COLUMNS = ("item_id", "instruction", "query", "passages")
-"""Columns of an item; all others are raters."""
+"""Columns of an item; all other columns are raters."""
 CONFIDENCE = 0.95
 DISTRACTORS = 2
-"""Passages of other records beside the three of an item's own."""
+"""Passages of other records per item, beside the record's own three."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two raters on the items that both answered."""
+    """Agreement of two raters on the items that both answered.
+
+    Attributes:
+        one, other: the raters.
+        items: number of items.
+        alike: share of equal answers.
+        kappa: Cohen's kappa; None if both raters gave one and the same answer to all items.
+        low, high: ends of the bootstrap interval of CONFIDENCE.
+    """
 
     one: str
     other: str
     items: int
     alike: float
-    """Share of items answered alike."""
     kappa: float | None
-    """None where both gave one and the same answer everywhere: nothing is left to agree on beyond chance."""
     low: float | None
     high: float | None
-    """Ends of the bootstrap interval of CONFIDENCE."""
 
 
 def read(paths: Sequence[Path], name: str) -> dict[str, dict[str, str]]:
-    """Rater -> item_id -> answer, from one or several files about the same items.
+    """Read rater -> item_id -> answer from one or more files about the same items.
 
     Raises:
-        InputError: as `records.raw_rows`; no item_id, one that stands twice in a file, a rater in two files, or fewer
-            than two raters.
+        InputError: as `records.raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than two raters.
     """
     raters: dict[str, dict[str, str]] = {}
     for path in paths:
@@ -56,26 +60,28 @@ def read(paths: Sequence[Path], name: str) -> dict[str, dict[str, str]]:
         for number, row in enumerate(records.raw_rows(path, name), start=1):
             item = str(row.get("item_id") or "")
             if not item:
-                raise InputError(f"{name}={path}: row {number}: item_id is missing; give each item its own")
+                raise InputError(f"{name}={path}: row {number}: item_id is missing; give each item a unique one")
             if item in seen:
-                raise InputError(f"{name}={path}: row {number}: item_id {item} stands twice; ids must be unique")
+                raise InputError(
+                    f"{name}={path}: row {number}: item_id {item} is repeated; give each item a unique one"
+                )
             seen.add(item)
             for rater, answer in row.items():
                 if rater not in ITEM_COLUMNS and answer is not None and str(answer).strip():
                     of_file.setdefault(rater, {})[item] = str(answer).strip()
         for rater, answers in of_file.items():
             if rater in raters:
-                raise InputError(f"{name}={path}: rater {rater} is in another file too; rename the column")
+                raise InputError(f"{name}={path}: rater {rater} is also in another file; rename the column")
             raters[rater] = answers
     if len(raters) < 2:
         raise InputError(
-            f"{name}={', '.join(map(str, paths))}: {len(raters)} raters; agreement needs two, each in a column of its own"
+            f"{name}={', '.join(map(str, paths))}: {len(raters)} raters; agreement needs at least two, each in its own column"
         )
     return raters
 
 
 def agreements(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int) -> list[Agreement]:
-    """Of every two raters, in the order of the raters; those without a common item are left out."""
+    """Compute the agreement of each pair of raters that have items in common."""
     found = []
     for one, other in combinations(raters, 2):
         common = [item for item in raters[one] if item in raters[other]]
@@ -88,7 +94,7 @@ def agreements(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: in
 def _agreement(one: str, other: str, pairs: Sequence[tuple[str, str]], resamples: int, seed: int) -> Agreement:
     counts = confusion(pairs)
     kappa = float(cohen_kappa(counts[None])[0])
-    # Items drawn with replacement are draws of the cells they fall into.
+    # A bootstrap over items is a multinomial draw over the cells of the confusion matrix.
     cells = np.random.default_rng(seed).multinomial(len(pairs), counts.ravel() / len(pairs), size=resamples)
     drawn = cohen_kappa(cells.reshape(resamples, *counts.shape))
     drawn = drawn[~np.isnan(drawn)]
@@ -106,7 +112,7 @@ def _agreement(one: str, other: str, pairs: Sequence[tuple[str, str]], resamples
 
 
 def confusion(pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-    """(answers, answers) counts of the pairs of answers, rows the first rater's."""
+    """Return the (answers, answers) confusion counts; rows are the first rater's answers."""
     answers = {answer: number for number, answer in enumerate(sorted({a for pair in pairs for a in pair}))}
     counts = np.zeros((len(answers), len(answers)), dtype=np.int64)
     for one, other in pairs:
@@ -115,7 +121,7 @@ def confusion(pairs: Sequence[tuple[str, str]]) -> np.ndarray:
 
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:
-    """(n, answers, answers) confusion counts -> (n,) kappas; NaN where only one answer was ever given."""
+    """Return the (n,) kappas of (n, answers, answers) confusion counts; NaN if only one answer was given."""
     shares = counts / counts.sum(axis=(1, 2), keepdims=True)
     alike = np.einsum("nii->n", shares)
     by_chance = np.einsum("ni,ni->n", shares.sum(axis=1), shares.sum(axis=2))
@@ -124,11 +130,11 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
 
 
 def sheet(rows: Sequence[Record], items: int, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Random items for annotators, and their key: what the pipeline holds to be right.
+    """Draw random items for annotators; return them and their key, the pipeline's own answers.
 
-    Each item is one record in one of its three scenarios, its passages in random order with DISTRACTORS of other
-    records. An annotator adds a column of their own: the number of the right passage, 0 for none. The key is in the
-    same form, as a rater called `pipeline`; both can be given to `agreement`.
+    An item is one record in one of its three scenarios, with its passages and DISTRACTORS of other records in random
+    order. An annotator adds a column with the number of the right passage, 0 for none. The key has the same format,
+    with a rater called `pipeline`, so both can be given to `agreement`.
     """
     rng = random.Random(seed)
     chosen = rng.sample(range(len(rows)), min(items, len(rows)))
@@ -144,11 +150,12 @@ def sheet(rows: Sequence[Record], items: int, seed: int) -> tuple[list[dict[str,
         others = [rows[other].document_positive for other in range(len(rows)) if other != index]
         shown = [*passages.values(), *rng.sample(others, min(DISTRACTORS, len(others)))]
         rng.shuffle(shown)
-        poisoned = scenario == "negative_instruction"
         asked.append(
             {
                 "item_id": f"item-{number:04}",
-                "instruction": row.instruction_negative if poisoned else row.instruction_positive,
+                "instruction": row.instruction_negative
+                if scenario == "negative_instruction"
+                else row.instruction_positive,
                 "query": row.query_negative if scenario == "negative_query" else row.query_positive,
                 "passages": {str(place): passage for place, passage in enumerate(shown, start=1)},
             }

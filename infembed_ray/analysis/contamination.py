@@ -1,7 +1,7 @@
-"""Are texts of an evaluation in the records (paper, section 6: string matching)?
+"""Contamination: texts of evaluation sets in the records, by string matching (paper, section 6).
 
-Two texts match if they are equal, or share some words in a row, once case, punctuation and white space are gone. Hashes
-of the records' n-grams are held in memory; an evaluation of any size streams past them.
+Two texts match if they are equal or share an n-gram of words, after case, punctuation and white space are normalised.
+The hashes of the records' n-grams are in memory; evaluation sets of any size are streamed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ _NOT_WORDS = re.compile(r"[\W_]+")
 
 @dataclass(frozen=True)
 class Match:
-    """One text of the records and what it shares with the evaluation."""
+    """A text of the records, and what it shares with the evaluation set: all of it, or the first n-gram, normalised."""
 
     text: str
     shared: str
-    """All of it, or the first n-gram they share; normalised."""
 
 
 @dataclass(frozen=True)
 class Contamination:
-    """Of the records' texts of one kind by one evaluation."""
+    """Matches of the records' texts of one kind with one evaluation set.
+
+    Attributes:
+        evaluation: name of the evaluation set.
+        kind: kind of text.
+        texts: number of the records' texts.
+        compared: number of the evaluation set's texts, of all kinds.
+        equal: number of the records' texts that equal one of the evaluation set.
+        overlapping: number of other texts that share an n-gram with one.
+        examples: matches with different shared texts.
+    """
 
     evaluation: str
     kind: str
     texts: int
-    """Of the records."""
     compared: int
-    """Of the evaluation, of whatever kind."""
     equal: int
-    """Texts of the records that are equal to one of the evaluation's."""
     overlapping: int
-    """Others that share an n-gram with one."""
     examples: list[Match]
-    """Each with something else in common."""
 
 
 def read(path: Path, name: str) -> Iterator[str]:
-    """All strings of an evaluation's file but ids, whatever their columns; the files of a directory one after another.
+    """Yield all strings except ids of a file, or of all files of a directory.
 
     Raises:
         InputError: as `records.raw_rows`.
@@ -75,13 +79,13 @@ def _strings(value: Any) -> Iterator[str]:
 def contamination(
     evaluation: str, theirs: Iterable[str], ours: Mapping[str, Sequence[str]], length: int
 ) -> list[Contamination]:
-    """Compare the texts of an evaluation with those of the records.
+    """Compare the texts of an evaluation set with those of the records.
 
     Args:
-        evaluation: its name.
-        theirs: its texts, read once.
+        evaluation: name of the evaluation set.
+        theirs: its texts, iterated once.
         ours: kind -> the records' texts.
-        length: of the n-grams, in words.
+        length: words per n-gram.
     """
     known = {_hash(text) for texts in ours.values() for text in map(normalised, texts) if text}
     grams = {_hash(gram) for texts in ours.values() for text in map(normalised, texts) for gram in ngrams(text, length)}
@@ -115,12 +119,12 @@ def _of_kind(
 
 
 def normalised(text: str) -> str:
-    """Words in lower case with single blanks between; compatibility forms of characters are one."""
+    """Return the words in lower case, separated by single spaces, with Unicode NFKC normalisation."""
     return _NOT_WORDS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def ngrams(text: str, length: int) -> Iterator[str]:
-    """All runs of `length` words of a normalised text; none where it is shorter."""
+    """Yield all runs of `length` words of a normalised text."""
     words = text.split()
     for start in range(len(words) - length + 1):
         yield " ".join(words[start : start + length])

@@ -1,27 +1,34 @@
-"""Tokens and USD, from the provenance of the rows, and how long their answers took."""
+"""Tokens, USD and latency of a synthesis, from the provenance of its rows and its manifest."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from infembed_ray.analysis.material import Material, Rows
+from infembed_ray.analysis.inputs import RecordSet, Rows
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What some rows cost, whether their answers were paid in this run or came from a journal."""
+    """Cost of rows at list prices, also for answers from a journal; USD is None without a price for every model."""
 
     rows: int
     prompt_tokens: int
     completion_tokens: int
     usd: float | None
-    """At list prices; None as soon as one row's models are in no price table."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the records cost, the rows that were lost on the way included."""
+    """Cost of a synthesis.
+
+    Attributes:
+        kept, rejected, dead_letter, total: cost of these rows.
+        usd_per_1000_kept: total cost per 1,000 kept records.
+        calls: requests of the run that made the output; None without a manifest.
+        replayed: answers that this run took from a journal.
+        latency_s: `p50`, `p90` and `p99` latency of the requests; empty if not recorded.
+    """
 
     kept: Spent
     rejected: Spent
@@ -29,28 +36,25 @@ class Cost:
     total: Spent
     usd_per_1000_kept: float | None
     calls: int | None
-    """Requests sent in the run that made the output; None where no manifest says."""
     replayed: int | None
-    """Answers taken from a journal in that run."""
     latency_s: dict[str, float]
-    """`p50`, `p90`, `p99`: seconds within which that share of the requests was answered; empty where nobody says."""
 
 
-def cost(material: Material) -> Cost | None:
-    """Add up what the rows cost; None where no row says."""
-    everything = [row for rows in material.provenance.values() for row in rows]
+def cost(found: RecordSet) -> Cost | None:
+    """Add up the cost of the rows; None if no row has a provenance."""
+    everything = [row for rows in found.provenance.values() for row in rows]
     if not everything:
         return None
     total = _spent(everything)
-    latencies = material.manifest.get("traffic", {}).get("latency_s", {})
+    latencies = found.manifest.get("traffic", {}).get("latency_s", {})
     return Cost(
-        kept=_spent(material.provenance["kept"]),
-        rejected=_spent(material.provenance["rejected"]),
-        dead_letter=_spent(material.provenance["dead_letter"]),
+        kept=_spent(found.provenance["kept"]),
+        rejected=_spent(found.provenance["rejected"]),
+        dead_letter=_spent(found.provenance["dead_letter"]),
         total=total,
-        usd_per_1000_kept=1000 * total.usd / len(material.kept) if material.kept and total.usd is not None else None,
-        calls=material.counts.get("calls"),
-        replayed=material.counts.get("replayed"),
+        usd_per_1000_kept=1000 * total.usd / len(found.kept) if found.kept and total.usd is not None else None,
+        calls=found.counts.get("calls"),
+        replayed=found.counts.get("replayed"),
         latency_s={name: s for name, s in latencies.items() if s is not None},
     )
 

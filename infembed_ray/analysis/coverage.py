@@ -1,6 +1,6 @@
-"""Which part of the embedding space the texts of several sets cover (paper, Figure 3a): a projection to the plane.
+"""Coverage of the embedding space by several sets of texts (paper, Figure 3a), projected to a plane.
 
-Principal components instead of t-SNE: linear, so equal for equal data, and distances in the plane mean something.
+The projection is PCA instead of t-SNE: it is deterministic, and distances in the plane have a meaning.
 """
 
 from __future__ import annotations
@@ -11,38 +11,41 @@ from dataclasses import dataclass
 import numpy as np
 
 GRID = 24
-"""Cells of the plane along each axis, for counting."""
+"""Grid cells along each axis."""
 
 
 @dataclass(frozen=True)
 class Covered:
-    """One set in the plane."""
+    """A set in the plane: its points, within [0, 1] on both axes, and the number of grid cells with a point."""
 
     label: str
     points: list[tuple[float, float]]
-    """Within [0, 1] on both axes."""
     cells: int
-    """Cells of the grid that hold a point of this set."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The texts of one kind in all sets, in the plane of their two principal components."""
+    """The texts of one kind in the plane of their two principal components.
+
+    Attributes:
+        kind: kind of text.
+        explained: share of the variance along each axis.
+        cells: number of grid cells with a point of any set.
+        sets: the sets.
+    """
 
     kind: str
     explained: tuple[float, float]
-    """Share of the variance of all embeddings along each axis."""
     cells: int
-    """Cells of the grid that hold a point of any set."""
     sets: list[Covered]
 
 
 def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Coverage:
-    """Project the embeddings of all sets together; equally many of each should be given.
+    """Project the embeddings of all sets to one plane.
 
     Args:
-        kind: of the texts.
-        embeddings: label -> (n, d) vectors.
+        kind: kind of text.
+        embeddings: label -> (n, d) vectors, with the same n for all sets.
     """
     points, explained = principal_plane(np.concatenate(list(embeddings.values())))
     low, high = points.min(axis=0), points.max(axis=0)
@@ -61,9 +64,9 @@ def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Coverage:
 
 
 def principal_plane(vectors: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
-    """(n, 2) coordinates of (n, d) vectors along their two principal axes, and each axis's share of the variance.
+    """Return the (n, 2) coordinates of (n, d) vectors on their principal axes, and each axis's share of the variance.
 
-    An axis points to where its largest component in absolute value is positive, so that equal data give equal plots.
+    The sign of an axis is such that its largest component in absolute value is positive.
     """
     centred = vectors.astype(np.float64) - vectors.mean(axis=0, dtype=np.float64)
     variances, axes = np.linalg.eigh(centred.T @ centred)  # ascending

@@ -1,16 +1,15 @@
-"""How diverse the texts of a set are (paper, section 4.2 and Figure 3b).
+"""Diversity of a set of texts (paper, section 4.2 and Figure 3b).
 
-Average pairwise sample similarity (APS) is the mean cosine of the embeddings of all pairs of texts; lower is more
-diverse. Inter-sample n-gram frequency (INGF) is taken from how n-grams are spread over the texts; higher is more
-diverse. Of both the paper gives name, direction and origin (Mishra et al., 2020), but no formula: here are ours.
+Average pairwise sample similarity (APS) is the mean cosine of all pairs of embeddings; lower is more diverse.
+Inter-sample n-gram frequency (INGF) measures how n-grams are spread over the texts; higher is more diverse. The paper
+gives name, direction and origin of both (Mishra et al., 2020) but no formula, so the formulas are ours.
 
-APS of n unit vectors e_i: the mean of e_i . e_j over the n (n - 1) / 2 pairs i < j, by
-|sum_i e_i|^2 = n + 2 sum_{i<j} e_i . e_j, so in time linear in n and without sampling pairs.
+APS of n unit vectors e_i is the mean of e_i . e_j over the n (n - 1) / 2 pairs i < j, computed in linear time by
+|sum_i e_i|^2 = n + 2 sum_{i<j} e_i . e_j.
 
-INGF: let V_k be the number of different word k-grams, and s_k the standard deviation, over these k-grams, of the number
-of texts that hold each. INGF is the mean of V_k / (1 + s_k) over k = 1, 2, 3: many different k-grams make it large, and
-some that return in text after text make it small. (The 1 keeps it finite where no k-gram returns more often than
-another.) It grows with the number of texts: compare it at equal numbers only.
+INGF is the mean of V_k / (1 + s_k) over k = 1, 2, 3. V_k is the number of distinct word k-grams, and s_k the standard
+deviation, over these k-grams, of the number of texts that contain each. Many distinct k-grams make INGF large; k-grams
+that many texts repeat make it small. INGF grows with the number of texts, so compare it at equal numbers only.
 """
 
 from __future__ import annotations
@@ -23,28 +22,34 @@ from dataclasses import dataclass
 import numpy as np
 
 ORDERS = (1, 2, 3)
-"""Lengths of the n-grams, in words."""
+"""Words per n-gram."""
 
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class Diversity:
-    """Of the sampled texts of one kind in one set."""
+    """Diversity of the texts of one kind in one set.
+
+    Attributes:
+        label: name of the set.
+        kind: kind of text.
+        texts, distinct, mean_words: of the whole set.
+        sampled: number of sampled texts, the same for all sets of a report.
+        aps: None without an encoder, or for fewer than two texts.
+        ingf: inter-sample n-gram frequency.
+        distinct_share: distinct n-grams / all n-grams, for each of ORDERS.
+    """
 
     label: str
     kind: str
     texts: int
-    """In the whole set."""
     distinct: int
     mean_words: float
     sampled: int
-    """Equal for all sets of a report."""
     aps: float | None
-    """None without an encoder, or for fewer than two texts."""
     ingf: float
     distinct_share: list[float]
-    """Different n-grams / all n-grams, for each of ORDERS."""
 
 
 def diversity(
@@ -53,10 +58,10 @@ def diversity(
     """Measure a sample of a set's texts.
 
     Args:
-        label: the set's name.
-        kind: of its texts.
-        texts: all of them, at least one.
-        sample: those that are measured.
+        label: name of the set.
+        kind: kind of text.
+        texts: all texts of the set, at least one.
+        sample: the sampled texts.
         embeddings: (sample, d) unit vectors of the sample.
     """
     frequencies = [ngram_frequencies(sample, order) for order in ORDERS]
@@ -74,7 +79,7 @@ def diversity(
 
 
 def average_pairwise_similarity(embeddings: np.ndarray) -> float | None:
-    """Mean inner product over all pairs of different rows of (n, d), in float64; None for n < 2."""
+    """Return the mean inner product of all pairs of rows of (n, d), in float64; None for n < 2."""
     n = len(embeddings)
     if n < 2:
         return None
@@ -84,7 +89,7 @@ def average_pairwise_similarity(embeddings: np.ndarray) -> float | None:
 
 
 def ngram_frequencies(texts: Sequence[str], order: int) -> tuple[Mapping[tuple[str, ...], int], int]:
-    """n-gram of `order` words -> number of texts that hold it; and how many n-grams there are in all."""
+    """Return n-gram of `order` words -> number of texts that contain it, and the number of all n-grams."""
     texts_with: Counter[tuple[str, ...]] = Counter()
     total = 0
     for text in texts:
@@ -96,6 +101,6 @@ def ngram_frequencies(texts: Sequence[str], order: int) -> tuple[Mapping[tuple[s
 
 
 def inter_sample_ngram_frequency(frequencies: Sequence[Mapping[tuple[str, ...], int]]) -> float:
-    """INGF from the n-gram frequencies of every order."""
+    """Return the INGF of the n-gram frequencies of every order."""
     ratios = [len(texts_with) / (1 + np.std(list(texts_with.values()))) for texts_with in frequencies if texts_with]
     return float(sum(ratios) / len(frequencies))

@@ -1,4 +1,4 @@
-"""Where the seeds went: kept, rejected by step and reason, dead letters by error; and what the judge said."""
+"""The funnel from seeds to records: kept, rejected by step and reason, dead letters by error; and the judge's verdicts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infembed_ray.analysis.material import Material
+from infembed_ray.analysis.inputs import RecordSet
 from infembed_ray.records import SCENARIOS
 
 STEPS = (
-    "seed",  # its own texts, before anything is asked
+    "seed",  # checks of its own texts
     "instruction_positive",
     "instruction_negative",
     "query_negative",
@@ -20,22 +20,21 @@ STEPS = (
     "judge_negative_instruction",
     "judge_positive",
 )
-"""The steps of synthesis that can lose a row, in their order."""
+"""Steps of synthesis that can lose a row, in order."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Rows that one step lost for one reason."""
+    """Rows that a step lost for one reason: that of a rejection, or the error of a dead letter."""
 
     step: str
     why: str
-    """The reason of a rejection or the error of a dead letter."""
     rows: int
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What became of the rows that reached one step."""
+    """Outcome of the rows that reached a step."""
 
     step: str
     reached: int
@@ -46,51 +45,56 @@ class Flow:
 
 @dataclass(frozen=True)
 class Funnel:
-    """From seeds to records. kept + rejected + dead_letter = seeds, always."""
+    """From seeds to records: kept + rejected + dead_letter = seeds.
+
+    Attributes:
+        seeds: number of seeds; None for records without a synthesis output.
+        kept, rejected, dead_letter: number of rows.
+        unaccounted: seeds in none of the three; other than 0 means that the output is damaged.
+        rejections, errors: losses, most frequent first.
+        steps: outcome of each step, in order; empty without a synthesis output.
+        complements: kept records for which a complement was asked for.
+        complements_fit: complements that passed.
+        complement_faults: why the others were rejected, most frequent first.
+    """
 
     seeds: int | None
-    """None for records that come from no synthesis output."""
     kept: int
     rejected: int
     dead_letter: int
     unaccounted: int
-    """Seeds that are in none of the three: anything but 0 is a fault of the output."""
     rejections: list[Loss]
-    """Most frequent first."""
     errors: list[Loss]
     steps: list[Flow]
-    """In their order; empty for records that come from no synthesis output."""
     complements: int
-    """Kept records for which a complement was asked for."""
     complements_fit: int
     complement_faults: list[Loss]
-    """Why the others are of no use, most frequent first."""
 
 
-def funnel(material: Material) -> Funnel:
-    """Count where the rows went."""
-    kept, rejected, dead = len(material.kept), len(material.rejected), len(material.dead_letter)
-    seeds = material.counts.get("seeds")
+def funnel(found: RecordSet) -> Funnel:
+    """Count kept, rejected and failed rows."""
+    kept, rejected, dead = len(found.kept), len(found.rejected), len(found.dead_letter)
+    seeds = found.counts.get("seeds")
     return Funnel(
         seeds=seeds,
         kept=kept,
         rejected=rejected,
         dead_letter=dead,
         unaccounted=0 if seeds is None else seeds - kept - rejected - dead,
-        rejections=_losses((row["step"], row["reason"]) for row in material.rejected),
-        errors=_losses((row["step"], row["error"]) for row in material.dead_letter),
-        steps=[] if seeds is None else _steps(kept, material),
-        complements=len(material.complements),
-        complements_fit=sum(row["fault"] is None for row in material.complements),
+        rejections=_losses((row["step"], row["reason"]) for row in found.rejected),
+        errors=_losses((row["step"], row["error"]) for row in found.dead_letter),
+        steps=[] if seeds is None else _steps(kept, found),
+        complements=len(found.complements),
+        complements_fit=sum(row["fault"] is None for row in found.complements),
         complement_faults=_losses(
-            ("complement", row["fault"]) for row in material.complements if row["fault"] is not None
+            ("complement", row["fault"]) for row in found.complements if row["fault"] is not None
         ),
     )
 
 
-def _steps(kept: int, material: Material) -> list[Flow]:
-    rejected = Counter(row["step"] or "unknown" for row in material.rejected)
-    dead = Counter(row["step"] or "unknown" for row in material.dead_letter)
+def _steps(kept: int, found: RecordSet) -> list[Flow]:
+    rejected = Counter(row["step"] or "unknown" for row in found.rejected)
+    dead = Counter(row["step"] or "unknown" for row in found.dead_letter)
     reached = kept + rejected.total() + dead.total()
     flows = []
     for step in (*STEPS, *sorted((rejected.keys() | dead.keys()) - set(STEPS))):
@@ -107,20 +111,24 @@ def _losses(reasons: Iterable[tuple[str | None, str | None]]) -> list[Loss]:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The judge's answers in one scenario, over all rows that came so far."""
+    """The judge's answers in one scenario.
+
+    Attributes:
+        scenario: name of the scenario.
+        judged: rows with an answer; judging ends at the first scenario that fails.
+        right: rows in which the judge picked the scenario's own passage.
+        picks: picked passage -> rows, most frequent first.
+    """
 
     scenario: str
     judged: int
-    """Rows with an answer: judging ends at the first scenario that fails."""
     right: int
-    """Rows in which the judge picked the passage that answers this scenario."""
     picks: dict[str, int]
-    """What was picked -> rows, most frequent first."""
 
 
-def verdicts(material: Material) -> list[Verdicts]:
-    """Count the judge's picks in every scenario; empty where no row carries a verdict."""
-    given = [row["verdicts"] for rows in material.provenance.values() for row in rows if row["verdicts"]]
+def verdicts(record_set: RecordSet) -> list[Verdicts]:
+    """Count the judge's picks in every scenario; empty if no row has a verdict."""
+    given = [row["verdicts"] for rows in record_set.provenance.values() for row in rows if row["verdicts"]]
     found = []
     for scenario in SCENARIOS:
         picks = Counter(verdict[scenario] for verdict in given if verdict[scenario] is not None)

@@ -1,4 +1,4 @@
-"""How long the texts are, in words, beside the paper's."""
+"""Lengths of the texts in words, beside the paper's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infembed_ray.analysis.material import KINDS
+from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.records import Record
 
 PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
@@ -16,21 +16,22 @@ PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
 
 @dataclass(frozen=True)
 class Length:
-    """Words (split at white space) of one column's texts, or of all columns of a kind."""
+    """Words per text (split at white space), in one column or in all columns of a kind (`column` None).
+
+    `paper_mean` is the mean of the kind in the paper's set.
+    """
 
     kind: str
     column: str | None
-    """None: all columns of the kind together."""
     mean: float
     p5: float
     p50: float
     p95: float
     paper_mean: float
-    """Of the kind."""
 
 
 def lengths(records: Sequence[Record]) -> list[Length]:
-    """Per kind of text, all its columns together and then one by one; empty without records."""
+    """Measure each kind of text, all its columns together and then each column; empty without records."""
     if not records:
         return []
     found = []

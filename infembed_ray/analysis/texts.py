@@ -1,31 +1,37 @@
-"""The texts of several sets, by kind: what is compared side by side."""
+"""Sets of texts, by kind, and their comparison: diversity and coverage (paper, section 4.2 and Figure 3)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from infembed_ray import records
-from infembed_ray.analysis.material import KINDS
-from infembed_ray.config import nearest
+from infembed_ray.analysis.coverage import Coverage, coverage
+from infembed_ray.analysis.diversity import Diversity, diversity
+from infembed_ray.analysis.inputs import KINDS
+from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.records import ALIASES, Record
+
+Embed = Callable[[Sequence[str]], np.ndarray]
+"""n texts -> (n, d) unit vectors."""
 
 
 @dataclass(frozen=True)
 class TextSet:
-    """A set of texts under the name that the report gives it."""
+    """A named set of texts: kind -> texts of all its columns, without empty kinds."""
 
     label: str
     texts: Mapping[str, Sequence[str]]
-    """Kind -> its texts, of all its columns; a kind without texts is absent."""
 
 
-def of_records(label: str, rows: Sequence[Record]) -> TextSet:
-    """The texts of InF-IR records, positive and negative ones."""
+def from_records(label: str, rows: Sequence[Record]) -> TextSet:
+    """Collect the positive and negative texts of InF-IR records."""
     texts = {kind: [getattr(row, column) for row in rows for column in columns] for kind, columns in KINDS.items()}
     return TextSet(label, {kind: found for kind, found in texts.items() if found})
 
@@ -34,17 +40,17 @@ def read(label: str, path: Path, name: str, columns: Mapping[str, str]) -> TextS
     """Read the texts of another set.
 
     Args:
-        label: what the report calls it.
-        path: InF-IR records, in part or whole, or a file with a column for each kind of text.
-        name: the setting it came from, for error messages.
-        columns: kind -> its column, where that is not called after the kind.
+        label: name of the set in the report.
+        path: InF-IR records, or a file with a column per kind of text.
+        name: name of the setting, for error messages.
+        columns: kind -> column, if the column is not named after the kind.
 
     Raises:
-        InputError: as `records.raw_rows`; a kind that does not exist; no column with texts.
+        InputError: as `records.raw_rows`; an unknown kind, or no column with texts.
     """
     for kind in columns:
         if kind not in KINDS:
-            raise InputError(f"compare_columns.{kind}: no kind of text: {nearest(kind, KINDS)}")
+            raise InputError(f"compare_columns.{kind}: no such kind of text; {nearest(kind, KINDS)}")
     file = path / records.KEPT_FILE if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{name}={path}: no {records.KEPT_FILE} in this directory; give a file or a synthesis output")
@@ -58,7 +64,7 @@ def read(label: str, path: Path, name: str, columns: Mapping[str, str]) -> TextS
     if not found:
         raise InputError(
             f"{name}={path}: no column with instructions, queries or passages (found: {', '.join(map(str, seen))}); "
-            "set compare_columns.instruction=<its name>, or that of a query or passage"
+            "set compare_columns.instruction=COLUMN, or that of query or passage"
         )
     return TextSet(label, found)
 
@@ -67,7 +73,7 @@ def _of_kind(kind: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> l
     if kind in columns:
         names: Iterable[str] = [columns[kind]]
     else:
-        # An older name counts only where the newer is absent.
+        # An older name counts only if the newer one is absent.
         ours = (next((n for n in (c, *ALIASES.get(c, ())) if n in row), c) for c in KINDS[kind])
         names = [kind, *ours]
     values = (row.get(name) for name in dict.fromkeys(names))
@@ -75,10 +81,32 @@ def _of_kind(kind: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> l
 
 
 def samples(sets: Sequence[TextSet], kind: str, most: int, seed: int) -> dict[str, list[str]]:
-    """Label -> texts of a kind drawn without replacement, equally many from every set that has the kind.
+    """Draw equally many texts of a kind from each set that has the kind; return label -> texts.
 
-    Figures of diversity depend on how many texts they are taken over: only equal samples compare.
+    Measures of diversity depend on the number of texts, so only equal samples are comparable.
     """
     having = [each for each in sets if kind in each.texts]
     size = min([most, *(len(each.texts[kind]) for each in having)])
     return {each.label: random.Random(f"{seed}/{kind}").sample(list(each.texts[kind]), size) for each in having}
+
+
+def compare(
+    sets: Sequence[TextSet], most: int, seed: int, embed: Embed | None
+) -> tuple[list[Diversity], list[Coverage]]:
+    """Measure equal samples of all sets, kind by kind.
+
+    Args:
+        sets: sets with the kinds of text that they have.
+        most: texts of a kind to draw from each set.
+        seed: seed of the draws.
+        embed: encoder; None omits what needs embeddings, APS and coverage.
+    """
+    diversities, coverages = [], []
+    for kind in KINDS:
+        drawn = samples(sets, kind, most, seed)
+        vectors = {label: embed(texts) for label, texts in drawn.items()} if embed is not None else {}
+        every = {each.label: each.texts[kind] for each in sets if kind in each.texts}
+        diversities += [diversity(label, kind, every[label], drawn[label], vectors.get(label)) for label in drawn]
+        if vectors:
+            coverages.append(coverage(kind, vectors))
+    return diversities, coverages

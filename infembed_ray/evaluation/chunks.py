@@ -1,85 +1,58 @@
-"""What is computed together and kept as one array: a chunk of passages, of queries, or of pairs of both.
+"""Chunks of passages, of queries or of (query, passage) pairs, each of which is stored as one array.
 
-A chunk says where its texts are, so that it travels to another node without them.
+A chunk refers to its texts, so it is small to send to another node.
 """
 
 from __future__ import annotations
 
-import os
 import platform
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.embeddings import digest
-from infembed_ray.evaluation.retrievers.retriever import Encoder, Ranker, Reranker
+from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
 
 TEXTS = 1024
-"""Most passages or queries of a chunk: enough to batch by length, and what a kill costs an actor."""
+"""Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""
 PAIRS = 128
-"""Most pairs of a chunk: they take longer."""
+"""Pairs per chunk; pairs take longer."""
 _BATCH = 4096
-
-
-class Chunk(Protocol):
-    """Texts that are computed together. Equal chunks have equal arrays."""
-
-    @property
-    def size(self) -> int:
-        """Rows of its array."""
-        ...
-
-    def texts(self) -> list[tuple[str | None, ...]]:
-        """What each row is computed from; no two kinds of chunks have the same."""
-        ...
-
-    def compute(self, retriever: Encoder | Reranker | Ranker) -> np.ndarray:
-        """(size, d) or (size) float32."""
-        ...
 
 
 # ----------------------------------------------------------------------------------------------------- corpora
 
 
 def share(corpus: pa.Table, directory: Path) -> Path:
-    """Write a corpus to a file that all nodes map into memory, unless it is there.
+    """Write a corpus to a file that all nodes map into memory; return the file, named by its content.
 
     Args:
-        corpus: (m) `CORPUS`; no more than a chunk of it is copied at a time.
-        directory: one that all nodes see.
-
-    Returns:
-        the file, named by its content.
+        corpus: (m) `CORPUS`, copied batch by batch.
+        directory: a directory that all nodes see.
     """
     name = digest(text for batch in _batches(corpus) for column in batch.columns for text in column.to_pylist())
     file = directory / f"{name}.arrow"
     if not file.is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{secrets.token_hex(4)}.partial")
-        with partial.open("wb") as target:
-            with pa.ipc.new_file(target, CORPUS) as writer:
-                for batch in _batches(corpus):
-                    writer.write_batch(batch)
-            target.flush()
-            os.fsync(target.fileno())
-        partial.replace(file)
+        with durable.replacing(file, shared=True) as target, pa.ipc.new_file(target, CORPUS) as writer:
+            for batch in _batches(corpus):
+                writer.write_batch(batch)
     return file
 
 
 @cache
 def shared(file: Path) -> pa.Table:
-    """A corpus that `share` wrote, memory-mapped.
+    """Map a corpus that `share` wrote into memory.
 
     Raises:
-        InputError: this node does not see it.
+        InputError: this node does not see the file.
     """
     if not file.is_file():
         raise InputError(
@@ -90,7 +63,7 @@ def shared(file: Path) -> pa.Table:
 
 
 def _batches(corpus: pa.Table) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches that do not depend on how the table is divided."""
+    """Yield the rows in batches that do not depend on the table's own chunks."""
     for start in range(0, corpus.num_rows, _BATCH):
         (batch,) = corpus.slice(start, _BATCH).combine_chunks().to_batches()
         yield batch
@@ -101,22 +74,24 @@ def _batches(corpus: pa.Table) -> Iterator[pa.RecordBatch]:
 
 @dataclass(frozen=True)
 class Passages:
-    """A chunk of a shared corpus."""
+    """Some passages of a shared corpus."""
 
     corpus: Path
     start: int
     size: int
 
     @classmethod
-    def of(cls, corpus: Path) -> list[Passages]:
-        """All chunks of a corpus, in its order."""
+    def divide(cls, corpus: Path) -> list[Passages]:
+        """Divide a corpus, in its order."""
         rows = shared(corpus).num_rows
         return [cls(corpus, start, min(TEXTS, rows - start)) for start in range(0, rows, TEXTS)]
 
     def texts(self) -> list[tuple[str | None, ...]]:
+        """Return the inputs of each row, which differ between the kinds of chunks."""
         return [("passage", text) for text in self._passages()]
 
-    def compute(self, retriever: Encoder | Reranker | Ranker) -> np.ndarray:
+    def compute(self, retriever: Retriever) -> np.ndarray:
+        """Compute the array: (size, d) float32, or (size) for pairs."""
         assert isinstance(retriever, Encoder)
         return retriever.encode_passages(self._passages())
 
@@ -127,13 +102,13 @@ class Passages:
 
 @dataclass(frozen=True)
 class Queries:
-    """A chunk of a task's queries."""
+    """Some queries of a task."""
 
     queries: tuple[Query, ...]
 
     @classmethod
-    def of(cls, queries: Sequence[Query]) -> list[Queries]:
-        """All chunks of some queries, in their order."""
+    def divide(cls, queries: Sequence[Query]) -> list[Queries]:
+        """Divide queries, in their order."""
         return [cls(tuple(queries[start : start + TEXTS])) for start in range(0, len(queries), TEXTS)]
 
     @property
@@ -143,22 +118,22 @@ class Queries:
     def texts(self) -> list[tuple[str | None, ...]]:
         return [("query", query.query, query.instruction) for query in self.queries]
 
-    def compute(self, retriever: Encoder | Reranker | Ranker) -> np.ndarray:
+    def compute(self, retriever: Retriever) -> np.ndarray:
         assert isinstance(retriever, Encoder)
         return retriever.encode_queries(self.queries)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A query beside some passages of a shared corpus."""
+    """A query with some passages of a shared corpus."""
 
     query: Query
     corpus: Path
     rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, query: Query, corpus: Path, rows: Sequence[int]) -> list[Pairs]:
-        """All chunks of a query and these passages, which are in the corpus's order: the ranking's leaves no trace."""
+    def divide(cls, query: Query, corpus: Path, rows: Sequence[int]) -> list[Pairs]:
+        """Divide the pairs of a query and passages, in the order of the corpus, not of a ranking."""
         ordered = sorted(rows)
         return [cls(query, corpus, tuple(ordered[start : start + PAIRS])) for start in range(0, len(ordered), PAIRS)]
 
@@ -169,10 +144,14 @@ class Pairs:
     def texts(self) -> list[tuple[str | None, ...]]:
         return [("pair", self.query.query, self.query.instruction, passage) for passage in self._passages()]
 
-    def compute(self, retriever: Encoder | Reranker | Ranker) -> np.ndarray:
+    def compute(self, retriever: Retriever) -> np.ndarray:
         assert isinstance(retriever, Reranker)
         return retriever.score([(self.query, passage) for passage in self._passages()])
 
     def _passages(self) -> list[str]:
         passages = shared(self.corpus)["text"]
-        return [passages[row].as_py() for row in self.rows]  # `take` copies the whole column, and fails beyond 2 GB
+        return [passages[row].as_py() for row in self.rows]  # `take` copies the whole column and fails beyond 2 GB
+
+
+Chunk = Passages | Queries | Pairs
+"""Texts that are computed together. Equal chunks have equal arrays."""

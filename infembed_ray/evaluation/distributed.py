@@ -1,18 +1,16 @@
-"""`infembed evaluate`: tasks x models on Ray, to a published table.
+"""`infembed evaluate`: tasks x models on Ray, published as a table.
 
-Texts lie in files that all nodes map into memory, and actors write the embeddings of a chunk of them to the store, a
-directory that all nodes see, at once: the driver and Ray's object store hold neither. A search is a task that reads
-them from there, in blocks. So a killed node costs the chunks it was at, a killed driver those that were under way, and
-what another task or run has left in the store is not computed again.
+Texts are in files that all nodes map into memory. Actors write the embeddings of each chunk of texts to the store, a
+directory that all nodes see; searches read them from there in blocks. So the driver and Ray's object store hold neither
+texts nor embeddings. A lost node or driver costs only the chunks in progress, and no other run computes a stored chunk
+again.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,37 +19,34 @@ import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
-from infembed_ray import records, storage
-from infembed_ray.config import EvaluateSettings, RetrieverSettings
-from infembed_ray.distributed import connect
+from infembed_ray import storage
+from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import mteb_adapter, results, tables
-from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, share, shared
-from infembed_ray.evaluation.embeddings import Store, digest
+from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
+from infembed_ray.evaluation.embeddings import Store
+from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.results import Asked, Results
+from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
-from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.progress import say, track
+from infembed_ray.ray_cluster import connect
 
 MTEB = "mteb"
-"""Folder of the same figures in mteb's layout, where mteb has the task."""
-EMBEDDINGS = "embeddings"
-"""Folder of the store, in the output where settings name no other."""
-_CORPORA = "corpora"
-_ENCODERS = ("encoder", "sentence_transformers", "api")
-_RANKERS = ("bm25",)
+"""Folder of the same figures in mteb's layout, for the tasks that mteb has."""
+_ONE_PROCESS = ("api", "bm25")
+"""Kinds with a single process: a budget is kept in one place, and BM25 ranks a whole task."""
 _WITHOUT_GPU = ("api", "random")
-_SHOWN = 60
-"""Characters of a text in a message."""
-_ANYWHERE = "DEFAULT"
-"""Said so, or Ray puts the tasks of a sweep's trial into the placement group of the trial, which has no room for them."""
+_MESSAGE_CHARACTERS = 60
+_OUTSIDE_TRIALS = "DEFAULT"
+"""Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
 
+FirstStage = Mapping[str, Mapping[str, Sequence[str]]]
+"""Task -> query -> top documents of the first stage."""
 T = TypeVar("T")
 
 
@@ -59,26 +54,18 @@ def run(settings: EvaluateSettings) -> storage.Published:
     """Evaluate all models on all tasks and publish `results.json`, `per_query.parquet` and `table.md`.
 
     Raises:
-        InputError: data, a model or the output cannot be used; or a model gives embeddings or scores that are not finite.
+        InputError: data, a model or the output cannot be used, or a model's embeddings or scores are not finite.
     """
-    models = _models(settings)
-    store = storage.local_path(settings.embeddings or f"{settings.output}/{EMBEDDINGS}", "embeddings")
-    storage.require_writable(store, "embeddings")
-    data, tasks = _tasks(settings, store / _CORPORA)
-    _require_candidates(settings, models, tasks)
-    inputs = data | {name: path for model in models for name, path in model.inputs.items()}
-    names = {f"tasks.{task.name}": task.identity for task in tasks}
-    names |= {name: value for model in models for name, value in model.names.items()}
-    step = storage.Step("evaluate", settings, settings.output, inputs, names)
+    inputs = resolve(settings)
+    step = inputs.step(settings)
     if done := step.finished():
         return done
-
-    queries, passages = (sum(counts) for counts in zip(*(task.size for task in tasks), strict=True))
-    say(f"evaluate: {len(models)} models, {len(tasks)} tasks, {queries} queries, {passages} passages")
+    queries, passages = inputs.size
+    say(f"evaluate: {len(inputs.models)} models, {len(inputs.tasks)} tasks, {queries} queries, {passages} passages")
     connect()
     with step.publish() as staging:
-        found = _evaluate(settings, models, tasks, store)
-        staging.counts = {"tasks": len(tasks), "queries": queries, "passages": passages}
+        found = _evaluate(settings, inputs)
+        staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": found.figures}
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
@@ -87,193 +74,49 @@ def run(settings: EvaluateSettings) -> storage.Published:
     return step.published()
 
 
-# ----------------------------------------------------------------------------------------- what is asked of whom
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model of the settings.
-
-    Attributes:
-        inputs, names: what it contributes to the step's identity. Its position is part of it: the first is the baseline.
-    """
-
-    label: str
-    retriever: RetrieverSettings
-    inputs: Mapping[str, Path]
-    names: Mapping[str, str]
-
-    @cached_property
-    def identity(self) -> str:
-        """Of its retriever. It takes reading all weights, so it is found once."""
-        return baselines.identity(self.retriever)
-
-    @property
-    def where(self) -> str:
-        """How messages name it."""
-        return f"models.{self.label}={self.retriever.model or self.retriever.kind}"
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A task whose corpus all nodes see: `task.corpus` is the mapped file."""
-
-    task: Task
-    corpus: Path
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """How many queries and passages."""
-        return len(self.task.queries), self.task.corpus.num_rows
-
-    @property
-    def identity(self) -> str:
-        """Changes with anything that it is."""
-        task = self.task
-        queries = [astuple(query) for query in task.queries]
-        figures = [astuple(figure) for figure in task.figures]
-        changes = [astuple(change) for change in task.changes]
-        excluded = {query: sorted(documents) for query, documents in task.excluded.items()}
-        content = [self.corpus.stem, queries, task.qrels, figures, changes, task.candidates, excluded]
-        return digest([json.dumps(content, sort_keys=True)])
-
-
-def _models(settings: EvaluateSettings) -> list[Model]:
-    if not settings.models:
-        raise InputError("models is empty: set models.base=<checkpoint directory, hub name or name of a baseline>")
-    found = []
-    for position, (label, model) in enumerate(settings.models.items()):
-        retriever = baselines.resolve(label, model, settings.template)
-        paths, names = baselines.inputs(retriever, f"models.{label}")
-        of_model = f"models.{label} ({position})"
-        found.append(
-            Model(
-                label,
-                # Actors have other working directories, and what `latest` names may change while they work.
-                retriever.model_copy(update={part: str(path) for part, path in paths.items()}),
-                {f"{of_model}.{part}": path for part, path in paths.items()},
-                {f"{of_model}.{part}": name for part, name in names.items()},
-            )
-        )
-    return found
-
-
-def _tasks(settings: EvaluateSettings, corpora: Path) -> tuple[dict[str, Path], list[Shared]]:
-    """The files of the settings' own records, and all tasks."""
-    if not settings.tasks and settings.records is None:
-        raise InputError(
-            "tasks is empty: set tasks=[followir] or another of the catalogue, or records=<InF-IR records>"
-        )
-    if settings.distractors is not None and settings.records is None:
-        raise InputError(
-            f"distractors={settings.distractors}: they are for records, which is not set; set it or drop them"
-        )
-    tasks = [catalogue.load(name, settings.data) for name in catalogue.expand(settings.tasks)]
-    data: dict[str, Path] = {}
-    if settings.records is not None:
-        data["records"] = storage.existing(settings.records, "records")
-        rows = records.read(data["records"], records.Record, "records", split=settings.split)
-        others: Sequence[records.Passage] = ()
-        if settings.distractors is not None:
-            data["distractors"] = storage.existing(settings.distractors, "distractors")
-            others = records.read(data["distractors"], records.Passage, "distractors")
-        tasks.append(instruction_following(rows, others, settings.max_distractors))
-    for name, count in Counter(task.name for task in tasks).items():
-        if count > 1:
-            raise InputError(f"tasks={name}: another task is called so too; rename the directory, or leave one out")
-    shared_tasks = []
-    for task in tasks:
-        file = share(task.corpus, corpora)
-        shared_tasks.append(Shared(replace(task, corpus=shared(file)), file))
-    return data, shared_tasks
-
-
-def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tasks: Sequence[Shared]) -> None:
-    """There is something to rank for every reranker."""
-    kinds = {model.label: model.retriever.kind for model in models}
-    first = settings.first_stage
-    if settings.rerank > settings.depth:
-        raise InputError(f"rerank={settings.rerank}: rankings end at depth={settings.depth}; set rerank to it or less")
-    if first is not None and (first not in kinds or kinds[first] not in (*_ENCODERS, *_RANKERS)):
-        why = "a reranker itself" if first in kinds else "no label of models"
-        raise InputError(f"first_stage={first}: {why}; give the label of an encoder or of bm25")
-    for label, kind in kinds.items():
-        for task in tasks:
-            if (
-                kind not in (*_ENCODERS, *_RANKERS)
-                and first is None
-                and not _says_what_to_rank(task.task, settings.depth)
-            ):
-                raise InputError(
-                    f"models.{label}: a reranker, and {task.name} does not say which {settings.depth} documents or fewer "
-                    "it ranks; set first_stage=<label of the model whose best documents it ranks>"
-                )
-
-
-def _says_what_to_rank(task: Task, depth: int) -> bool:
-    """Are its candidates a ranking to be improved? Longer ones are the part of the corpus that a query is about."""
-    return task.candidates is not None and max(map(len, task.candidates.values())) <= depth
-
-
-# ---------------------------------------------------------------------------------------------------- rankings
-
-
-def _evaluate(settings: EvaluateSettings, models: Sequence[Model], tasks: Sequence[Shared], store: Path) -> Results:
+def _evaluate(settings: EvaluateSettings, inputs: Inputs) -> Results:
     scores: dict[str, dict[str, Scores]] = {}
-    first: dict[str, dict[str, list[str]]] = {}  # task -> query -> the documents that rerankers rank
-    for model in sorted(models, key=lambda model: model.label != settings.first_stage):
+    first: dict[str, dict[str, list[str]]] = {}
+    for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
         scores[model.label] = {}
-        for task, found in _rankings(settings, model, tasks, store, first):
+        for task, found in _rankings(settings, inputs, model, first):
             if model.label == settings.first_stage:
-                first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in task.task.queries}
-            scores[model.label][task.name] = score(task.task, found)
+                first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in task.queries}
+            scores[model.label][task.name] = score(task, found)
     return Results(
-        tasks={task.name: Asked.of(task.task, task.identity) for task in tasks},
-        models={
-            model.label: model.retriever.model_dump(mode="json", exclude_defaults=True) | {"identity": model.identity}
-            for model in models
-        },
-        scores={model.label: scores[model.label] for model in models},
+        tasks={task.name: TaskSummary.from_task(task, content_hash(task)) for task in inputs.tasks},
+        models={model.label: model.about for model in inputs.models},
+        scores={model.label: scores[model.label] for model in inputs.models},
         depth=settings.depth,
     )
 
 
 def _rankings(
-    settings: EvaluateSettings,
-    model: Model,
-    tasks: Sequence[Shared],
-    store: Path,
-    first: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Iterator[tuple[Shared, Run]]:
-    """A model's rankings of all queries, task by task."""
-    if model.retriever.kind in _RANKERS:
-        return _ranked(settings, model, tasks)
-    if model.retriever.kind in _ENCODERS:
-        return _searched(settings, model, tasks, store)
-    return _reranked(settings, model, tasks, store, first)
+    settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage
+) -> Iterator[tuple[Task, Run]]:
+    """Yield a model's rankings of all queries, task by task."""
+    if model.retriever.kind in RANKER_KINDS:
+        return _rank_tasks(settings, inputs, model)
+    if model.retriever.kind in ENCODER_KINDS:
+        return _encode_and_search(settings, inputs, model)
+    return _rerank(settings, inputs, model, first)
 
 
-def _searched(
-    settings: EvaluateSettings, model: Model, tasks: Sequence[Shared], store: Path
-) -> Iterator[tuple[Shared, Run]]:
-    passages = {task.name: Passages.of(task.corpus) for task in tasks}
-    queries = {task.name: Queries.of(task.task.queries) for task in tasks}
+def _encode_and_search(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Iterator[tuple[Task, Run]]:
+    passages = {task.name: Passages.divide(task.corpus_file) for task in inputs.tasks}
+    queries = {task.name: Queries.divide(task.queries) for task in inputs.tasks}
     chunks: list[Chunk] = [*_flat(passages.values()), *_flat(queries.values())]
-    files = _computed("encode", settings, model, chunks, store)
-    with track(f"search {model.label}", sum(len(task.task.queries) for task in tasks)) as advance:
-        for task in tasks:
-            encoded = [(files[chunk], chunk.size) for chunk in passages[task.name]]
+    files = _compute_chunks("encode", settings, model, chunks, inputs.store)
+    with track(f"search {model.label}", inputs.size[0]) as advance:
+        for task in inputs.tasks:
+            embeddings = [(files[chunk], chunk.size) for chunk in passages[task.name]]
             searches = [
                 _search.options(num_gpus=settings.gpus_per_actor).remote(
-                    _only(task.task, chunk.queries),
+                    _without_corpus(task, chunk.queries),
                     (files[chunk], chunk.size),
-                    task.corpus,
-                    encoded,
-                    _depth(settings, task.task),
+                    task.corpus_file,
+                    embeddings,
+                    _depth(settings, task),
                     "cuda" if settings.gpus_per_actor else "cpu",
                 )
                 for chunk in queries[task.name]
@@ -286,21 +129,15 @@ def _searched(
             yield task, found
 
 
-def _reranked(
-    settings: EvaluateSettings,
-    model: Model,
-    tasks: Sequence[Shared],
-    store: Path,
-    first: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Iterator[tuple[Shared, Run]]:
+def _rerank(settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage) -> Iterator[tuple[Task, Run]]:
     pairs = {
-        task.name: _pairs(task, None if _says_what_to_rank(task.task, settings.depth) else first[task.name])
-        for task in tasks
+        task.name: _pairs(task, None if task.has_candidates(settings.depth) else first[task.name])
+        for task in inputs.tasks
     }
-    files = _computed("rerank", settings, model, _flat(pairs.values()), store)
-    for task in tasks:
-        found: dict[str, dict[str, float]] = {query.id: {} for query in task.task.queries}
-        ids = task.task.corpus["id"]
+    files = _compute_chunks("rerank", settings, model, _flat(pairs.values()), inputs.store)
+    for task in inputs.tasks:
+        found: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
+        ids = task.corpus["id"]
         for chunk in pairs[task.name]:
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
             scores = _stored(files[chunk], chunk.size).tolist()
@@ -308,46 +145,47 @@ def _reranked(
         yield task, found
 
 
-def _pairs(task: Shared, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]:
-    """Every query beside the best documents of the first stage, or else its candidates."""
-    among, without = task.task.candidates or {} if first is None else first, task.task.excluded
-    queries = task.task.queries
-    wanted = [set(among[query.id]) - without.get(query.id, frozenset()) for query in queries]
-    rows = rows_of(task.task.corpus["id"], wanted)
-    return [
-        pairs for query, own in zip(queries, rows, strict=True) for pairs in Pairs.of(query, task.corpus, own.tolist())
-    ]
+def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]:
+    """Pair every query with the first stage's top documents, or with its candidates if there is no first stage."""
+    candidates = (task.candidates or {}) if first is None else first
+    excluded = task.excluded
+    queries = task.queries
+    wanted = [set(candidates[query.id]) - excluded.get(query.id, frozenset()) for query in queries]
+    rows = rows_of(task.corpus["id"], wanted)
+    return _flat(Pairs.divide(query, task.corpus_file, own.tolist()) for query, own in zip(queries, rows, strict=True))
 
 
-def _ranked(settings: EvaluateSettings, model: Model, tasks: Sequence[Shared]) -> Iterator[tuple[Shared, Run]]:
-    with track(f"rank {model.label}", len(tasks)) as advance:
-        ranking = [
-            _rank.remote(model.retriever, model.identity, _only(task.task), task.corpus, _depth(settings, task.task))
-            for task in tasks
+def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Iterator[tuple[Task, Run]]:
+    with track(f"rank {model.label}", len(inputs.tasks)) as advance:
+        rankings = [
+            _rank.remote(
+                model.retriever, model.identity, _without_corpus(task), task.corpus_file, _depth(settings, task)
+            )
+            for task in inputs.tasks
         ]
-        for task, found in zip(tasks, ranking, strict=True):
-            yield task, _result(found)
+        for task, ranking in zip(inputs.tasks, rankings, strict=True):
+            yield task, _result(ranking)
             advance()
 
 
-def _only(task: Task, queries: Sequence[Query] | None = None) -> Task:
-    """The task without its corpus, and with some of its queries: what a search needs of it, to be sent there."""
+def _without_corpus(task: Task, queries: Sequence[Query] | None = None) -> Task:
+    """Return what a search needs of a task: no corpus, and only the given queries, so that it is small to send."""
+    task = replace(task, corpus=CORPUS.empty_table())
     if queries is None:
-        return replace(task, corpus=CORPUS.empty_table())
-    names = {query.id for query in queries}
+        return task
+    ids = {query.id for query in queries}
     return replace(
         task,
-        corpus=CORPUS.empty_table(),
         queries=tuple(queries),
         qrels={},
         changes=(),
-        candidates=None if task.candidates is None else {q: d for q, d in task.candidates.items() if q in names},
-        excluded={query: documents for query, documents in task.excluded.items() if query in names},
+        candidates=None if task.candidates is None else {q: d for q, d in task.candidates.items() if q in ids},
+        excluded={query: documents for query, documents in task.excluded.items() if query in ids},
     )
 
 
 def _depth(settings: EvaluateSettings, task: Task) -> int:
-    """As deep as some figure of the task, or a reranker, looks. p-MRR looks at whole rankings."""
+    """Return the depth that the task's figures and rerankers need; p-MRR needs whole rankings."""
     cuts = [int(figure.measure.partition("@")[2] or settings.depth) for figure in task.figures]
     return max(min(settings.depth, max(cuts)), 0 if settings.first_stage is None else settings.rerank)
 
@@ -356,17 +194,17 @@ def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
     return [item for items in lists for item in items]
 
 
-# ------------------------------------------------------------------------------------------- in other processes
+# ----------------------------------------------------------------------------------------------- on the workers
 
 
-class Compute:
-    """A Ray Data actor: sees to it that chunks are in the store. It loads the model when the first is not.
+class ComputeChunk:
+    """Ray Data actor that computes chunks missing from the store. It loads the model at the first missing chunk.
 
     Args:
-        model: what computes them.
+        model: computes the chunks.
         identity: of its retriever.
-        store: directory.
-        chunks: reference to all chunks; rows are numbers of them.
+        store: directory of the store.
+        chunks: reference to all chunks; rows are their numbers.
         device, batch_tokens: of the retriever.
     """
 
@@ -379,14 +217,14 @@ class Compute:
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens, identity))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Column `id` -> `id`; `file`, where the array is; `computed`: it was not there; `fault`: there is none."""
+        """Map `id` to `file`, where its array is; `computed`, whether it was missing; `fault`, the error, or empty."""
         try:
-            file, computed = self._see_to(self._chunks[row["id"]])
+            file, computed = self._ensure(self._chunks[row["id"]])
         except InputError as error:
             return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
         return {"id": row["id"], "file": str(file), "computed": computed, "fault": ""}
 
-    def _see_to(self, chunk: Chunk) -> tuple[Path, bool]:
+    def _ensure(self, chunk: Chunk) -> tuple[Path, bool]:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
         if self._store.read(file, chunk.size) is not None:
@@ -395,58 +233,53 @@ class Compute:
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
         if broken.size:
             kind, *parts = texts[broken[0]]
-            text = " ".join(part for part in reversed(parts) if part)
+            text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
+            retriever = self._model.retriever
             raise InputError(
-                f"{self._model.where}: its {'score' if kind == 'pair' else 'embedding'} of {kind} {text[:_SHOWN]!r} is not "
-                f"finite, and {broken.size} of the {chunk.size} of this chunk are not; the weights are damaged or training "
-                "diverged: give another checkpoint"
+                f"models.{self._model.label}={getattr(retriever, 'model', retriever.kind)}: its "
+                f"{'score' if kind == 'pair' else 'embedding'} of {kind} {text!r} is not finite, like {broken.size} of the "
+                f"{chunk.size} in this chunk; the weights are damaged or training diverged: give another checkpoint"
             )
         self._store.write(file, array)
         return file, True
 
 
-def _computed(
+def _compute_chunks(
     title: str, settings: EvaluateSettings, model: Model, chunks: Sequence[Chunk], store: Path
 ) -> dict[Chunk, Path]:
-    """Where the array of each chunk is, once all of them are there."""
+    """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
     if not distinct:
         return {}
     kind = model.retriever.kind
     gpus = 0 if kind in _WITHOUT_GPU else settings.gpus_per_actor
+    device = "cuda" if gpus else "cpu"
     computed = ray.data.range(len(distinct), override_num_blocks=len(distinct)).map(
-        Compute,
-        fn_constructor_args=(
-            model,
-            model.identity,
-            store,
-            ray.put(distinct),
-            "cuda" if gpus else "cpu",
-            settings.batch_tokens,
-        ),
-        compute=ActorPoolStrategy(size=1 if kind in baselines.ALONE else min(settings.actors, len(distinct))),
+        ComputeChunk,
+        fn_constructor_args=(model, model.identity, store, ray.put(distinct), device, settings.batch_tokens),
+        compute=ActorPoolStrategy(size=1 if kind in _ONE_PROCESS else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
     files: dict[Chunk, Path] = {}
-    there = 0
+    stored = 0
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:
         for row in computed.iter_rows():
             if row["fault"]:
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
             files[chunk] = Path(row["file"])
-            there += 0 if row["computed"] else chunk.size
-            advance(chunk.size, note=f"{there} were there" if there else "")
+            stored += 0 if row["computed"] else chunk.size
+            advance(chunk.size, note=f"{stored} from the store" if stored else "")
     if len(files) < len(distinct):
         raise RuntimeError(f"Ray Data lost {len(distinct) - len(files)} of {len(distinct)} chunks")
     return files
 
 
-@ray.remote(scheduling_strategy=_ANYWHERE)
+@ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _search(
     task: Task, queries: tuple[Path, int], corpus: Path, passages: Sequence[tuple[Path, int]], depth: int, device: str
 ) -> dict[str, dict[str, float]]:
-    """Rankings of a task's queries, whose embeddings and those of the passages are in these files of so many rows."""
+    """Rank a task's queries, given the files (and rows) of their embeddings and of those of the passages."""
     restricted = any(task.excluded.values())
     rankings = exact_search(
         _stored(*queries),
@@ -460,16 +293,16 @@ def _search(
     return {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
 
 
-@ray.remote(scheduling_strategy=_ANYWHERE)
-def _rank(retriever: RetrieverSettings, identity: str, task: Task, corpus: Path, depth: int) -> Run:
-    """The rankings of a retriever that ranks a whole task by itself."""
+@ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
+def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Path, depth: int) -> Run:
+    """Rank a whole task in one process."""
     ranker = baselines.load(retriever, known=identity)
     assert isinstance(ranker, Ranker)
     return ranker.rank(replace(task, corpus=shared(corpus)), depth)
 
 
 def _result(task: ray.ObjectRef) -> Any:
-    """What a Ray task returns; what it says of bad input, as if it were said here."""
+    """Return a Ray task's result; raise its InputError without Ray's wrapper."""
     try:
         return ray.get(task)
     except RayTaskError as error:
@@ -481,5 +314,5 @@ def _result(task: ray.ObjectRef) -> Any:
 def _stored(file: Path, rows: int) -> np.ndarray:
     array = Store.read(file, rows)
     if array is None:
-        raise InputError(f"embeddings={file}: gone or damaged since it was written; run again: it is made anew")
+        raise InputError(f"embeddings={file}: missing or damaged since it was written; run again to replace it")
     return array

@@ -1,47 +1,44 @@
-"""Embeddings and scores of pairs on disk, each array found by the texts that it was made of.
+"""A store of embeddings and scores on disk, keyed by the texts that they were computed from.
 
-An evaluation computes them chunk by chunk, on whatever node, and looks here first: what another task, another run or a
-killed run has left is not computed again. The directory is one that all nodes see. Nothing in it is ever changed; all of
-it can be deleted at any time.
+An evaluation looks here before it computes a chunk, so tasks, runs and resumed runs share their work. All nodes see the
+directory. Its files never change, and all of it can be deleted at any time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from infembed_ray import durable
+
 VERSION = 1
-"""Raise it when the same model makes something else of the same text: of a mistake in pooling, say, that is mended."""
+"""Raise it when the same model computes something else for the same text, for example after a fix of pooling."""
 _CHECKSUM_BYTES = 16
 
 
 class Store:
-    """The arrays of one model.
-
-    Every array is a `.npy` file, followed by a checksum which numpy does not mind. It is renamed when it is whole.
+    """The arrays of one model, each a `.npy` file with a checksum at its end, which numpy ignores.
 
     Args:
-        root: the directory of the stores of all models.
-        identity: of the model: changes with anything that changes what it computes.
+        root: directory of the stores of all models.
+        identity: of the model; it changes with anything that changes the arrays.
     """
 
     def __init__(self, root: Path, identity: str) -> None:
         self.directory = root / hashlib.sha256(f"{VERSION}\0{identity}".encode()).hexdigest()[:16]
 
     def file(self, texts: Iterable[str | None]) -> Path:
-        """Where the array of these texts, in this order, is or would be."""
+        """Return the path for the array of these texts, in this order."""
         name = digest(texts)
         return self.directory / name[:2] / f"{name[2:]}.npy"
 
     @staticmethod
     def read(file: Path, rows: int) -> np.ndarray | None:
-        """(rows, ...) float32; None if it is not there, damaged, or has values that are not finite."""
+        """Read an array, (rows, ...) float32; None if it is missing, damaged or not finite."""
         try:
             content = file.read_bytes()
         except FileNotFoundError:
@@ -54,21 +51,17 @@ class Store:
 
     @staticmethod
     def write(file: Path, array: np.ndarray) -> None:
-        """Write an array, durably and in one piece: two nodes may be at the same one."""
+        """Write an array atomically and durably; several nodes may write the same one."""
         stream = io.BytesIO()
         np.save(stream, np.ascontiguousarray(array, dtype=np.float32), allow_pickle=False)
         content = stream.getvalue()
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{secrets.token_hex(4)}.partial")
-        with partial.open("wb") as target:
+        with durable.replacing(file, shared=True) as target:
             target.write(content + _checksum(content))
-            target.flush()
-            os.fsync(target.fileno())
-        partial.replace(file)
 
 
 def digest(texts: Iterable[str | None]) -> str:
-    """SHA-256 (first 32 hex digits) of texts, of their order and of where each ends; None is none of them."""
+    """Hash texts with their order and boundaries: the first 32 hex digits of SHA-256. None differs from every text."""
     sha = hashlib.sha256()
     for text in texts:
         encoded = None if text is None else text.encode()

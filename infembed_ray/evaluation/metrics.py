@@ -1,6 +1,6 @@
-"""Retrieval measures: pure functions of judgements and rankings, one value a query.
+"""Retrieval measures: pure functions of judgements and rankings, with one value per query.
 
-nDCG and MAP are trec_eval's, through pytrec_eval. p-MRR, the measure of FollowIR (Weller et al., 2024), is our own.
+nDCG, MAP, recall and MRR are trec_eval's, through pytrec_eval. p-MRR of FollowIR (Weller et al., 2024) is implemented here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Run = Mapping[str, Mapping[str, float]]
 """Query id -> document id -> score. A ranking is by (score, document id), both descending."""
 
 Qrels = Mapping[str, Mapping[str, int]]
-"""Query id -> document id -> relevance; a document that is not named is irrelevant."""
+"""Query id -> document id -> relevance; documents without a judgement are irrelevant."""
 
 CONVENTIONS = {
     "ranking": "by (score, document id), both descending; ranks are 1-based; trec_eval's measures compare scores in "
@@ -32,14 +32,14 @@ CONVENTIONS = {
     "1 - R_og / R_new; positive = it moved down; a document missing from a ranking has rank length + 1; mean over a "
     "query's documents, then over queries; queries without such documents drop out; shown x100",
 }
-"""How the figures are computed, as named in every result file."""
+"""How each measure is computed, as recorded in every result file."""
 
 _TREC_MEASURES = {"nDCG": "ndcg_cut", "MAP": "map_cut", "recall": "recall", "MRR": "recip_rank"}
 
 
 @dataclass(frozen=True)
 class Change:
-    """A query under two instructions, and the documents relevant under the first that are not under the second."""
+    """A query under two instructions, and the documents that are relevant only under the first."""
 
     original: str
     """Query id under the first instruction."""
@@ -49,25 +49,24 @@ class Change:
 
 
 def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, dict[str, float]]:
-    """trec_eval's measures of every query of the judgements.
+    """Compute trec_eval's measures for every query of the judgements.
 
     Args:
-        qrels: judgements; they decide which queries count.
-        run: rankings. trec_eval compares scores in single precision: closer ones are ties.
+        qrels: judgements; their queries count.
+        run: rankings. trec_eval compares scores in single precision.
         measures: names with a cut-off: `nDCG@10`, `MAP@1000`, `recall@100`, `MRR@10`.
 
     Returns:
-        query id -> measure -> value in 0..1. A query without results, or without a relevant document, has 0.
+        query id -> measure -> value in [0, 1]; 0 for a query without results or without relevant documents.
 
     Raises:
-        InputError: a score is not a number.
+        InputError: a score is NaN.
     """
     names = {measure: _trec_name(measure) for measure in measures}
     judged = {query: dict(documents) for query, documents in qrels.items()}
-    asked = {name if name == "recip_rank" else f"{name}.{cut}" for name, cut in names.values()}
-    evaluator = pytrec_eval.RelevanceEvaluator(judged, asked)
-    # pytrec_eval leaves queries out that the run lacks, which would flatter a retriever that finds nothing, and those
-    # without any judgement.
+    requested = {name if name == "recip_rank" else f"{name}.{cut}" for name, cut in names.values()}
+    evaluator = pytrec_eval.RelevanceEvaluator(judged, requested)
+    # pytrec_eval skips queries without judgements, and queries without a ranking, which must count as 0.
     found = evaluator.evaluate({query: _ranking(query, run.get(query, {})) for query in qrels})
     return {
         query: {m: _cut(found[query], name, cut) if query in found else 0.0 for m, (name, cut) in names.items()}
@@ -76,7 +75,7 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
 
 
 def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
-    """The worst value of each group of queries: one query under several instructions (InstructIR, Oh et al., 2024).
+    """Return the worst value of each group of queries, such as one query under several instructions (Oh et al., 2024).
 
     Args:
         values: query id -> value, nDCG@10 for Robustness@10.
@@ -89,15 +88,15 @@ def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[s
 
 
 def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
-    """How far documents move down when a change of the instruction makes them irrelevant (Weller et al., 2024).
+    """Measure how far documents move down when another instruction makes them irrelevant (Weller et al., 2024).
 
     Args:
-        changes: at most one an original query.
-        run: rankings of the original and the changed queries; one that is not there is empty.
+        changes: at most one per original query.
+        run: rankings of the original and the changed queries; a missing ranking counts as empty.
 
     Returns:
-        id of the original query -> mean over its changed documents, in (-1, 1): 0 where nothing moves, positive where
-        they move down. Queries without changed documents are left out.
+        id of the original query -> mean over its changed documents, in (-1, 1); positive if they move down. Queries
+        without changed documents are left out.
     """
     values = {}
     for change in changes:
@@ -113,21 +112,21 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
 
 
 def rank_change(original: int, changed: int) -> float:
-    """p-MRR of one document with these 1-based ranks."""
+    """Compute p-MRR of one document from its 1-based ranks."""
     return changed / original - 1 if original >= changed else 1 - original / changed
 
 
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:
-    """Document id -> 1-based rank, best first; ties broken by document id, descending."""
+    """Return document id -> 1-based rank, best first; ties by document id, descending."""
     ordered = sorted(scores, key=lambda document: (scores[document], document), reverse=True)
     return {document: rank for rank, document in enumerate(ordered, start=1)}
 
 
 def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """The scores of a query's documents as pytrec_eval takes them: Python's floats."""
+    """Convert the scores of a query's documents to the Python floats that pytrec_eval requires."""
     ranking = {document: float(score) for document, score in scores.items()}
     for document, score in ranking.items():
-        if isnan(score):  # anything would be a rank of it
+        if isnan(score):  # it has no rank
             raise InputError(
                 f"query {query}: the score of document {document} is NaN; the model or its weights are broken"
             )
@@ -137,12 +136,12 @@ def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
 def _cut(values: Mapping[str, float], name: str, cut: int) -> float:
     if name != "recip_rank":
         return values[f"{name}_{cut}"]
-    reciprocal = values[name]  # trec_eval has no cut-off of its own for it
+    reciprocal = values[name]  # trec_eval has no cut-off for it
     return reciprocal if reciprocal * cut >= 1 - 1e-9 else 0.0
 
 
 def _trec_name(measure: str) -> tuple[str, int]:
     name, _, cut = measure.partition("@")
-    if name not in _TREC_MEASURES or not cut.isdecimal() or int(cut) == 0:  # at 0 pytrec_eval ends the process
+    if name not in _TREC_MEASURES or not cut.isdecimal() or int(cut) == 0:  # at 0 pytrec_eval aborts the process
         raise ValueError(f"measure {measure!r}: write it as {' or '.join(f'{known}@k' for known in _TREC_MEASURES)}")
     return _TREC_MEASURES[name], int(cut)

@@ -1,11 +1,11 @@
-"""Our encoders in mteb 2 (https://github.com/embeddings-benchmark/mteb), and our figures in its result files.
+"""Our encoders as models of mteb 2 (https://github.com/embeddings-benchmark/mteb), and our figures in its result files.
 
     infembed mteb run -m runs/train -t Core17InstructionRetrieval --output-folder results
 
-is `mteb run` with a model of ours: a checkpoint, a hub's model or a baseline, as in `models` of `infembed evaluate`. From
+runs `mteb run` with one of our models: a checkpoint, a hub model or a baseline, as in `models` of `infembed evaluate`. In
 Python: `mteb.evaluate(mteb_adapter.load("runs/train"), tasks)`.
 
-mteb alone, given the same checkpoint, reads every query as `{query} {instruction}`, whatever the checkpoint's template.
+mteb itself formats every query of a checkpoint as `{query} {instruction}`, whatever the checkpoint's template.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from infembed_ray import storage
+from infembed_ray import durable
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.results import Asked, Results
+from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
 from infembed_ray.evaluation.retrievers.retriever import Encoder
+from infembed_ray.evaluation.tasks import registry
+from infembed_ray.evaluation.tasks.registry import Entry
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.progress import track
 
@@ -35,19 +37,19 @@ if TYPE_CHECKING:
     from mteb.models import ModelMeta
 
 CHUNK = 1024
-"""Texts that are encoded together: enough to batch by length, few enough to show progress."""
+"""Texts per call of the encoder: enough to batch by length, few enough to show progress."""
 
-# ------------------------------------------------------------------------------------------------- our model in mteb
+# ------------------------------------------------------------------------------------------- our models in mteb
 
 
 class MtebEncoder:
-    """An encoder of ours as mteb's `EncoderProtocol`.
+    """One of our encoders as mteb's `EncoderProtocol`.
 
-    mteb gives query and instruction apart, and the encoder writes them as one text in its own way.
+    mteb passes query and instruction separately, and the encoder formats them.
 
     Args:
-        encoder: any of ours.
-        meta: what mteb's result files say of it.
+        encoder: any of our encoders.
+        meta: description in mteb's result files.
     """
 
     def __init__(self, encoder: Encoder, meta: ModelMeta) -> None:
@@ -57,17 +59,14 @@ class MtebEncoder:
     def encode(
         self, inputs: Any, *, task_metadata: Any, hf_split: str, hf_subset: str, prompt_type: Any = None, **kwargs: Any
     ) -> np.ndarray:
-        """Embed the texts of one side.
+        """Embed queries or passages: (n, d) float32.
 
         Args:
-            inputs: mteb's loader of batches of passages (`text`) or queries (`query`, and `instruction` if they have one).
-            task_metadata: the task's.
-            hf_split, hf_subset: what of the task; unused.
-            prompt_type: `document` or `query`; None, of tasks whose texts are all of one kind, is as `query`.
-            kwargs: mteb's batch size and the like; the encoder makes batches of its own.
-
-        Returns:
-            (n, d) float32.
+            inputs: mteb's loader of batches of passages (`text`) or queries (`query`, perhaps `instruction`).
+            task_metadata: of the task, for its name.
+            hf_split, hf_subset: unused.
+            prompt_type: `document` or `query`; None, for tasks with texts of one kind, means `query`.
+            kwargs: mteb's batch size and other options; unused, because the encoder makes its own batches.
         """
         passages = prompt_type == "document"
         rows: Iterator[Any] = _passages(inputs) if passages else _queries(inputs)
@@ -81,11 +80,11 @@ class MtebEncoder:
         return np.concatenate(chunks)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
-        """(n, m) inner products of (n, d) and (m, d)."""
+        """Multiply (n, d) with (m, d): (n, m) inner products."""
         return _matrix(embeddings1) @ _matrix(embeddings2).T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
-        """(n) inner products of the rows of (n, d) with those of (n, d)."""
+        """Multiply the rows of two (n, d) arrays: (n) inner products."""
         return (_matrix(embeddings1) * _matrix(embeddings2)).sum(-1)
 
 
@@ -106,30 +105,30 @@ def _matrix(embeddings: Any) -> torch.Tensor:
 
 
 def load(model: str, device: str = "cpu") -> MtebEncoder:
-    """An encoder of ours for `mteb.evaluate`.
+    """Load one of our encoders for `mteb.evaluate`.
 
     Args:
         model: checkpoint directory (`latest` is followed), hub name, or name of a baseline.
-        device: of torch.
+        device: torch device.
 
     Raises:
-        InputError: there is no such model, it is no encoder, or mteb is not installed.
+        InputError: there is no such model, it is not an encoder, or mteb is not installed.
     """
     _require_mteb()
     from mteb.models import ModelMeta
 
     encoder = baselines.load(baselines.resolve("mteb", model), device)
     if not isinstance(encoder, Encoder):
-        raise InputError(f"model={model}: no encoder; give one, or evaluate it with infembed evaluate")
+        raise InputError(f"model={model}: not an encoder; give one, or evaluate it with infembed evaluate")
     return MtebEncoder(encoder, ModelMeta(**_meta(_name(model), encoder.identity, encoder)))
 
 
 def register(model: str, device: str = "cpu") -> str:
-    """Load an encoder of ours under a name that `mteb.get_model` then knows in this process; returns the name."""
+    """Load one of our encoders and register it with `mteb.get_model` in this process; return its name."""
     encoder = load(model, device)
     from mteb.models.model_implementations import MODEL_REGISTRY
 
-    def infembed_ray(*args: Any, **kwargs: Any) -> MtebEncoder:  # mteb writes its name down
+    def infembed_ray(*args: Any, **kwargs: Any) -> MtebEncoder:  # mteb records the function's name
         return encoder
 
     name = str(encoder.mteb_model_meta.name)
@@ -138,38 +137,38 @@ def register(model: str, device: str = "cpu") -> str:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """mteb's command line, but that the model of its `run` is ours.
+    """Run mteb's command line; the model of its `run` is one of ours.
 
     Raises:
-        InputError: as `load`; no model is given, or a revision of it; mteb has no such task.
+        InputError: as `load`; the model is missing or has a revision; mteb has no such task.
     """
     _require_mteb()
     import mteb
     from mteb.cli import main
 
     rest = list(arguments) or ["--help"]
-    if rest[:1] == ["run"]:
+    if rest[0] == "run":
         parser = argparse.ArgumentParser(prog="infembed mteb run", add_help=False, allow_abbrev=False)
         parser.add_argument("-m", "--model")
         parser.add_argument("--model-revision", "--model_revision")
         parser.add_argument("--device", type=int)
         parser.add_argument("-t", "--tasks", nargs="+", default=[])
-        ours, rest = parser.parse_known_args(rest)
-        if ours.model_revision is not None:
+        given, rest = parser.parse_known_args(rest)
+        if given.model_revision is not None:
             raise InputError(
-                f"--model-revision {ours.model_revision}: give -m the directory of that revision, or a baseline"
+                f"--model-revision {given.model_revision}: give -m the directory of that revision, or a baseline"
             )
-        for task in ours.tasks:
+        for task in given.tasks:
             try:
                 mteb.get_task(task)
             except KeyError as error:
                 raise InputError(f"-t {task}: {error.args[0].removeprefix('KeyError: ')}") from error
-        rest += ["-t", *ours.tasks] if ours.tasks else []
-        if ours.model is not None:
+        rest += ["-t", *given.tasks] if given.tasks else []
+        if given.model is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            rest += ["-m", register(ours.model, device if ours.device is None else f"cuda:{ours.device}")]
+            rest += ["-m", register(given.model, device if given.device is None else f"cuda:{given.device}")]
         elif not {"-h", "--help"} & set(rest):
-            raise InputError("-m is not given; give a checkpoint directory, a hub name, or the name of a baseline")
+            raise InputError("-m is missing; give a checkpoint directory, a hub name, or the name of a baseline")
     before, sys.argv = sys.argv, ["infembed mteb", *rest]
     try:
         main()
@@ -183,7 +182,7 @@ def _require_mteb() -> None:
 
 
 def _name(model: str) -> str:
-    """`organisation/model`: a hub's name is one; other models are named by their directory, or by the baseline."""
+    """Return `organisation/model`: a hub name, or `infembed/` and the directory or baseline."""
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
     return model if hub else f"infembed/{Path(model).absolute().name}"
 
@@ -192,11 +191,11 @@ _META = (
     *("loader", "release_date", "languages", "n_parameters", "memory_usage_mb", "max_tokens", "embed_dim", "license"),
     *("open_weights", "public_training_code", "public_training_data", "training_datasets"),
 )
-"""Fields of mteb's `ModelMeta` that must be there, and are null where nothing is known."""
+"""Required fields of mteb's `ModelMeta`, null where unknown."""
 
 
 def _meta(name: str, revision: str, encoder: Encoder | None = None) -> dict[str, Any]:
-    """mteb's `ModelMeta`, field by field."""
+    """Return the fields of mteb's `ModelMeta`."""
     known: dict[str, Any] = {}
     if isinstance(encoder, CheckpointEncoder):
         model = encoder.encoder
@@ -219,55 +218,39 @@ def _meta(name: str, revision: str, encoder: Encoder | None = None) -> dict[str,
     }
 
 
-# ------------------------------------------------------------------------------------- our figures in mteb's files
+# --------------------------------------------------------------------------------------- our figures in mteb's files
 
 
 @dataclass(frozen=True)
 class MtebTask:
-    """What mteb calls one of our tasks."""
+    """One of our tasks in mteb."""
 
     name: str
     split: str
     main_score: str
 
 
-def _followir(name: str) -> MtebTask:
-    return MtebTask(f"{name}InstructionRetrieval", "test", "p-MRR")
+def _mteb_task(entry: Entry) -> MtebTask:
+    name = entry.name.rpartition("/")[2].title().replace("_", "").replace("Theoremqa", "TheoremQA")
+    if entry.layout == "followir":
+        return MtebTask(f"{name}InstructionRetrieval", "test", "p-MRR")
+    if entry.layout == "bright":
+        return MtebTask(f"Bright{name}Retrieval", "standard", "ndcg_at_10")
+    return MtebTask("InstructIR", "test", "robustness_at_10")
 
 
-def _bright(name: str) -> MtebTask:
-    return MtebTask(f"Bright{name}Retrieval", "standard", "ndcg_at_10")
-
-
-TASKS = {
-    "followir/robust04": _followir("Robust04"),
-    "followir/news21": _followir("News21"),
-    "followir/core17": _followir("Core17"),
-    "bright/biology": _bright("Biology"),
-    "bright/earth_science": _bright("EarthScience"),
-    "bright/economics": _bright("Economics"),
-    "bright/psychology": _bright("Psychology"),
-    "bright/robotics": _bright("Robotics"),
-    "bright/stackoverflow": _bright("Stackoverflow"),
-    "bright/sustainable_living": _bright("SustainableLiving"),
-    "bright/leetcode": _bright("Leetcode"),
-    "bright/pony": _bright("Pony"),
-    "bright/aops": _bright("Aops"),
-    "bright/theoremqa_questions": _bright("TheoremQAQuestions"),
-    "bright/theoremqa_theorems": _bright("TheoremQATheorems"),
-    "instructir": MtebTask("InstructIR", "test", "robustness_at_10"),
-}
-"""Those of the catalogue that mteb has. MAIR is not in it."""
+TASKS = {name: _mteb_task(entry) for name, entry in registry.TASKS.items() if entry.layout != "mair"}
+"""Tasks of the catalogue that mteb has, which excludes MAIR."""
 
 _UNKNOWN_REVISION = "no_revision_available"  # as mteb writes it
 
 
 def write(directory: Path, results: Results) -> None:
-    """Write the figures of the tasks that mteb has as `mteb run --output-folder` does: `mteb.ResultCache(directory)` reads them.
+    """Write figures as `mteb run --output-folder` does, for `mteb.ResultCache(directory)`.
 
-    `results/<model>/<revision>/<task>.json`, and `model_meta.json` beside it. A model is `infembed/<label>`, its revision
-    our hash of it. Without `mteb_version`: it was not mteb that computed them. Means over nothing are left out, and so is
-    a task whose main figure is one: mteb has no such results.
+    The files are `results/<model>/<revision>/<task>.json`, with `model_meta.json`. A model is `infembed/<label>`, and its
+    revision is our identity. `mteb_version` is null, because mteb did not compute the figures. Figures without values, and
+    tasks whose main figure has none, are left out.
     """
     for label, of_model in results.figures.items():
         name, revision = f"infembed/{label}", str(results.models[label].get("identity", _UNKNOWN_REVISION))
@@ -275,22 +258,22 @@ def write(directory: Path, results: Results) -> None:
         for task, means in of_model.items():
             if task in TASKS and (result := _task_result(TASKS[task], results.tasks[task], means)):
                 folder.mkdir(parents=True, exist_ok=True)
-                storage.write_json(folder / "model_meta.json", _meta(name, revision))
-                storage.write_json(folder / f"{TASKS[task].name}.json", result)
+                durable.replace_json(folder / "model_meta.json", _meta(name, revision))
+                durable.replace_json(folder / f"{TASKS[task].name}.json", result)
 
 
-def _task_result(task: MtebTask, asked: Asked, means: Mapping[str, float | None]) -> dict[str, Any] | None:
-    """The fields of mteb's `TaskResult`; None where it has no main score."""
+def _task_result(task: MtebTask, summary: TaskSummary, means: Mapping[str, float | None]) -> dict[str, Any] | None:
+    """Return the fields of mteb's `TaskResult`; None without a main score."""
     scores: dict[str, Any] = {}
-    for figure in asked.figures:
+    for figure in summary.figures:
         if (mean := means[figure.name]) is not None:
-            # mteb has what counts queries of one kind only, FollowIR's `og` and `changed`, apart.
+            # mteb nests figures of one kind of queries, FollowIR's `og` and `changed`.
             of_kind = scores if figure.kind is None else scores.setdefault(figure.kind, {})
             of_kind[_score_name(figure.measure)] = mean
     if task.main_score not in scores:
         return None
     scores |= {"main_score": scores[task.main_score], "hf_subset": "default", "languages": ["eng-Latn"]}
-    revisions = [revision for revision in asked.about.get("repositories", {}).values() if revision]
+    revisions = [revision for revision in summary.about.get("repositories", {}).values() if revision]
     return {
         "dataset_revision": "+".join(revisions) or _UNKNOWN_REVISION,
         "task_name": task.name,
@@ -301,5 +284,5 @@ def _task_result(task: MtebTask, asked: Asked, means: Mapping[str, float | None]
 
 
 def _score_name(measure: str) -> str:
-    """`nDCG@10` -> `ndcg_at_10`; p-MRR is p-MRR."""
+    """Translate `nDCG@10` to `ndcg_at_10`; p-MRR keeps its name."""
     return measure.lower().replace("@", "_at_") if "@" in measure else measure

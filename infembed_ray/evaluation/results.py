@@ -1,11 +1,11 @@
-"""The published results of an evaluation: every figure, the values it is the mean of, and the conventions that made it.
+"""The published results of an evaluation: figures, their values per query, and the conventions of the measures.
 
 Two files in one directory:
 
-- `results.json`: the format, how each measure was computed, what the tasks and the models are, and all means.
-- `per_query.parquet`: one row a value, `PER_QUERY`, from which the means follow.
+- `results.json`: format, conventions, descriptions of tasks and models, and all means.
+- `per_query.parquet`: one row per value, `PER_QUERY`, from which the means follow.
 
-Figures that were computed in different ways cannot be compared, so `read` refuses what this version would compute otherwise.
+Figures of different conventions cannot be compared, so `read` rejects conventions that differ from this version's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from infembed_ray import storage
+from infembed_ray import durable
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import CONVENTIONS
 from infembed_ray.evaluation.scoring import Scores, means
@@ -36,29 +36,29 @@ FORMAT = "infembed-results/1"
 PER_QUERY = pa.schema(
     [(name, pa.string()) for name in ("model", "task", "figure", "query", "group")] + [("value", pa.float64())]
 )
-"""`query` is what the figure is a mean over: a query's id, of p-MRR the original query's, of Robustness@k the group's.
-Queries of a `group` are not independent of one another, so statistics resample groups."""
+"""`query` is the id of a query, for p-MRR of the original query, for Robustness@k of a group. Statistics resample whole
+groups, because the queries of a `group` are not independent."""
 _KEY = ("model", "task", "figure", "query")
 _TOLERANCE = 1e-9
-"""Between a mean in `results.json` and that of its values: sums of floats depend on their order."""
+"""Tolerance between a stored mean and the mean of its values: sums of floats depend on their order."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A task, as its results tell of it."""
+class TaskSummary:
+    """The description of a task in its results."""
 
     figures: tuple[Figure, ...]
-    """The main one first."""
+    """The main figure is the first."""
     groups: Mapping[str, str]
-    """Query id -> group; a query that is not named is independent of all others."""
+    """Query id -> group, for queries that are not independent."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Data set, revision, counts."""
+    """Repositories, revisions, counts."""
     content: str = ""
-    """Hash of its texts and judgements: results can be compared where it is equal."""
+    """Hash of texts and judgements; results are comparable if it is equal."""
 
     @classmethod
-    def of(cls, task: Task, content: str) -> Asked:
-        """What remains of a task when its texts are gone."""
+    def from_task(cls, task: Task, content: str) -> TaskSummary:
+        """Describe a task whose contents have this hash."""
         counts = {
             "queries": len(task.queries),
             "passages": task.corpus.num_rows,
@@ -72,38 +72,38 @@ class Asked:
 
 @dataclass(frozen=True)
 class Results:
-    """What one evaluation found."""
+    """The results of one evaluation."""
 
-    tasks: Mapping[str, Asked]
+    tasks: Mapping[str, TaskSummary]
     """By name, in the order of the tables."""
     models: Mapping[str, Mapping[str, Any]]
-    """Label -> what the model is. The first is the baseline."""
+    """Label -> description of the model. The first model is the baseline."""
     scores: Mapping[str, Mapping[str, Scores]]
-    """Label -> task -> figure -> query -> value; all tasks and figures of every model."""
+    """Label -> task -> figure -> query -> value, complete for every model."""
     depth: int
-    """Most documents of a ranking."""
+    """Documents per ranking."""
 
     @property
     def measures(self) -> set[str]:
-        """Of all figures."""
-        return {figure.measure for asked in self.tasks.values() for figure in asked.figures}
+        """The measures of all figures."""
+        return {figure.measure for summary in self.tasks.values() for figure in summary.figures}
 
     @property
     def figures(self) -> dict[str, dict[str, dict[str, float | None]]]:
-        """Label -> task -> figure -> mean; None where it is a mean over nothing."""
+        """Label -> task -> figure -> mean; None without values."""
         return {
             model: {task: means(scores) for task, scores in of_model.items()} for model, of_model in self.scores.items()
         }
 
 
 def conventions_of(measures: set[str]) -> dict[str, str]:
-    """How rankings and these measures come about, by the measure's name without its cut-off."""
+    """Return the conventions of rankings and of these measures, by name without cut-off."""
     kinds = {measure.partition("@")[0] for measure in measures}
     return {kind: text for kind, text in CONVENTIONS.items() if kind == "ranking" or kind in kinds}
 
 
 def write(directory: Path, results: Results) -> None:
-    """Write both files into a directory that is being published."""
+    """Write both files into a directory."""
     _write_per_query(directory / PER_QUERY_FILE, results)
     plain = {
         "format": FORMAT,
@@ -112,86 +112,54 @@ def write(directory: Path, results: Results) -> None:
         "baseline": next(iter(results.models)),
         "tasks": {
             name: {
-                "figures": [{"name": f.name, "measure": f.measure, "kind": f.kind} for f in asked.figures],
-                "about": dict(asked.about),
-                "content": asked.content,
+                "figures": [{"name": f.name, "measure": f.measure, "kind": f.kind} for f in summary.figures],
+                "about": dict(summary.about),
+                "content": summary.content,
             }
-            for name, asked in results.tasks.items()
+            for name, summary in results.tasks.items()
         },
         "models": {label: dict(about) for label, about in results.models.items()},
         "figures": results.figures,
     }
-    storage.write_json(directory / RESULTS_FILE, plain)
+    durable.replace_json(directory / RESULTS_FILE, plain)
 
 
 def read(path: Path, name: str = "results") -> Results:
-    """Results from the directory that holds both files.
+    """Read results from the directory of both files.
 
     Args:
         path: a published output of `infembed evaluate` or `infembed sweep`.
         name: the setting that gives it, for errors.
 
     Raises:
-        InputError: a file is missing or no such file; its format or one of its conventions is not that of this version;
-            a value is missing, given twice or no number; a mean is not that of its values.
+        InputError: a file is missing or damaged; its format or a convention differs from this version's; a value is
+            missing, duplicated or not finite; a mean does not follow from its values.
     """
     file = path / RESULTS_FILE
     plain = _plain(file, name)
     try:
-        tasks = {
-            task: (
-                [Figure(f["name"], f["measure"], f["kind"]) for f in stored["figures"]],
-                stored["about"],
-                stored["content"],
+        summaries = {
+            task: TaskSummary(
+                tuple(Figure(f["name"], f["measure"], f["kind"]) for f in s["figures"]), {}, s["about"], s["content"]
             )
-            for task, stored in plain["tasks"].items()
+            for task, s in plain["tasks"].items()
         }
         stored_means, models, depth = plain["figures"], plain["models"], int(plain["depth"])
-        _check_conventions(
-            file, name, plain["conventions"], {f.measure for figures, *_ in tasks.values() for f in figures}
-        )
+        conventions: Mapping[str, str] = dict(plain["conventions"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{name}={file}: damaged ({in_one_line(error)}); evaluate again") from error
-    rows = _rows(path / PER_QUERY_FILE, name)
-    scores: dict[str, dict[str, dict[str, dict[str, float]]]] = {
-        model: {task: {figure.name: {} for figure in figures} for task, (figures, *_) in tasks.items()}
-        for model in models
-    }
-    groups: dict[str, dict[str, str]] = defaultdict(dict)
-    columns = [rows.column(column).to_pylist() for column in PER_QUERY.names]
-    for model, task, figure, query, group, value in zip(*columns, strict=True):
-        try:
-            scores[model][task][figure][query] = value
-        except KeyError:
-            known = f"model {model!r}, task {task!r}, figure {figure!r}"
-            raise InputError(f"{name}={path / PER_QUERY_FILE}: {RESULTS_FILE} has no {known}; evaluate again") from None
-        if group is not None:
-            groups[task][query] = group
-    asked = {task: Asked(tuple(f), groups[task], about, content) for task, (f, about, content) in tasks.items()}
-    results = Results(asked, models, scores, depth)
+    empty = Results(summaries, models, {}, depth)
+    _check_conventions(file, name, conventions, empty.measures)
+    scores, groups = _scores(path / PER_QUERY_FILE, name, empty)
+    tasks = {task: replace(summary, groups=groups.get(task, {})) for task, summary in summaries.items()}
+    results = replace(empty, tasks=tasks, scores=scores)
     _check_values(path, name, results, stored_means)
     return results
 
 
-def _check_conventions(file: Path, name: str, found: Mapping[str, str], measures: set[str]) -> None:
-    unknown = sorted(m for m in measures if m.partition("@")[0] not in CONVENTIONS)
-    if unknown:
-        raise InputError(f"{name}={file}: measure {unknown[0]!r} is unknown to this version; evaluate again")
-    for kind, expected in conventions_of(measures).items():
-        if (text := found.get(kind)) != expected:
-            raise InputError(
-                f"{name}={file}: convention of {kind} is {text!r}, expected {expected!r}: the figures cannot be compared; "
-                "evaluate again"
-            )
-
-
 def _plain(file: Path, name: str) -> dict[str, Any]:
     if not file.is_file():
-        raise InputError(
-            f"{name}={file.parent}: no results there (no {RESULTS_FILE}); give an output of infembed evaluate"
-        )
+        raise InputError(f"{name}={file.parent}: no {RESULTS_FILE} there; give an output of infembed evaluate")
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -202,8 +170,39 @@ def _plain(file: Path, name: str) -> dict[str, Any]:
     return plain
 
 
+def _check_conventions(file: Path, name: str, found: Mapping[str, str], measures: set[str]) -> None:
+    if unknown := sorted(m for m in measures if m.partition("@")[0] not in CONVENTIONS):
+        raise InputError(f"{name}={file}: measure {unknown[0]!r} is unknown to this version; evaluate again")
+    for kind, expected in conventions_of(measures).items():
+        if (text := found.get(kind)) != expected:
+            raise InputError(
+                f"{name}={file}: convention of {kind} is {text!r}, expected {expected!r}: the figures cannot be compared; "
+                "evaluate again"
+            )
+
+
+def _scores(file: Path, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
+    """Read all values: model -> task -> figure -> query -> value; and the groups of queries: task -> query -> group."""
+    rows = _rows(file, name)
+    scores: dict[str, dict[str, dict[str, dict[str, float]]]] = {
+        model: {task: {figure.name: {} for figure in summary.figures} for task, summary in known.tasks.items()}
+        for model in known.models
+    }
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    columns = [rows.column(column).to_pylist() for column in PER_QUERY.names]
+    for model, task, figure, query, group, value in zip(*columns, strict=True):
+        try:
+            scores[model][task][figure][query] = value
+        except KeyError:
+            unknown = f"model {model!r}, task {task!r}, figure {figure!r}"
+            raise InputError(f"{name}={file}: {RESULTS_FILE} has no {unknown}; evaluate again") from None
+        if group is not None:
+            groups[task][query] = group
+    return {model: dict(of_model) for model, of_model in scores.items()}, groups
+
+
 def _write_per_query(file: Path, results: Results) -> None:
-    """One row group a model and task: labels and names then take no room."""
+    """Write one row group per model and task, in which repeated names compress well."""
     with pq.ParquetWriter(file, PER_QUERY) as writer:
         for model, of_model in results.scores.items():
             for task, scores in of_model.items():
@@ -227,19 +226,18 @@ def _write_per_query(file: Path, results: Results) -> None:
 
 def _rows(file: Path, name: str) -> pa.Table:
     if not file.is_file():
-        raise InputError(f"{name}={file}: no such file, {RESULTS_FILE} alone is not enough; evaluate again")
+        raise InputError(f"{name}={file}: no such file, and {RESULTS_FILE} alone is not enough; evaluate again")
     try:
         rows = pq.read_table(file).select(PER_QUERY.names).cast(PER_QUERY)
     except (pa.ArrowException, KeyError, OSError, ValueError) as error:
         raise InputError(f"{name}={file}: not the values of results ({in_one_line(error)}); evaluate again") from error
-    broken = pc.indices_nonzero(pc.invert(pc.fill_null(pc.is_finite(rows["value"]), False)))
-    if len(broken):
+    if len(broken := pc.indices_nonzero(pc.invert(pc.fill_null(pc.is_finite(rows["value"]), False)))):
         row = rows.slice(broken[0].as_py(), 1).to_pylist()[0]
-        raise InputError(f"{name}={file}: {_where(row)}: value {row['value']} is no number; evaluate again")
+        raise InputError(f"{name}={file}: {_where(row)}: value {row['value']} is not finite; evaluate again")
     counted = rows.group_by(list(_KEY)).aggregate([("value", "count")])
     twice = counted.filter(pc.greater(counted["value_count"], 1))
     if twice.num_rows:
-        raise InputError(f"{name}={file}: {_where(twice.slice(0, 1).to_pylist()[0])}: stands twice; evaluate again")
+        raise InputError(f"{name}={file}: {_where(twice.slice(0, 1).to_pylist()[0])}: has two values; evaluate again")
     return rows
 
 
@@ -248,21 +246,22 @@ def _where(row: Mapping[str, Any]) -> str:
 
 
 def _check_values(path: Path, name: str, results: Results, stored: Any) -> None:
-    """All models have values for the same queries, and the stored means are those of the values."""
+    """Check that all models have values for the same queries, and that the stored means follow from them."""
     baseline = next(iter(results.scores.values()), {})
     found = results.figures
     for model, of_model in results.scores.items():
         for task, scores in of_model.items():
             for figure, values in scores.items():
-                other = values.keys() ^ baseline[task][figure].keys()
-                if other:
+                if other := values.keys() ^ baseline[task][figure].keys():
                     raise InputError(
                         f"{name}={path / PER_QUERY_FILE}: task {task!r}, figure {figure!r}: query {min(other)!r} has no "
                         f"value of every model ({model!r} differs); evaluate again"
                     )
-                told, mean = stored.get(model, {}).get(task, {}).get(figure), found[model][task][figure]
-                if told != mean and (told is None or mean is None or not math.isclose(told, mean, abs_tol=_TOLERANCE)):
+                written, mean = stored.get(model, {}).get(task, {}).get(figure), found[model][task][figure]
+                if written != mean and (
+                    None in (written, mean) or not math.isclose(written, mean or 0.0, abs_tol=_TOLERANCE)
+                ):
                     raise InputError(
-                        f"{name}={path / RESULTS_FILE}: model {model!r}, task {task!r}, figure {figure!r} is {told}, but its "
+                        f"{name}={path / RESULTS_FILE}: model {model!r}, task {task!r}, figure {figure!r} is {written}, but its "
                         f"values in {PER_QUERY_FILE} have the mean {mean}; evaluate again"
                     )

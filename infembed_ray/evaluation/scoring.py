@@ -1,4 +1,4 @@
-"""From a task and a ranking of every query to figures: first a value a query, then their means."""
+"""Scores rankings of a task: values per query, and their means."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from infembed_ray.evaluation.metrics import Run, p_mrr, robustness, trec_measure
 from infembed_ray.evaluation.tasks.task import Task
 
 Scores = Mapping[str, Mapping[str, float]]
-"""Name of a figure -> query (or what else it is a mean over) -> value. Values are in their own units: nothing x100."""
+"""Figure -> query, or group for Robustness@k -> value, not scaled by 100."""
 
 
 def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
-    """The values of which the task's figures are the means.
+    """Compute the values whose means are the task's figures.
 
-    p-MRR is over the queries whose documents change (by the id of the original query), Robustness@k over groups of
-    queries (by the group), everything else over queries, those without an answer in `run` included.
+    p-MRR has a value per changed query, under the id of the original query; Robustness@k one per group; all other
+    measures one per query, also for queries without a ranking in `run`.
     """
     kinds = {query.id: query.kind for query in task.queries}
     groups = {query.id: query.group for query in task.queries if query.group is not None}
@@ -28,8 +28,8 @@ def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
         if figure.measure == "p-MRR":
             scores[figure.name] = p_mrr(task.changes, run)
         elif figure.measure.startswith("Robustness@"):
-            of_query = {q: trec[q][figure.measure.replace("Robustness", "nDCG")] for q in groups}
-            scores[figure.name] = robustness(of_query, groups)
+            ndcg = {q: trec[q][figure.measure.replace("Robustness", "nDCG")] for q in groups}
+            scores[figure.name] = robustness(ndcg, groups)
         else:
             counted = (q for q, kind in kinds.items() if figure.kind in (None, kind))
             scores[figure.name] = {q: trec[q][figure.measure] for q in counted}
@@ -37,5 +37,5 @@ def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
 
 
 def means(scores: Scores) -> dict[str, float | None]:
-    """Name of a figure -> its mean; None where it is a mean over nothing."""
+    """Average each figure; None if it has no values."""
     return {name: fmean(values.values()) if values else None for name, values in scores.items()}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 DEPTH = 1000
-"""Documents a ranking holds, as in TREC."""
+"""Documents per ranking, as in TREC."""
 
 QUERY_BLOCK = 256
-CORPUS_BLOCK = 1 << 14  # 256 x 16,384 scores, keys and their copies: some 0.15 GB at a time
+CORPUS_BLOCK = 1 << 14  # 256 x 16,384 scores, keys and copies take about 0.15 GB
 
 _NOTHING = -(1 << 63)
-"""A key below those of all finite scores."""
+"""A key below the keys of all finite scores."""
 _LOW = (1 << 32) - 1
 _MAGNITUDE = (1 << 31) - 1
 
@@ -32,19 +32,18 @@ def exact_search(
     excluded: Sequence[Collection[str]] | None = None,
     device: str = "cpu",
 ) -> list[dict[str, float]]:
-    """The best documents of every query by inner product, ties broken by document id, descending.
+    """Rank the top documents of every query by inner product; ties by document id, descending.
 
-    The corpus is gone through once, block by block. What is held of it besides a block are 8 bytes a document; of every
-    query, the best so far.
+    The corpus is read once, block by block. Memory holds one block, 8 bytes per document and the top documents so far.
 
     Args:
         queries: (n, d) float32, finite.
-        corpus: (m, d) float32, finite, m < 2**32; or its rows in their order, as arrays of any heights.
+        corpus: (m, d) float32, finite, m < 2**32; or arrays of any number of its rows, in order.
         document_ids: m unique ids.
-        depth: most documents a query.
-        candidates: of every query, the documents that are ranked for it; None: all. Those not in the corpus are passed over.
-        excluded: of every query, documents that are not ranked for it.
-        device: where the products are computed and selected from.
+        depth: documents per query.
+        candidates: the documents to rank for each query; None: all. Documents missing from the corpus are ignored.
+        excluded: the documents not to rank for each query.
+        device: torch device of the products.
 
     Returns:
         n rankings: document id -> score, best first.
@@ -53,24 +52,24 @@ def exact_search(
     by_id = pc.sort_indices(ids).to_numpy().astype(np.uint32)
     id_rank = np.empty(len(by_id), dtype=np.uint32)
     id_rank[by_id] = np.arange(len(by_id), dtype=np.uint32)
-    among = None if candidates is None else rows_of(ids, candidates)
-    without = None if excluded is None else rows_of(ids, excluded)
+    candidate_rows = None if candidates is None else rows_of(ids, candidates)
+    excluded_rows = None if excluded is None else rows_of(ids, excluded)
 
     blocks = range(0, len(queries), QUERY_BLOCK)
-    asked = [torch.from_numpy(np.array(queries[q : q + QUERY_BLOCK])).to(device) for q in blocks]
-    best = [torch.empty((len(block), 0), dtype=torch.int64, device=device) for block in asked]
+    query_blocks = [torch.from_numpy(np.array(queries[q : q + QUERY_BLOCK])).to(device) for q in blocks]
+    best = [torch.empty((len(block), 0), dtype=torch.int64, device=device) for block in query_blocks]
     start = 0
     for passages in _blocks(corpus):
         stop = start + len(passages)
-        there = torch.from_numpy(passages).to(device)
+        passage_block = torch.from_numpy(passages).to(device)
         ranks = torch.from_numpy(id_rank[start:stop].astype(np.int64)).to(device)
-        for number, (q, block) in enumerate(zip(blocks, asked, strict=True)):
-            keys = _keys(block @ there.T, ranks)
+        for number, (q, block) in enumerate(zip(blocks, query_blocks, strict=True)):
+            keys = _keys(block @ passage_block.T, ranks)
             for row in range(len(block)):
-                if without is not None:
-                    keys[row, _inside(without[q + row], start, stop)] = _NOTHING
-                if among is not None:
-                    inside = _inside(among[q + row], start, stop)
+                if excluded_rows is not None:
+                    keys[row, _inside(excluded_rows[q + row], start, stop)] = _NOTHING
+                if candidate_rows is not None:
+                    inside = _inside(candidate_rows[q + row], start, stop)
                     kept = keys[row, inside]
                     keys[row] = _NOTHING
                     keys[row, inside] = kept
@@ -79,20 +78,13 @@ def exact_search(
         start = stop
     assert start == len(ids), f"{start} embeddings of {len(ids)} documents"
 
-    rankings: list[dict[str, float]] = []
-    for keys in best:
-        found = keys.sort(dim=1, descending=True).values.cpu()
-        lengths = (found != _NOTHING).sum(dim=1).tolist()
-        names = iter(ids.take(pa.array(by_id[(found & _LOW).numpy()[(found != _NOTHING).numpy()]])).to_pylist())
-        for length, scores in zip(lengths, _scores(found).tolist(), strict=True):
-            rankings.append({next(names): score for score in scores[:length]})
-    return rankings
+    return [ranking for keys in best for ranking in _rankings(keys, ids, by_id)]
 
 
 def rows_of(ids: pa.ChunkedArray, named: Sequence[Collection[str]]) -> list[np.ndarray]:
-    """The rows, ascending, of the documents that are named for each query; those not in the corpus are passed over."""
+    """Return the rows, ascending, of the documents named for each query; documents not in the corpus are ignored."""
     wanted = pa.array(sorted({name for names in named for name in names}), pa.string())
-    places = pc.index_in(ids, value_set=wanted)  # not the other way round: that would make a table of all ids
+    places = pc.index_in(ids, value_set=wanted)  # the reverse would build a table of all ids
     rows = pc.indices_nonzero(places.is_valid()).to_pylist()
     found = wanted.take(places.drop_null().combine_chunks()).to_pylist()
     row_of = dict(zip(found, rows, strict=True))
@@ -100,7 +92,7 @@ def rows_of(ids: pa.ChunkedArray, named: Sequence[Collection[str]]) -> list[np.n
 
 
 def _blocks(corpus: np.ndarray | Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same rows in arrays of their own, large enough that the products take most of the time."""
+    """Yield the rows in arrays large enough that the products take most of the time."""
     if isinstance(corpus, np.ndarray):
         corpus = [corpus[start : start + CORPUS_BLOCK] for start in range(0, len(corpus), CORPUS_BLOCK)]
     held: list[np.ndarray] = []
@@ -114,22 +106,31 @@ def _blocks(corpus: np.ndarray | Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _inside(rows: np.ndarray, start: int, stop: int) -> Tensor:
-    """Those of ascending rows that are in a block, counted from its first."""
+    """Select the ascending rows that are in a block, relative to its first row."""
     first, last = np.searchsorted(rows, (start, stop))
     return torch.from_numpy(rows[first:last] - start)
 
 
 def _keys(scores: Tensor, id_rank: Tensor) -> Tensor:
-    """One integer a document that orders as (score, id) do: no two are equal, so any selection by key is exact.
+    """Pack (score, id) into one integer per document. All keys differ, so any selection by key is exact.
 
-    The high 32 bits are the score's, turned so that they order as signed integers; the low 32 the rank of the id.
+    The high 32 bits are the score's, mapped so that they order as signed integers; the low 32 the rank of the id.
     """
     bits = (scores + 0).view(torch.int32)  # + 0: -0.0 and 0.0 are one score
     ordered = bits ^ ((bits >> 31) & _MAGNITUDE)
     return (ordered.to(torch.int64) << 32) | id_rank
 
 
+def _rankings(keys: Tensor, ids: pa.ChunkedArray, by_id: np.ndarray) -> Iterator[dict[str, float]]:
+    """Unpack the keys of the top documents of some queries: document id -> score, best first."""
+    found = keys.sort(dim=1, descending=True).values.cpu()
+    lengths = (found != _NOTHING).sum(dim=1).tolist()
+    names = iter(ids.take(pa.array(by_id[(found & _LOW).numpy()[(found != _NOTHING).numpy()]])).to_pylist())
+    for length, scores in zip(lengths, _scores(found).tolist(), strict=True):
+        yield {next(names): score for score in scores[:length]}
+
+
 def _scores(keys: Tensor) -> Tensor:
-    """The float32 scores inside keys."""
+    """Unpack the float32 scores of keys."""
     ordered = (keys >> 32).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & _MAGNITUDE)).view(torch.float32)

@@ -1,12 +1,12 @@
-"""How sure a mean is, and a difference between two models: by resampling queries, without assuming a distribution.
+"""Confidence intervals and significance tests, by resampling queries.
 
-- Intervals: paired percentile bootstrap (Efron & Tibshirani, 1993, chapter 13). Every resample draws the same queries for all
+- Intervals: paired percentile bootstrap (Efron & Tibshirani, 1993, chapter 13). A resample draws the same queries for all
   models.
-- Tests: paired randomisation test, two-sided (Smucker et al., CIKM 2007): if two models were the same, it would not matter
-  which of them a value came from. All ways to exchange values are tried where there are few, otherwise random ones.
+- Tests: two-sided paired randomisation test (Smucker et al., CIKM 2007), which exchanges the values of two models: all
+  exchanges if there are few, otherwise random ones.
 
-Values are those of queries; queries of one group (a query under several instructions) are drawn and exchanged as one. A figure
-over several tasks, such as the average of FollowIR, is the unweighted mean of their means; each task is resampled by itself.
+Queries of one group, such as one query under several instructions, are drawn and exchanged together. A figure over several
+tasks, such as FollowIR's average, is the unweighted mean of the tasks' means; each task is resampled separately.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ TESTS = (
     f"p-values of a paired two-sided randomisation test ({RESAMPLES:,} exchanges, or all), by Holm's correction over the models "
     "of a column; queries of a group are resampled as one"
 )
-"""What tables say below themselves."""
+"""Notes below tables."""
 
 _AT_ONCE = 1 << 21
-"""Elements of a block of resamples: some 50 MB with its copies."""
+"""Elements per block of resamples: about 50 MB with copies."""
 _TIE = 1e-12
-"""Relative: exchanges that differ only by the rounding of their sums are equally extreme."""
+"""Relative tolerance within which exchanges are equally extreme: sums differ by rounding."""
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """The values of m models for the queries of one task, summed by group."""
+    """Values of m models for the queries of one task, summed by group."""
 
     sums: np.ndarray
     """(g, m) float64."""
     counts: np.ndarray
-    """(g) queries of each group."""
+    """(g) number of queries per group."""
 
     @classmethod
-    def of(cls, values: np.ndarray, groups: Sequence[Hashable]) -> Stratum:
-        """From (n, m) values, finite, and the group of each query; n > 0."""
+    def from_values(cls, values: np.ndarray, groups: Sequence[Hashable]) -> Stratum:
+        """Sum (n, m) finite values by the group of each query; n > 0."""
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         rows = np.array([numbers[group] for group in groups])
         sums = np.zeros((len(numbers), values.shape[1]))
@@ -54,13 +54,13 @@ class Stratum:
 
     @property
     def means(self) -> np.ndarray:
-        """(m) means over queries."""
+        """Means over queries: (m)."""
         return self.sums.sum(axis=0) / self.counts.sum()
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval."""
+    """A value and its confidence interval."""
 
     value: float
     low: float
@@ -69,12 +69,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Compared:
-    """A model's figure, and what sets it apart from the baseline's; None of the baseline itself."""
+    """A model's figure and its difference to the baseline; None for the baseline itself."""
 
     mean: Estimate
     difference: Estimate | None = None
     p: float | None = None
-    """Probability of a difference at least as large between equal models, not corrected."""
+    """p-value of the difference, not corrected."""
 
 
 def compare(
@@ -83,25 +83,25 @@ def compare(
     confidence: float = CONFIDENCE,
     seed: int = SEED,
 ) -> list[Compared]:
-    """Means of m models, and their differences to the first.
+    """Estimate the means of m models and their differences to the first.
 
     Args:
-        strata: at least one, of the same models. The figure is the unweighted mean of their means.
-        resamples: of the bootstrap, and at most of the test.
-        confidence: of the intervals, in (0, 1).
-        seed: the same one gives the same intervals and p-values.
+        strata: one or more tasks of the same models. The figure is the unweighted mean of their means.
+        resamples: resamples of the bootstrap, and maximum exchanges of the test.
+        confidence: level of the intervals, in (0, 1).
+        seed: of the random draws.
     """
     means = np.mean([stratum.means for stratum in strata], axis=0)
     drawn = _bootstrap(strata, resamples, np.random.default_rng(seed))
     tails = (1 - confidence) / 2
     low, high = np.quantile(drawn, [tails, 1 - tails], axis=0)
-    apart = drawn - drawn[:, :1]
-    low_apart, high_apart = np.quantile(apart, [tails, 1 - tails], axis=0)
+    deltas = drawn - drawn[:, :1]
+    low_delta, high_delta = np.quantile(deltas, [tails, 1 - tails], axis=0)
     p_values = _randomisation(strata, resamples, np.random.default_rng(seed))
     return [
         Compared(
             Estimate(float(means[m]), float(low[m]), float(high[m])),
-            Estimate(float(means[m] - means[0]), float(low_apart[m]), float(high_apart[m])) if m else None,
+            Estimate(float(means[m] - means[0]), float(low_delta[m]), float(high_delta[m])) if m else None,
             float(p_values[m]) if m else None,
         )
         for m in range(len(means))
@@ -109,7 +109,7 @@ def compare(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979): of those below 0.05, one is wrong in at most 5 % of tables."""
+    """Correct p-values for multiple comparisons (Holm, 1979), which controls the family-wise error rate."""
     adjusted = [0.0] * len(p_values)
     least = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -119,7 +119,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _bootstrap(strata: Sequence[Stratum], resamples: int, random: np.random.Generator) -> np.ndarray:
-    """(resamples, m) figures of resampled queries."""
+    """Draw queries and compute the figures: (resamples, m)."""
     total = np.zeros((resamples, strata[0].sums.shape[1]))
     for stratum in strata:
         size = len(stratum.counts)
@@ -132,8 +132,8 @@ def _bootstrap(strata: Sequence[Stratum], resamples: int, random: np.random.Gene
 
 
 def _randomisation(strata: Sequence[Stratum], resamples: int, random: np.random.Generator) -> np.ndarray:
-    """(m) p-values of the differences to the first model."""
-    # Exchanging the values of a group changes the sign of what it adds to the difference of the figures.
+    """Compute p-values of the differences to the first model: (m)."""
+    # Exchanging the values of a group changes the sign of its contribution to the difference.
     adds = np.concatenate([(s.sums - s.sums[:, :1]) / s.counts.sum() / len(strata) for s in strata])
     size = len(adds)
     least = np.abs(adds.sum(axis=0)) - _TIE * np.abs(adds).sum(axis=0)
@@ -146,7 +146,7 @@ def _randomisation(strata: Sequence[Stratum], resamples: int, random: np.random.
         else:
             kept = random.integers(0, 2, (block.stop - block.start, size), dtype=np.int8)
         extreme += (np.abs((2.0 * kept - 1.0) @ adds) >= least).sum(axis=0)
-    # Of random exchanges, the one that was observed is one more: no p-value is 0.
+    # The observed assignment counts as one of the random exchanges, so no p-value is 0.
     return extreme / trials if every else (extreme + 1) / (trials + 1)
 
 

@@ -1,30 +1,28 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685), also over a backbone in 4 bits (QLoRA, arXiv 2305.14314)."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685), also for a backbone in 4 bits (QLoRA, arXiv 2305.14314)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from infembed_ray.config import Lora
+from infembed_ray import durable
+from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
-from infembed_ray.storage import write_json
-
-if TYPE_CHECKING:
-    from infembed_ray.modeling.encoder import InstructionEncoder
 
 
-def add(encoder: InstructionEncoder, lora: Lora) -> None:
-    """Give every backbone adapters, which start as no change at all. Nothing else of the backbone is trained then.
+def add(backbones: Sequence[Any], lora: Lora) -> None:
+    """Add adapters to backbones and freeze their other parameters. The embeddings do not change yet.
 
     Raises:
-        InputError: the backbone has no layers of the given names.
+        InputError: the backbone has no layers with the given names.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    for backbone in encoder.backbones:
+    for backbone in backbones:
         config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -40,25 +38,25 @@ def add(encoder: InstructionEncoder, lora: Lora) -> None:
             ) from error
 
 
-def has(encoder: InstructionEncoder) -> bool:
-    """Are there adapters?"""
-    return any(_layers(backbone) for backbone in encoder.backbones)
+def has(backbones: Sequence[Any]) -> bool:
+    """Return whether the backbones have adapters."""
+    return any(_layers(backbone) for backbone in backbones)
 
 
-def save(encoder: InstructionEncoder, path: Path) -> None:
-    """Write the adapters alone, as peft does: `PeftModel.from_pretrained(backbone, path)` reads them.
+def save(backbones: Sequence[Any], path: Path) -> None:
+    """Write the adapters in peft's format, for `PeftModel.from_pretrained(backbone, path)`.
 
-    Those of separate encoders go to the folders `query` and `passage`.
+    The adapters of separate encoders go to the folders `query` and `passage`.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    names = [""] if len(encoder.backbones) == 1 else ["query", "passage"]
-    for name, backbone in zip(names, encoder.backbones, strict=True):
+    names = [""] if len(backbones) == 1 else ["query", "passage"]
+    for name, backbone in zip(names, backbones, strict=True):
         folder = path / name
         folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(backbone)
-        # The prefix is that of a PeftModel, which these layers have been spared.
+        # The prefix of a PeftModel, which does not wrap these layers.
         save_file(
             {f"base_model.model.{key}": value.contiguous() for key, value in weights.items()},
             folder / "adapter_model.safetensors",
@@ -66,12 +64,14 @@ def save(encoder: InstructionEncoder, path: Path) -> None:
         )
         config = backbone.peft_config["default"].to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        write_json(folder / "adapter_config.json", plain | {"base_model_name_or_path": None, "inference_mode": True})
+        durable.replace_json(
+            folder / "adapter_config.json", plain | {"base_model_name_or_path": None, "inference_mode": True}
+        )
 
 
-def merge(encoder: InstructionEncoder) -> None:
-    """Put plain layers with the adapters' change in their weights where the adapters were."""
-    for backbone in encoder.backbones:
+def merge(backbones: Sequence[Any]) -> None:
+    """Merge the adapters into the weights of their layers, and remove them."""
+    for backbone in backbones:
         for name, layer in _layers(backbone):
             layer.merge(safe_merge=True)
             parent, _, own = name.rpartition(".")
@@ -81,10 +81,10 @@ def merge(encoder: InstructionEncoder) -> None:
 
 
 def four_bits(device: str | torch.device) -> dict[str, Any]:
-    """What `AutoModel.from_pretrained` needs to load a backbone in 4 bits (NF4, double quantisation).
+    """Return the options of `AutoModel.from_pretrained` for a backbone in 4 bits (NF4, double quantisation).
 
     Raises:
-        InputError: no GPU, or no bitsandbytes.
+        InputError: there is no GPU, or bitsandbytes is not installed.
     """
     from importlib.util import find_spec
 
@@ -104,7 +104,7 @@ def four_bits(device: str | torch.device) -> dict[str, Any]:
 
 
 def _layers(backbone: nn.Module) -> list[tuple[str, Any]]:
-    """Name and module of all layers with adapters."""
+    """Return name and module of all layers with adapters."""
     if not hasattr(backbone, "peft_config"):
         return []
     from peft.tuners.lora import LoraLayer

@@ -1,8 +1,8 @@
-"""Model directories: finding, reading, writing and telling them apart.
+"""Model directories: find, describe, load, write and fingerprint them.
 
-A checkpoint is a sentence-transformers directory: `SentenceTransformer(path)` loads it and embeds the same texts to
-the same vectors. `infembed.json` beside it holds what that format has no place for: template and lengths. Separate
-encoders of queries and passages are the two routes of a sentence-transformers `Router`.
+A checkpoint is a sentence-transformers directory: `SentenceTransformer(path)` gives the same embeddings.
+`infembed.json` in it has what that format cannot hold: template, interaction and lengths. Separate encoders of queries
+and passages are the two routes of a sentence-transformers `Router`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from infembed_ray.config import Interaction, Template
+from infembed_ray import durable
+from infembed_ray.config.training import Interaction, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode
 from infembed_ray.object_store import is_uri
-from infembed_ray.storage import MANIFEST, existing, fingerprint_files, resolve, write_json
+from infembed_ray.storage import MANIFEST, fingerprint_files, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"
-"""Folder of a checkpoint with the adapters it was trained by, which are merged into its weights."""
+"""Folder of a checkpoint with its adapters, which are also merged into its weights."""
 _ROUTER_CONFIG = "router_config.json"
 _ROUTES = ("query", "document")
 _SHARED = ("",)
@@ -41,21 +42,18 @@ _POOLING_MODES: dict[str, PoolingMode] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_cls_token": "cls",
 }
-"""sentence-transformers' names, of version 6 and before, of the modes that are here."""
+"""Pooling modes by their names in sentence-transformers, of version 6 and earlier."""
 _MODEL_FILES = (".json", ".txt", ".model", ".safetensors")
-"""Weights, configuration and tokenizer of a model directory, in whatever form they come."""
-
-
-# ------------------------------------------------------------------------------------------- which model it is
+"""Suffixes of weights, configuration and tokenizer."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """A model that is there.
+    """A model that exists.
 
     Attributes:
-        path: its directory on this machine, absolute and with `latest` followed, or its hub name.
-        inputs, names: what it contributes to the identity of a `storage.Step`, one of them empty.
+        path: absolute directory on this machine, with `latest` followed, or hub name.
+        inputs, names: its part of the identity of a `storage.Step`; one of them is empty.
     """
 
     path: str
@@ -67,15 +65,14 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
     """Find a model that a setting names.
 
     Args:
-        model: directory (`latest` is followed), URI of one in an object store, or hub name.
-        setting: the setting's name.
-        revision: commit of a hub's model; None: the newest.
+        model: directory (`latest` is followed), its URI in an object store, or hub name.
+        setting: name of the setting.
+        revision: commit of a model on the hub; None: the newest.
 
     Raises:
-        InputError: it looks like a directory but there is none, or the directory holds no model, or the hub does not
-            know the name.
+        InputError: there is no such directory, the directory has no model, or the hub does not have the name.
     """
-    path = existing(model, setting) if is_uri(model) else resolve(Path(model).expanduser().absolute()).resolve()
+    path = resolve_input(model, setting) if is_uri(model) else resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
         for tower in _towers(str(path)):
             folder = path / tower
@@ -98,18 +95,18 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
 
 
 def _require_whole(weights: Path, setting: str) -> None:
-    """Read the header of a file of weights, which says how long it is."""
+    """Check the length of a file of weights against its header."""
     try:
         with safe_open(weights, "pt"):
             pass
     except SafetensorError as error:
         raise InputError(
-            f"{setting}: {weights.name} is no whole safetensors file ({error}); copy or download it again"
+            f"{setting}: {weights.name} is damaged or truncated ({error}); copy or download it again"
         ) from error
 
 
 def _require_loadable(model: str, setting: str, revision: str | None = None) -> None:
-    """Read configuration and tokenizer here and now; the weights are first read by the workers."""
+    """Read configuration and tokenizer, so that errors appear before workers read the weights."""
     try:
         for tower in _towers(model, revision):
             AutoConfig.from_pretrained(model, subfolder=tower, revision=revision)
@@ -119,29 +116,29 @@ def _require_loadable(model: str, setting: str, revision: str | None = None) -> 
 
 
 def unloadable(setting: str, error: Exception) -> InputError:
-    """What an error of transformers means for the person who named the model.
+    """Return the InputError for an exception of transformers.
 
     Args:
         setting: name and value of the setting.
-        error: raised while the model was loaded.
+        error: exception while the model was loaded.
     """
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
         return InputError(
-            f"{setting}: runs only with code that comes with it, which is never run here; serve it behind an "
-            "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class that transformers has"
+            f"{setting}: needs remote code (trust_remote_code), which infembed never runs; serve it behind an "
+            "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class of transformers"
         )
     return InputError(
-        f"{setting}: neither a model directory here nor a model the hub gives "
+        f"{setting}: cannot be loaded from a directory or from the hub "
         f"({said[:160]}); check the spelling, the tokenizer's files and the network"
     )
 
 
 def at_revision(model: str, revision: str | None) -> str:
-    """A model as it can be loaded: of a hub's model at a commit, its directory on this machine.
+    """Return what to load for a model at a revision: a hub's model at a commit is downloaded to a directory.
 
     Raises:
-        InputError: the hub does not give it.
+        InputError: the hub does not have it.
     """
     if revision is None or Path(model).is_dir():
         return model
@@ -152,38 +149,32 @@ def at_revision(model: str, revision: str | None) -> str:
 
 
 def commit(model: str, file: str, revision: str | None, setting: str) -> str | None:
-    """The commit of a hub's model that a revision means now; None if neither the hub nor this machine's cache says.
+    """Return the commit of a revision of a hub's model; None if neither the hub nor the local cache has it.
 
     Args:
         model: hub name.
-        file: that it has, like config.json.
+        file: a file of the model, such as config.json.
         revision: commit, branch or tag; None: the newest.
-        setting: the setting's name.
+        setting: name of the setting.
 
     Raises:
-        InputError: the hub says that there is no such model.
+        InputError: the hub has no such model.
     """
     try:
-        found = cached_file(
-            model,
-            file,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        found = cached(model, file, revision)
     except (OSError, ValueError) as error:
         raise unloadable(f"{setting}={model}", error) from error
     return extract_commit_hash(found, None)
 
 
 def fingerprint(model: str, asked: str) -> str:
-    """16 hex digits that change with anything that changes an embedding; of a hub name, the name and `asked`.
+    """Return 16 hex digits that change whenever an embedding may change; for a hub name, the name and a hash.
 
-    Two copies of one checkpoint have the same fingerprint, wherever they lie.
+    Copies of a checkpoint have the same fingerprint.
 
     Args:
         model: directory or hub name.
-        asked: what was asked for when it was loaded; it may differ from what the files say.
+        asked: the options that the model was loaded with, which may differ from its files.
     """
     root = Path(model)
     if not root.is_dir():
@@ -195,20 +186,17 @@ def fingerprint(model: str, asked: str) -> str:
     return hashlib.sha256(f"{fingerprint_files(files, relative_to=root)}{asked}".encode()).hexdigest()[:16]
 
 
-# ----------------------------------------------------------------------------------------------------- reading
-
-
 @dataclass(frozen=True)
 class Description:
-    """What a model directory says of itself, besides weights and tokenizer; None where it says nothing.
+    """What a model says of itself, besides weights and tokenizer; None if it says nothing.
 
     Attributes:
-        towers: folders of its backbones: one, or those of queries and of passages.
+        towers: folders of the backbones: one, or those of queries and passages.
         pooling, template, query_prefix, passage_prefix, query_length, passage_length: as of the encoder.
-        max_length: most tokens of any text.
-        dimensions: so many components of an embedding are used.
+        max_length: token limit of all texts.
+        dimensions: number of components of an embedding.
         interaction: how instruction and query meet.
-        finished: it is made for embedding, so its tokenizer is as it should be.
+        finished: whether it is made for embedding, so that its tokenizer needs no EOS.
     """
 
     towers: Sequence[str] = _SHARED
@@ -225,14 +213,14 @@ class Description:
 
 
 def describe(model: str, with_pooling: bool = True) -> Description:
-    """Read what a directory or a hub's model says of itself.
+    """Read the description of a model.
 
     Args:
         model: directory or hub name.
-        with_pooling: False where its pooling is overridden.
+        with_pooling: False if its pooling is overridden.
 
     Raises:
-        InputError: it has a part or a pooling that this encoder does not: its embeddings would silently be others.
+        InputError: it has a module or a pooling that this encoder does not support.
     """
     modules = _read_json(model, "modules.json")
     folders = _modules(model, modules) if modules else {}
@@ -257,17 +245,16 @@ def describe(model: str, with_pooling: bool = True) -> Description:
 
 
 def load(model: str, towers: Sequence[str], with_weights: bool = True, **options: Any) -> tuple[list[Any], Any]:
-    """The backbones of a directory or a hub's model, and their tokenizer, which has a padding token.
+    """Load the backbones of a model, and their tokenizer, which has a padding token.
 
     Args:
         model: directory or hub name.
-        towers: its folders, as it describes itself.
-        with_weights: read them; or else the backbones are on torch's meta device.
-        options: for `AutoModel.from_pretrained`.
+        towers: folders of the backbones, from its description.
+        with_weights: False: the backbones are on torch's meta device.
+        options: options of `AutoModel.from_pretrained`.
 
     Raises:
-        InputError: no such model, or a directory without weights, with damaged ones, or with a tokenizer that knows no
-            places of tokens.
+        InputError: no such model, missing or damaged weights, or a tokenizer that is slow or another model's.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, subfolder=towers[0])
@@ -282,10 +269,10 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
             f"model={model}: cannot be loaded ({' '.join(str(error).split())[:200]}); "
             "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
         ) from error
-    places = backbones[0].get_input_embeddings().num_embeddings
-    if tokenizer.vocab_size > places:  # added ones do not count: Qwen2 gets one on loading
+    embedded = backbones[0].get_input_embeddings().num_embeddings
+    if tokenizer.vocab_size > embedded:  # without added tokens: Qwen2 gets one on loading
         raise InputError(
-            f"model={model}: its tokenizer has {tokenizer.vocab_size} tokens, the model embeds {places}: it is another model's; "
+            f"model={model}: its tokenizer has {tokenizer.vocab_size} tokens but the model embeds {embedded}: it is another model's; "
             "give the tokenizer that the model was trained with"
         )
     if not tokenizer.is_fast:
@@ -295,16 +282,28 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
     return backbones, tokenizer
 
 
+def cached(model: str, file: str, revision: str | None = None) -> str | None:
+    """Return the path of a file of a directory or of a hub's model; None if the model has no such file."""
+    path: str | None = cached_file(
+        model,
+        file,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path
+
+
 def is_own(model: str) -> bool:
-    """Was it written by `write`, so that it carries its template and lengths?"""
+    """Return whether `write` wrote the model, so that it has its template and lengths."""
     return bool(_read_json(model, OWN_CONFIG))
 
 
 def _towers(model: str, revision: str | None = None) -> Sequence[str]:
-    """Folders of the backbones of queries and passages; one, the directory itself, where they share it.
+    """Return the folders of the backbones: those of queries and passages, or the directory itself for a shared one.
 
     Raises:
-        InputError: it has other routes than these two.
+        InputError: the model has other routes than these two.
     """
     router = _read_json(model, _ROUTER_CONFIG, revision)
     if not router:
@@ -320,7 +319,7 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
 
 
 def _modules(model: str, listed: list[dict[str, str]]) -> dict[str, str]:
-    """Kind -> folder of the modules of a sentence-transformers directory, those of its routes included."""
+    """Return kind -> folder of the modules of a sentence-transformers directory, with those of its routes."""
     folders = {module["type"].rsplit(".", 1)[-1]: module.get("path", "") for module in listed}
     if "Router" in folders:
         routed = _read_json(model, _ROUTER_CONFIG)["types"]
@@ -354,69 +353,26 @@ def _join(folder: str, name: str) -> str:
 
 
 def _read_json(model: str, name: str, revision: str | None = None) -> Any:
-    """A JSON file of a model, from its directory or from the hub; an empty object where the model has none."""
-    file = cached_file(
-        model,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    """Read a JSON file of a model, from its directory or from the hub; an empty object if it has none."""
+    file = cached(model, name, revision)
     return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-
-
-# ----------------------------------------------------------------------------------------------------- writing
 
 
 def write(path: Path, description: Description, backbones: Sequence[Any], tokenizer: Any) -> None:
     """Write a sentence-transformers directory.
 
     Args:
-        path: the directory; made if need be.
-        description: all of it but `towers`, which follows from the backbones.
-        backbones: one Hugging Face model, or that of queries and that of passages.
-        tokenizer: theirs.
+        path: directory to write, created if missing.
+        description: what to write; `towers` follows from the backbones.
+        backbones: one Hugging Face model, or those of queries and passages.
+        tokenizer: their tokenizer.
     """
     towers = _SHARED if len(backbones) == 1 else tuple(f"{route}_0_Transformer" for route in _ROUTES)
     longest = max(description.query_length or 0, description.passage_length or 0)
     for tower, backbone in zip(towers, backbones, strict=True):
-        folder = path / tower
-        folder.mkdir(parents=True, exist_ok=True)
-        backbone.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
-        if getattr(backbone.config, "is_causal", None) is False:
-            # transformers' SDPA takes a batch without padding for causal in a decoder, whatever its config says.
-            loading["model_args"] = {"attn_implementation": "eager"}
-        write_json(folder / "sentence_bert_config.json", loading)
-    if len(towers) == 1:
-        pooling = "1_Pooling"
-        modules = {"": "Transformer", pooling: "Pooling", "2_Normalize": "Normalize"}
-    else:
-        pooling = "query_1_Pooling"  # the pooling of both routes; there is nothing in it to be separate
-        modules = {"": "Router", "1_Normalize": "Normalize"}
-        write_json(
-            path / _ROUTER_CONFIG,
-            {
-                "types": {**dict.fromkeys(towers, _type("Transformer")), pooling: _type("Pooling")},
-                "structure": {route: [tower, pooling] for route, tower in zip(_ROUTES, towers, strict=True)},
-                "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
-            },
-        )
-    if description.interaction == "cross_attention":
-        # It embeds two texts at a time, which this format cannot: sentence-transformers refuses a module it does not
-        # have. Without modules.json it would load the backbone alone, and embed queries otherwise.
-        modules["interaction"] = "CrossAttention"
-    write_json(
-        path / "modules.json",
-        [
-            {"idx": i, "name": str(i), "path": folder, "type": _type(kind)}
-            for i, (folder, kind) in enumerate(modules.items())
-        ],
-    )
-    for name in (pooling, *list(modules)[1:]):
-        (path / name).mkdir(exist_ok=True)
-    write_json(
+        _write_tower(path / tower, backbone, tokenizer, longest)
+    pooling = _write_modules(path, towers, description)
+    durable.replace_json(
         path / pooling / "config.json",
         {
             "word_embedding_dimension": int(backbones[0].config.hidden_size),
@@ -424,7 +380,7 @@ def write(path: Path, description: Description, backbones: Sequence[Any], tokeni
             "include_prompt": True,
         },
     )
-    write_json(
+    durable.replace_json(
         path / "config_sentence_transformers.json",
         {
             "prompts": {"query": description.query_prefix, "document": description.passage_prefix},
@@ -433,15 +389,48 @@ def write(path: Path, description: Description, backbones: Sequence[Any], tokeni
             "truncate_dim": description.dimensions,
         },
     )
-    write_json(
-        path / OWN_CONFIG,
-        {
-            "template": description.template,
-            "interaction": description.interaction,
-            "query_length": description.query_length,
-            "passage_length": description.passage_length,
-        },
-    )
+    own = ("template", "interaction", "query_length", "passage_length")
+    durable.replace_json(path / OWN_CONFIG, {name: getattr(description, name) for name in own})
+
+
+def _write_tower(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    backbone.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
+    if getattr(backbone.config, "is_causal", None) is False:
+        # Without padding, transformers' SDPA ignores `is_causal` of a decoder's config.
+        loading["model_args"] = {"attn_implementation": "eager"}
+    durable.replace_json(folder / "sentence_bert_config.json", loading)
+
+
+def _write_modules(path: Path, towers: Sequence[str], description: Description) -> str:
+    """Write the list of modules, and their folders; return the folder of the pooling."""
+    if len(towers) == 1:
+        pooling = "1_Pooling"
+        modules = {"": "Transformer", pooling: "Pooling", "2_Normalize": "Normalize"}
+    else:
+        pooling = "query_1_Pooling"  # one pooling for both routes
+        modules = {"": "Router", "1_Normalize": "Normalize"}
+        durable.replace_json(
+            path / _ROUTER_CONFIG,
+            {
+                "types": {**dict.fromkeys(towers, _type("Transformer")), pooling: _type("Pooling")},
+                "structure": {route: [tower, pooling] for route, tower in zip(_ROUTES, towers, strict=True)},
+                "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
+            },
+        )
+    if description.interaction == "cross_attention":
+        # This makes sentence-transformers refuse the model, instead of loading the backbone alone.
+        modules["interaction"] = "CrossAttention"
+    listed = [
+        {"idx": i, "name": str(i), "path": folder, "type": _type(kind)}
+        for i, (folder, kind) in enumerate(modules.items())
+    ]
+    durable.replace_json(path / "modules.json", listed)
+    for name in (pooling, *list(modules)[1:]):
+        (path / name).mkdir(exist_ok=True)
+    return pooling
 
 
 def _type(kind: str) -> str:

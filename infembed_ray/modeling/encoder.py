@@ -1,4 +1,4 @@
-"""The instruction-aware encoder: a Hugging Face backbone, a text format, pooling, unit vectors."""
+"""The instruction-aware encoder: a Hugging Face backbone, a text format, pooling and unit vectors."""
 
 from __future__ import annotations
 
@@ -7,30 +7,58 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from infembed_ray import progress
-from infembed_ray.config import Interaction, Pooling, Template
+from infembed_ray.config.training import Interaction, Pooling, Template
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint, prefix_tree
+from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling.attention import prefix_tree
+from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
-from infembed_ray.modeling.packing import (
-    boundaries,
-    enable_packing,
-    first_position,
-    packed,
-    packing_pays,
-)
 from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
 from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat, render
 from infembed_ray.modeling.tokenizer import add_eos, marks_the_end, tokens_before
 from infembed_ray.storage import resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Overrides(TypedDict, total=False):
+    """What replaces the description that comes with a model. A missing key and None keep the model's own value.
+
+    Attributes:
+        template: how instruction and query become one text; default `instruction_first`.
+        interaction: how instruction and query meet; default `joint`.
+        pooling: `auto` keeps the model's own; default mean for encoders and bidirectional decoders, last for decoders.
+        query_prefix, passage_prefix: text before every query or passage; default none.
+        query_length, passage_length: token limits; default as of `TextFormat`, or the model's `max_seq_length` if that
+            is less. Never more than the backbone has positions.
+        append_eos: end every text with EOS. Default: only if the last token is pooled, the tokenizer has an EOS and
+            does not end texts with a special token yet, and the model is not made for embedding.
+        bidirectional: let the tokens of a decoder attend in both directions; default as in its config.
+        share_encoder: one backbone for queries and passages, or two that start equal.
+        dimensions: number of leading components that make the embedding (Matryoshka).
+    """
+
+    template: Template | None
+    interaction: Interaction | None
+    pooling: Pooling
+    query_prefix: str | None
+    passage_prefix: str | None
+    query_length: int | None
+    passage_length: int | None
+    append_eos: bool | None
+    bidirectional: bool | None
+    share_encoder: bool | None
+    dimensions: int | None
 
 
 class InstructionEncoder(nn.Module):
@@ -39,13 +67,13 @@ class InstructionEncoder(nn.Module):
     Build it with `from_pretrained`.
 
     Args:
-        backbone: a Hugging Face encoder or decoder without head; called with `input_ids`, `attention_mask` and `position_ids`.
-        tokenizer: the backbone's, a fast one.
-        pooling: from token states to one vector.
+        backbone: a Hugging Face encoder or decoder without head.
+        tokenizer: its fast tokenizer.
+        pooling: how token states become one vector.
         text: template, prefixes and lengths.
-        passage_backbone: that of passages; None: they share the queries'.
-        interaction: the cross-attention of instruction and query; None: they are one text.
-        dimensions: so many leading components are the embedding (Matryoshka); None: all.
+        passage_backbone: backbone of passages; None: the same as of queries.
+        interaction: cross-attention of instruction and query; None: they are one text.
+        dimensions: number of leading components that make the embedding (Matryoshka); None: all.
     """
 
     def __init__(
@@ -70,7 +98,7 @@ class InstructionEncoder(nn.Module):
         self._pad_id = int(tokenizer.pad_token_id)
         self._packs = all(enable_packing(b) for b in self.backbones)
         self._first_position = first_position(backbone)
-        self._told_obstacle = False
+        self._obstacle_logged = False
         config: Any = backbone.config
         self._attention_dropout = getattr(
             config, "attention_probs_dropout_prob", getattr(config, "attention_dropout", 0.0)
@@ -81,78 +109,46 @@ class InstructionEncoder(nn.Module):
         cls,
         path: str,
         *,
-        template: Template | None = None,
-        interaction: Interaction | None = None,
-        pooling: Pooling = "auto",
-        query_prefix: str | None = None,
-        passage_prefix: str | None = None,
-        query_length: int | None = None,
-        passage_length: int | None = None,
-        append_eos: bool | None = None,
-        bidirectional: bool | None = None,
-        share_encoder: bool | None = None,
-        dimensions: int | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         quantized: bool = False,
+        **overrides: Unpack[Overrides],
     ) -> InstructionEncoder:
         """Load a checkpoint of ours, a sentence-transformers directory, or a plain Hugging Face model.
 
         Args:
             path: directory (an output's `latest` is followed) or hub name.
-            template, pooling, query_prefix, passage_prefix: None or `auto` keeps what the directory says, else the
-                defaults of `TextFormat`; else mean pooling for encoders and bidirectional decoders, last for decoders.
-            interaction: how instruction and query meet; None keeps what the directory says, else `joint`.
-            query_length, passage_length: None keeps what the directory says, else the defaults of `TextFormat` or the
-                directory's `max_seq_length` if that is less. Never more than the backbone has positions.
-            append_eos: end every text with EOS. None: only where the last token is pooled, the tokenizer has an EOS
-                and marks the end of a text by no token yet, and the directory is not made for embedding.
-            bidirectional: let the tokens of a decoder attend in both directions; None keeps what its config says.
-            share_encoder: one backbone for queries and passages, or two that start equal; None keeps what there is.
-            dimensions: of the embeddings, the leading ones of a model trained for it; None keeps what is saved.
-            device, dtype: where the parameters go; on `meta` no weights are read.
-            quantized: the backbone's linear layers in 4 bits (QLoRA's NF4), on a GPU.
+            device, dtype: device and precision of the parameters; on `meta` no weights are read.
+            quantized: load the backbone's linear layers in 4 bits (QLoRA's NF4), on a GPU.
+            overrides: replacements of what the model says of itself.
 
         Raises:
-            InputError: no such model, a directory without weights, or one that does not allow what is asked for.
+            InputError: no such model, a directory without weights, or a model that does not allow an override.
         """
         path = str(resolve(Path(path)))
+        pooling = overrides.get("pooling", "auto")
         saved = checkpoint.describe(path, with_pooling=pooling == "auto")
-        if share_encoder and len(saved.towers) > 1:
+        share = overrides.get("share_encoder")
+        if share and len(saved.towers) > 1:
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
         if dtype == torch.bfloat16:
             warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
         options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
         with_weights = torch.device(device).type != "meta"
         backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dtype=dtype, **options)
+        bidirectional = overrides.get("bidirectional")
         if bidirectional is not None:
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
-        mode = saved.pooling if pooling == "auto" else pooling
-        mode = mode or ("last" if _is_causal(backbones[0]) else "mean")
-        if append_eos is None:
-            append_eos = mode == "last" and tokenizer.eos_token is not None and not saved.finished
-        if append_eos and not marks_the_end(tokenizer):
-            add_eos(tokenizer)
-        hidden = int(backbones[0].config.hidden_size)
-        dimensions = dimensions or saved.dimensions
-        if dimensions is not None and not 0 < dimensions <= hidden:
-            raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
-        default = TextFormat()
-        positions = min(getattr(backbones[0].config, "max_position_embeddings", 1 << 30), tokenizer.model_max_length)
-        most = saved.max_length or positions
-        text = TextFormat(
-            template=template or saved.template or default.template,
-            query_prefix=_first(query_prefix, saved.query_prefix, default.query_prefix),
-            passage_prefix=_first(passage_prefix, saved.passage_prefix, default.passage_prefix),
-            query_length=min(query_length or saved.query_length or min(default.query_length, most), positions),
-            passage_length=min(passage_length or saved.passage_length or min(default.passage_length, most), positions),
-        )
-        if share_encoder is False and len(backbones) == 1:
+        mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
+        _end_texts(tokenizer, overrides.get("append_eos"), mode, saved)
+        dimensions = _dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
+        text = _text_format(saved, overrides, backbones[0], tokenizer)
+        if share is False and len(backbones) == 1:
             backbones.append(copy.deepcopy(backbones[0]))
         cross_attention = None
-        if (interaction or saved.interaction) == "cross_attention":
-            cross_attention = CrossAttention(hidden).to(dtype)
+        if (overrides.get("interaction") or saved.interaction) == "cross_attention":
+            cross_attention = CrossAttention(int(backbones[0].config.hidden_size)).to(dtype)
             if saved.interaction == "cross_attention":
                 cross_attention.read(path)
         second = backbones[1] if len(backbones) > 1 else None
@@ -162,50 +158,45 @@ class InstructionEncoder(nn.Module):
 
     @property
     def dimension(self) -> int:
-        """Components of an embedding."""
+        """Number of components of an embedding."""
         return self.dimensions or int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     @property
     def causal(self) -> bool:
-        """Does a token attend to those before it only? Then texts with the same beginning can share it."""
+        """Whether tokens attend only to earlier tokens, so that texts can share a prefix."""
         return _is_causal(self.backbone)
 
     @property
     def backbones(self) -> list[Any]:
-        """The Hugging Face models: one, or that of queries and that of passages."""
+        """The Hugging Face models: one, or the two of queries and passages."""
         return [self.backbone, *([self.passage_backbone] if self.passage_backbone is not None else [])]
 
     def backbone_of(self, side: Side) -> nn.Module:
-        """The backbone that embeds queries, or passages."""
+        """Return the backbone of a side."""
         return self.passage_backbone if side == "passage" and self.passage_backbone is not None else self.backbone
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision in which the backbone computes."""
+        """Precision of the backbone."""
         return self.backbone.dtype  # type: ignore[return-value]
 
     @property
     def packs(self) -> bool:
-        """Are texts packed when they are embedded, as the encoder is now? Else a batch is padded to its longest."""
+        """Whether texts are packed in the encoder's present state; else a batch is padded to its longest text."""
         return self._packs and packing_pays(self.device, self.dtype, self.training and self._attention_dropout > 0)
 
     def forward(self, layout: Layout) -> Tensor:
-        """Embed the texts of a layout: (texts, d) unit vectors, in fp32 whatever the backbone's precision."""
-        where: dict[str, Any] = {} if layout.position_ids is None else {"position_ids": layout.position_ids}
-        where["attention_mask"] = layout.attention_mask
+        """Embed the texts of a layout as (texts, d) unit vectors, in fp32 at least."""
         backbone = self.backbone_of(layout.side)
-        if layout.ends is not None:
-            where |= prefix_tree.attention_inputs(backbone, layout.ends)
-        elif layout.attention_mask is None:
-            where |= boundaries(layout.lengths)
+        inputs = layout.backbone_inputs(backbone)
         if self.causal:
-            where["use_cache"] = False  # keys and values of tokens that nothing will follow
-        states = backbone(input_ids=layout.input_ids, **where).last_hidden_state
+            inputs["use_cache"] = False  # nothing follows these tokens, so their keys and values are not needed
+        states = backbone(**inputs).last_hidden_state
         if self.interaction is not None and layout.pairs is not None:
             pooled = self.interaction(states, layout, self.pooling)
         else:
@@ -213,9 +204,9 @@ class InstructionEncoder(nn.Module):
         return truncate(pooled, self.dimension)
 
     def tokenize_queries(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
-        """(instruction, query) texts, cut at `query_length`. The instruction's part is marked where it comes first."""
+        """Tokenize (instruction, query) texts, truncated to `query_length`; mark instructions that come first."""
         if self.interaction is not None:
-            return self._tokenize_apart(queries, instructions)
+            return self._tokenize_separately(queries, instructions)
         firsts = [
             len(self.text.query_prefix + i) if i and self.text.template == "instruction_first" else 0
             for i in instructions
@@ -226,8 +217,8 @@ class InstructionEncoder(nn.Module):
         ]
         return self._tokenize(texts, "query", self.text.query_length, firsts)
 
-    def _tokenize_apart(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
-        """Each query after its instruction, as two sequences that are both cut at `query_length`."""
+    def _tokenize_separately(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
+        """Tokenize instruction and query separately, each truncated to `query_length`, and join them."""
         texts = list(dict.fromkeys([*queries, *filter(None, instructions)]))
         tokens = self._tokenize([self.text.query_prefix + t for t in texts], "query", self.text.query_length)
         ids: dict[str | None, list[int]] = {None: []}
@@ -238,16 +229,16 @@ class InstructionEncoder(nn.Module):
         ]
 
     def tokenize_passages(self, passages: Sequence[str]) -> list[Tokens]:
-        """Passages, cut at `passage_length`."""
+        """Tokenize passages, truncated to `passage_length`."""
         return self._tokenize([self.text.passage_prefix + p for p in passages], "passage", self.text.passage_length)
 
     def _tokenize(self, texts: list[str], side: Side, max_length: int, firsts: Sequence[int] = ()) -> list[Tokens]:
-        """Token ids of texts, of which the first so many characters are the instruction."""
+        """Tokenize texts; the first `firsts[row]` characters of a text are its instruction."""
         if not texts:
             return []
         encoded = self.tokenizer(texts, truncation=True, max_length=max_length)
         return [
-            # A text without any token has the pad token: nothing else would be pooled but another text.
+            # A text without tokens gets the pad token, because pooling needs at least one.
             Tokens(
                 ids or [self._pad_id], side, tokens_before(encoded, row, firsts[row]) if firsts and firsts[row] else 0
             )
@@ -255,23 +246,23 @@ class InstructionEncoder(nn.Module):
         ]
 
     def checkpoint_activations(self) -> None:
-        """Let the backbones compute activations anew in the backward pass rather than keep them."""
-        # The second name is the only one in early versions of transformers 5, and deprecated in later ones.
+        """Recompute activations in the backward pass instead of keeping them (gradient checkpointing)."""
+        # Early versions of transformers 5 have only the second name, which later ones deprecate.
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         for backbone in self.backbones:
             enable = next(getattr(backbone, name) for name in names if hasattr(backbone, name))
-            # Not the re-entrant kind: it wants inputs with gradient, and under adapters the embeddings have none.
+            # Re-entrant checkpointing needs inputs with gradients; under adapters the embeddings have none.
             enable({"use_reentrant": False})
 
     def layouts(self, sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
         """Divide texts into forward passes.
 
         Args:
-            sequences: the texts, of either side, in any order.
-            batch_tokens: most tokens of one pass, padding included. A text longer than that is a pass of its own.
+            sequences: texts of both sides, in any order.
+            batch_tokens: tokens per pass, with padding. A longer text is a pass of its own.
 
         Yields:
-            rows of `sequences`, and the layout of those texts in that order, on the encoder's device. Every row once.
+            Rows of `sequences`, and the layout of these texts on the encoder's device. Every row comes once.
         """
         for rows, layout in self.lay_out(sequences, batch_tokens, self.device, self.dtype):
             yield rows, layout.to(self.device)
@@ -279,7 +270,7 @@ class InstructionEncoder(nn.Module):
     def lay_out(
         self, sequences: Sequence[Tokens], batch_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> Iterator[tuple[list[int], Layout]]:
-        """The same for a backbone on some other device and in some other precision; the layouts are on the CPU."""
+        """Divide texts as for a backbone of this device and precision; the layouts are on the CPU."""
         pack = self._packs and packing_pays(device, dtype, self.training and self._attention_dropout > 0)
         lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
         for side in get_args(Side):
@@ -298,21 +289,21 @@ class InstructionEncoder(nn.Module):
                 yield rows, lay([sequences[row] for row in rows])
 
     def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:
-        """Do these texts begin alike, and does the backbone allow to encode that once? Says so, once, if it does not."""
+        """Return whether to encode shared prefixes once; log once if the backbone does not support it."""
         if not sequences or not self.causal or not prefix_tree.saves(sequences):
             return False
         obstacle = prefix_tree.obstacle(self.backbone_of(side), max(map(len, sequences)))
-        if obstacle and not self._told_obstacle:
-            progress.say(f"{side}: texts that begin alike are encoded one by one: {obstacle}")
-            self._told_obstacle = True
+        if obstacle and not self._obstacle_logged:
+            progress.say(f"{side}: shared prefixes are not reused, because {obstacle}")
+            self._obstacle_logged = True
         return obstacle is None
 
     @torch.inference_mode()
     def embed(self, sequences: Sequence[Tokens], batch_tokens: int = 4096) -> np.ndarray:
-        """Embed texts in passes of at most `batch_tokens` tokens, padding included.
+        """Embed texts in passes of at most `batch_tokens` tokens, with padding.
 
         Returns:
-            (len(sequences), d) float32 unit vectors, in the order given.
+            (len(sequences), d) float32 unit vectors, in the order of `sequences`.
         """
         embeddings = np.zeros((len(sequences), self.dimension), dtype=np.float32)
         was_training = self.training
@@ -331,15 +322,15 @@ class InstructionEncoder(nn.Module):
         """Embed queries under their instructions.
 
         Args:
-            queries: n queries, or a single one as a str.
-            instructions: one for each query (None or "" for a query without), or a single str for all of them.
-            batch_tokens: as of `embed`.
+            queries: n queries, or a single str.
+            instructions: one per query (None or "" for none), or a single str for all queries.
+            batch_tokens: tokens per pass, with padding.
 
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
 
         Raises:
-            InputError: as many instructions as queries were expected.
+            InputError: the number of instructions differs from the number of queries.
         """
         several = [queries] if isinstance(queries, str) else queries
         each = [instructions] * len(several) if instructions is None or isinstance(instructions, str) else instructions
@@ -354,8 +345,8 @@ class InstructionEncoder(nn.Module):
         """Embed passages.
 
         Args:
-            passages: n passages, or a single one as a str.
-            batch_tokens: as of `embed`.
+            passages: n passages, or a single str.
+            batch_tokens: tokens per pass, with padding.
 
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
@@ -365,14 +356,14 @@ class InstructionEncoder(nn.Module):
         return vectors[0] if isinstance(passages, str) else vectors
 
     def save_pretrained(self, path: Path) -> None:
-        """Write the sentence-transformers directory of this encoder.
+        """Write this encoder as a sentence-transformers directory.
 
-        Adapters are merged into the weights, for good, and written by themselves beside them.
+        Adapters are merged into the weights of this encoder, and also written by themselves.
         """
         path.mkdir(parents=True, exist_ok=True)
-        if adapters.has(self):
-            adapters.save(self, path / checkpoint.ADAPTERS)
-            adapters.merge(self)
+        if adapters.has(self.backbones):
+            adapters.save(self.backbones, path / checkpoint.ADAPTERS)
+            adapters.merge(self.backbones)
         checkpoint.write(
             path,
             checkpoint.Description(
@@ -392,22 +383,53 @@ class InstructionEncoder(nn.Module):
             self.interaction.write(path)
 
     def fingerprint(self) -> str:
-        """16 hex digits that change with anything that changes an embedding; see `checkpoint.fingerprint`."""
+        """Return 16 hex digits that change whenever an embedding may change; see `checkpoint.fingerprint`."""
         ending = self.tokenizer("")["input_ids"]
         asked = (*astuple(self.text), self.pooling, self.causal, self.dimension, len(self.backbones), ending)
         asked += (self.interaction is not None,)
         return checkpoint.fingerprint(str(self.source), str(asked))
 
 
+def _end_texts(tokenizer: Any, append_eos: bool | None, mode: PoolingMode, saved: checkpoint.Description) -> None:
+    """Make the tokenizer end texts with EOS if that is asked for, or if the default is to do so."""
+    if append_eos is None:
+        append_eos = mode == "last" and tokenizer.eos_token is not None and not saved.finished
+    if append_eos and not marks_the_end(tokenizer):
+        add_eos(tokenizer)
+
+
+def _dimensions(dimensions: int | None, backbone: Any, path: str) -> int | None:
+    hidden = int(backbone.config.hidden_size)
+    if dimensions is not None and not 0 < dimensions <= hidden:
+        raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
+    return dimensions
+
+
+def _text_format(saved: checkpoint.Description, overrides: Overrides, backbone: Any, tokenizer: Any) -> TextFormat:
+    """Combine overrides, the model's own description, and the defaults, in this order."""
+    default = TextFormat()
+    positions = min(getattr(backbone.config, "max_position_embeddings", 1 << 30), tokenizer.model_max_length)
+    limit = saved.max_length or positions
+    query_length = overrides.get("query_length") or saved.query_length or min(default.query_length, limit)
+    passage_length = overrides.get("passage_length") or saved.passage_length or min(default.passage_length, limit)
+    return TextFormat(
+        template=overrides.get("template") or saved.template or default.template,
+        query_prefix=_first(overrides.get("query_prefix"), saved.query_prefix, default.query_prefix),
+        passage_prefix=_first(overrides.get("passage_prefix"), saved.passage_prefix, default.passage_prefix),
+        query_length=min(query_length, positions),
+        passage_length=min(passage_length, positions),
+    )
+
+
 def _first(*values: str | None) -> str:
-    """The first that is not None; an empty prefix is a prefix."""
+    """Return the first value that is not None; an empty prefix is a prefix."""
     return next(value for value in values if value is not None)
 
 
 def _is_causal(backbone: nn.Module) -> bool:
-    """Does it attend backwards only? Its attention layers say so, unless its config says otherwise.
+    """Return whether attention is causal: by the attention layers, unless the config says otherwise.
 
-    The saved `architectures` name only the class last saved.
+    `architectures` in the config is no evidence: it names the class that was saved last.
     """
     layers = any(getattr(module, "is_causal", False) for module in backbone.modules())
     return layers and getattr(backbone.config, "is_causal", True)

@@ -1,9 +1,9 @@
-"""Interaction II: instruction and query are encoded apart and meet in one cross-attention (paper, Eq. 4).
+"""Interaction II: instruction and query are encoded separately and combined by cross-attention (paper, Eq. 4).
 
     iq_jk = softmax((i_j W_i) (q_k W_q1)^T / sqrt(d)) (q_k W_q2)
 
-Each text goes through the backbone once, however many pairs it is part of. i_j and q_k are token states, (|I|, d) and
-(|Q|, d), not the vectors of Eq. 2: over one query vector the softmax would be 1, and the instruction without a say.
+Each text goes through the backbone once, for all of its pairs. i_j and q_k are token states, (|I|, d) and (|Q|, d),
+instead of the vectors of Eq. 2: the softmax over a single query vector would be 1, and the instruction without effect.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.utils import cached_file
 
 from infembed_ray.errors import InputError
+from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.layout import Layout, Tokens
 from infembed_ray.modeling.pooling import PoolingMode
 
 FILE = "interaction.safetensors"
 _BLOCK = 1 << 20
-"""Most attention weights at a time: 4 MB, little beside what the backbone keeps of the same texts."""
+"""Attention weights per block: 4 MB, which is small beside the backbone's activations of the same texts."""
 
 
 class CrossAttention(nn.Module):
-    """The three matrices of Eq. 4, and one vector for each (instruction, query) pair.
+    """Cross-attention with the three matrices of Eq. 4: one vector per (instruction, query) pair.
 
-    Eq. 4 gives a row for each instruction token. They are pooled as the encoder pools a text: the mean of the rows,
-    or the row of the last or the first (cls) token, which is the one that has read the whole instruction there.
+    Eq. 4 gives one row per instruction token. The rows are pooled as the encoder pools texts: their mean, or the row of
+    the last or first (cls) token.
 
-    Without an instruction, all tokens of the query count alike: mean(q_k) W_q2, which is Eq. 4 for i_j = 0.
+    Without an instruction the embedding is mean(q_k) W_q2, which is Eq. 4 for i_j = 0.
 
     Args:
-        dimension: d, of the token states.
+        dimension: width d of the token states.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -50,21 +50,21 @@ class CrossAttention(nn.Module):
 
         Args:
             states: (rows, width, d) last hidden states of the layout.
-            layout: with `pairs`; every query has at least one token.
-            mode: how the rows of Eq. 4 become one vector.
+            layout: a layout with `pairs`, whose queries have at least one token each.
+            mode: pooling of the rows of Eq. 4.
 
         Returns:
-            (pairs, d) in fp32 at least; not normalised.
+            (pairs, d), not normalised, in fp32 at least.
         """
         assert layout.pairs is not None
-        pairs, lengths = layout.pairs.cpu(), layout.lengths.cpu()  # one wait for the device instead of many
+        pairs, lengths = layout.pairs.cpu(), layout.lengths.cpu()  # one synchronisation with the device instead of many
         first_query = int(pairs[:, 1].min())
         border = int(lengths[:first_query].sum())
         flat = states.flatten(0, 1)[layout.tokens]
-        asking, counts = _asking(flat[:border], lengths[:first_query], mode)
-        # Whoever has no instruction (-1, the last) has one token of zeros: the same score for every query token.
-        asking = torch.cat([asking, asking.new_zeros(1, flat.shape[1])]) @ self.W_i
-        instructions, present = _in_rows(asking, torch.cat([counts, counts.new_ones(1)]))
+        heads, counts = _pooled_tokens(flat[:border], lengths[:first_query], mode)
+        # Index -1, no instruction, is the last: one token of zeros, with the same score for every query token.
+        heads = torch.cat([heads, heads.new_zeros(1, flat.shape[1])]) @ self.W_i
+        instructions, present = _in_rows(heads, torch.cat([counts, counts.new_ones(1)]))
         keys, real = _in_rows(flat[border:] @ self.W_q1, lengths[first_query:])
         values, _ = _in_rows(flat[border:] @ self.W_q2, lengths[first_query:])
         pairs = torch.stack([pairs[:, 0] % len(instructions), pairs[:, 1] - first_query], dim=1)
@@ -78,34 +78,34 @@ class CrossAttention(nn.Module):
         return torch.cat(embeddings)
 
     def write(self, path: Path) -> None:
-        """Write the matrices beside the backbone's weights."""
+        """Write the matrices into a checkpoint directory."""
         save_file({name: matrix.detach().contiguous() for name, matrix in self.named_parameters()}, path / FILE)
 
     def read(self, path: str) -> None:
-        """Read the matrices that `write` wrote, from a directory or the hub.
+        """Read the matrices of a directory or a hub's model.
 
         Raises:
-            InputError: there are none, or they are another model's.
+            InputError: the model has no matrices, or their shapes do not fit.
         """
-        file = cached_file(
-            path, FILE, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
+        file = checkpoint.cached(path, FILE)
         if file is None:
-            raise InputError(f"model={path}: no {FILE}, which a cross_attention model has; give the whole checkpoint")
+            raise InputError(
+                f"model={path}: has no {FILE}, which interaction=cross_attention needs; give the whole checkpoint"
+            )
         saved = load_file(file)
         found = {name: tuple(matrix.shape) for name, matrix in saved.items()}
         needed = {name: tuple(matrix.shape) for name, matrix in self.named_parameters()}
         if found != needed:
-            raise InputError(f"model={path}: {FILE} holds {found}, not {needed}; give the whole checkpoint")
+            raise InputError(f"model={path}: {FILE} has {found} instead of {needed}; give the whole checkpoint")
         self.load_state_dict(saved)
 
 
 def paired(sequences: Sequence[Tokens], lay: Callable[[list[Tokens]], Layout]) -> Layout:
-    """A layout of the distinct instructions and queries of some pairs, and which two make each embedding.
+    """Lay out the distinct instructions and queries of pairs.
 
     Args:
-        sequences: pairs, whose first `instruction` ids are one sequence and whose others are another.
-        lay: lays texts of one side for the backbone. It gets the instructions, longest first, then so the queries.
+        sequences: pairs; the first `instruction` ids are the instruction, the others the query.
+        lay: lays out texts of one side. It gets the instructions and then the queries, each longest first.
     """
     parts = [_parts(s) for s in sequences]
     instructions = sorted(dict.fromkeys(i for i, _ in parts if i), key=len, reverse=True)
@@ -117,15 +117,14 @@ def paired(sequences: Sequence[Tokens], lay: Callable[[list[Tokens]], Layout]) -
 
 
 def pair_batches(sequences: Sequence[Tokens], batch_tokens: int, pack: bool = False) -> Iterator[list[int]]:
-    """Rows grouped so that a group's distinct texts stay within `batch_tokens`.
+    """Group rows so that the distinct texts of a group have at most `batch_tokens` tokens.
 
-    Pairs with the same instruction are neighbours, so that few passes encode it. A pair that is larger than
-    `batch_tokens` makes a group of its own.
+    Pairs with the same instruction are neighbours, so that few passes encode it. A larger pair is a group of its own.
 
     Args:
         sequences: pairs, as of `paired`.
-        batch_tokens: most tokens of a group.
-        pack: the texts are not padded to the longest.
+        batch_tokens: tokens per group.
+        pack: whether the texts are packed; else they are padded to the longest.
     """
     parts = [_parts(s) for s in sequences]
     longest = [max(map(len, pair)) for pair in parts]
@@ -148,12 +147,12 @@ def pair_batches(sequences: Sequence[Tokens], batch_tokens: int, pack: bool = Fa
 
 
 def _parts(pair: Tokens) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids of its instruction, and those of its query."""
+    """Return the ids of the instruction and of the query."""
     return tuple(pair.ids[: pair.instruction]), tuple(pair.ids[pair.instruction :])
 
 
-def _asking(states: Tensor, lengths: Tensor, mode: PoolingMode) -> tuple[Tensor, Tensor]:
-    """The token states whose rows of Eq. 4 are pooled, text after text, and how many each text has."""
+def _pooled_tokens(states: Tensor, lengths: Tensor, mode: PoolingMode) -> tuple[Tensor, Tensor]:
+    """Return the instruction's token states that the pooling needs, text after text, and their number per text."""
     ends = lengths.cumsum(0)
     if mode == "mean":
         return states, lengths
@@ -161,7 +160,7 @@ def _asking(states: Tensor, lengths: Tensor, mode: PoolingMode) -> tuple[Tensor,
 
 
 def _in_rows(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """States of texts, text after text, as (texts, longest, d) with zeros after a text's last; True where it has one."""
+    """Pad states with zeros: return (texts, longest, d), and (texts, longest) bool for the real ones."""
     real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     real = real.to(states.device)
     rows = states.new_zeros(*real.shape, states.shape[1])
@@ -170,13 +169,13 @@ def _in_rows(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attend(instructions: Tensor, present: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
-    """Eq. 4 for each of m instructions with each of n queries, and the mean over the instruction's tokens.
+    """Compute Eq. 4 for m instructions with n queries, averaged over the instruction's tokens.
 
     Args:
         instructions: (m, |I|, d) i_j W_i.
-        present: (m, |I|) bool, which of these tokens there are.
+        present: (m, |I|) bool mask of the instructions' tokens.
         keys, values: (n, |Q|, d) q_k W_q1 and q_k W_q2.
-        real: (n, |Q|) bool.
+        real: (n, |Q|) bool mask of the queries' tokens.
 
     Returns:
         (m, n, d) in fp32 at least.
@@ -184,6 +183,6 @@ def _attend(instructions: Tensor, present: Tensor, keys: Tensor, values: Tensor,
     scores = torch.einsum("mid,nqd->minq", instructions, keys) / math.sqrt(keys.shape[2])
     wide = torch.promote_types(scores.dtype, torch.float32)
     attention = scores.masked_fill(~real, -math.inf).softmax(dim=3, dtype=wide)
-    # The mean of the rows of softmax(...) V is the mean of the rows of softmax(...), times V.
+    # mean(softmax(...) V) = mean(softmax(...)) V
     share = present.to(wide) / present.sum(dim=1, keepdim=True)
     return torch.einsum("mnq,nqd->mnd", torch.einsum("mi,minq->mnq", share, attention), values.to(wide))

@@ -1,18 +1,21 @@
-"""How texts lie in the input of one forward pass: the seam between tokenising and the backbone.
+"""Layouts: how texts lie in the input of one forward pass.
 
-A `Layout` says which tokens the backbone reads, which of them may attend which, and where each text's tokens are in
-its output. Padded batches, packed sequences, shared prefixes and instruction-query pairs are all layouts, so a pass
-over any of them is the same call, and pooling never needs to know which it was.
+A layout has the tokens that the backbone reads, how they attend to one another, and the place of each text's tokens in
+the output. Padded batches, packed sequences, prefix trees and instruction-query pairs are layouts. The forward pass and
+the pooling are the same for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Side = Literal["query", "passage"]
 
@@ -22,10 +25,10 @@ class Tokens:
     """The token ids of one text.
 
     Attributes:
-        ids: special tokens in, not padded.
-        side: what the text is: encoders of two towers embed queries and passages differently.
-        instruction: so many of the ids, at the start, are the instruction's and shared by all queries under it; 0
-            where there is no instruction, or where it does not come first.
+        ids: token ids with special tokens, without padding.
+        side: query or passage; separate encoders embed them differently.
+        instruction: number of leading ids that belong to the instruction, which all queries under it share; 0 without an
+            instruction, or if the instruction does not come first.
     """
 
     ids: list[int]
@@ -38,21 +41,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """The input of one forward pass, and where its texts are.
+    """Padded texts, one per row: the input of one forward pass, and the place of each text in it.
 
     Attributes:
         input_ids: (rows, width) token ids.
-        attention_mask: (rows, width), 1 for real tokens and 0 for padding on either side; or None, for one row of texts
-            one after the other, each attending to itself only (`packing`), or of prefix trees (`ends`).
-        tokens: (sum of lengths) places of the texts' tokens in `input_ids.flatten()`, text after text; one place may
-            belong to several texts.
-        lengths: (texts) how many tokens each text has.
-        side: of all its texts.
+        attention_mask: (rows, width), 1 for tokens and 0 for padding; None for a single row without padding.
+        tokens: (sum of lengths) places of the texts' tokens in `input_ids.flatten()`, text after text. Texts may share
+            places.
+        lengths: (texts) number of tokens of each text.
+        side: side of all texts.
         position_ids: (rows, width) positions; None: 0, 1, 2, ... in every row.
-        pairs: (embeddings, 2) where two texts make one embedding (Interaction II): its instruction, -1 for none, and its
-            query among the texts, the instructions of which come before the queries. None: each text makes one.
-        ends: (width) of a single row of prefix trees: token q may attend token k if k <= q < ends[k]. None: the
-            attention mask says who attends whom.
+        pairs: (embeddings, 2) for texts that make one embedding in pairs (Interaction II): index of the instruction, -1
+            for none, and of the query. All instructions come before all queries. None: each text makes one embedding.
     """
 
     input_ids: Tensor
@@ -62,23 +62,25 @@ class Layout:
     side: Side = "passage"
     position_ids: Tensor | None = None
     pairs: Tensor | None = None
-    ends: Tensor | None = None
 
-    def to(self, device: torch.device) -> Layout:
-        """The same layout on another device."""
+    def to(self, device: torch.device) -> Self:
+        """Copy the layout to a device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
-        def moved(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        return Layout(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
+    def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
+        """Return the keyword arguments of the backbone's forward pass."""
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return inputs if self.position_ids is None else inputs | {"position_ids": self.position_ids}
 
 
 def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
-    """One text a row, padded on the right to the longest.
+    """Lay out one text per row, padded on the right to the longest.
 
     Args:
         sequences: texts of one side.
-        pad_id: what fills the rows up.
+        pad_id: id of the padding token.
     """
     width = max(map(len, sequences))
     lengths = torch.tensor([len(s) for s in sequences])
@@ -89,14 +91,12 @@ def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
 
 
 def length_sorted_batches(lengths: Sequence[int], batch_tokens: int, padded: bool = True) -> Iterator[list[int]]:
-    """Rows grouped longest first, so that a group's tokens stay within `batch_tokens`.
-
-    A row longer than `batch_tokens` makes a group of its own.
+    """Group rows longest first, with at most `batch_tokens` tokens per group; a longer row is a group of its own.
 
     Args:
         lengths: tokens of each row.
-        batch_tokens: most tokens of a group.
-        padded: its rows are padded to the longest, and padding counts.
+        batch_tokens: tokens per group.
+        padded: whether rows are padded to the longest of the group, so that padding counts.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     group: list[int] = []

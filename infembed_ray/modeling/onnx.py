@@ -1,7 +1,7 @@
-"""`infembed export`: a checkpoint -> an ONNX graph of all of it, from token ids to unit vectors.
+"""`infembed export`: write a checkpoint as an ONNX graph, from token ids to unit vectors.
 
-Backbone, pooling and normalisation are in the graph, so that any runtime embeds as we do. By torch's TorchScript-based
-exporter: it gives the same graph as the other one in a third of the time and needs no onnxscript.
+Backbone, pooling and normalisation are in the graph, so every runtime gives the same embeddings. torch's TorchScript
+exporter gives the same graph as the newer one in a third of the time, and needs no onnxscript.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infembed_ray.config import ExportSettings
+from infembed_ray.config.training import ExportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -31,7 +31,7 @@ def run(settings: ExportSettings) -> Published:
     """Publish `model.onnx` and the tokenizer's files; `query.onnx` and `passage.onnx` of separate encoders.
 
     Raises:
-        InputError: no such model, or one that is not an encoder; or onnx is not installed.
+        InputError: no such model, the model is not an encoder, or onnx is not installed.
     """
     found = checkpoint.locate(settings.model, "model")
     step = Step("export", settings, settings.output, found.inputs, found.names, uris=True)
@@ -53,28 +53,34 @@ def run(settings: ExportSettings) -> Published:
 
 
 def require_exportable(encoder: InstructionEncoder, model: str) -> None:
-    """InputError unless its embedding is a function of one text's tokens that all attend to each other."""
+    """Check that a model can be exported: onnx is installed, and the model is a joint bidirectional encoder.
+
+    Raises:
+        InputError: it cannot be exported.
+    """
     try:
         import onnx  # noqa: F401
     except ImportError as error:
         raise InputError("onnx is not installed; pip install 'infembed-ray[onnx]'") from error
     if encoder.causal:
-        raise InputError(f"model={model}: a decoder; ONNX is for encoder backbones, serve this one as it is")
+        raise InputError(f"model={model}: is a causal decoder, which cannot be exported; serve it without ONNX")
     if encoder.interaction is not None:
-        raise InputError(f"model={model}: embeds two texts at a time (cross_attention); give a joint one")
+        raise InputError(
+            f"model={model}: uses interaction=cross_attention, which cannot be exported; give a joint model"
+        )
 
 
 def export(encoder: InstructionEncoder, side: Side, path: Path) -> None:
-    """Write the graph of one side: `INPUTS` (n, width) int64, padded on the right, -> `OUTPUT` (n, d) float32."""
+    """Write the graph of one side: `INPUTS`, (n, width) int64 padded on the right, to `OUTPUT`, (n, d) float32."""
     ids = torch.full((2, 16), int(encoder.tokenizer.pad_token_id))
     mask = torch.ones_like(ids)
-    mask[1, 9:] = 0  # a batch without padding would leave the mask out of the graph
+    mask[1, 9:] = 0  # without padding in this example, the tracer would drop the mask
     graph = _Graph(encoder, side).eval()
     implementation = graph.backbone.config._attn_implementation
-    graph.backbone.set_attn_implementation("sdpa")  # without the packed rows that the encoder's own knows
+    graph.backbone.set_attn_implementation("sdpa")  # the packed attention cannot be traced
     axes = {name: {0: "texts", 1: "tokens"} for name in INPUTS} | {OUTPUT: {0: "texts"}}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, and says so for every module
+        warnings.simplefilter("ignore")  # the exporter warns about its deprecation for each module
         torch.onnx.export(
             graph,
             (ids, mask),
@@ -89,7 +95,7 @@ def export(encoder: InstructionEncoder, side: Side, path: Path) -> None:
 
 
 class _Graph(nn.Module):
-    """The encoder as a function of two tensors, of padded rows only: a layout's indices would be loops in the graph."""
+    """The encoder on padded rows only, because the indices of a layout would become loops in the graph."""
 
     def __init__(self, encoder: InstructionEncoder, side: Side) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From token states to one vector a text."""
+"""Pooling: from token states to one vector per text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def pool(states: Tensor, layout: Layout, mode: PoolingMode) -> Tensor:
     """Pool token states over the tokens of each text.
 
     Args:
-        states: (rows, width, d) last hidden states of the layout, in any precision.
-        layout: where each text's tokens are.
+        states: (rows, width, d) last hidden states, in any precision.
+        layout: the layout that the states belong to.
         mode: `last` token, `mean` of the tokens, or `cls`, the first token.
 
     Returns:
-        (texts, d) in fp32 at least: a sum over hundreds of tokens has no place in bf16. Not normalised.
+        (texts, d), not normalised, in fp32 at least, because bf16 is too coarse for sums over hundreds of tokens.
     """
     flat = states.flatten(0, 1)
     ends = layout.lengths.cumsum(0)
@@ -36,10 +36,10 @@ def pool(states: Tensor, layout: Layout, mode: PoolingMode) -> Tensor:
 
 
 def truncate(embeddings: Tensor, dimensions: int) -> Tensor:
-    """The first `dimensions` components of embeddings, as unit vectors (Matryoshka Representation Learning, Eq. 1).
+    """Keep the first components of embeddings, as unit vectors (Matryoshka Representation Learning, Eq. 1).
 
     Args:
-        embeddings: (..., d), of any length. Of a unit vector as of the vector before it was normalised.
-        dimensions: at most d.
+        embeddings: (..., d), normalised or not; the result is the same.
+        dimensions: number of components, at most d.
     """
     return nn.functional.normalize(embeddings[..., :dimensions], dim=-1)

@@ -1,4 +1,4 @@
-"""Precisions that the hardware does not have."""
+"""Warning for precisions that the hardware does not support."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from infembed_ray.progress import say
 
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Instructions of x86 and of ARM CPUs, as `torch.cpu.get_capabilities` names them."""
+"""bfloat16 instructions of x86 and ARM CPUs, as `torch.cpu.get_capabilities` names them."""
 
 
 def warn_of_slow_bf16(device: torch.device | str, setting: str, remedy: str) -> None:
-    """Log one line if a model is to compute in bfloat16 on a CPU without instructions for it.
+    """Log a warning if a model computes in bfloat16 on a CPU without bfloat16 instructions.
 
-    Nothing is logged under an older torch without `torch.cpu.get_capabilities`.
+    An older torch without `torch.cpu.get_capabilities` gives no warning.
 
     Args:
-        device: of the model.
-        setting, remedy: as written in the settings: `dtype=bfloat16`, `dtype=float32`.
+        device: device of the model.
+        setting, remedy: the setting and its remedy, such as `dtype=bfloat16` and `dtype=float32`.
     """
     if torch.device(device).type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return

@@ -1,12 +1,12 @@
-"""Instructions that were encoded before are not encoded again: exact, under causal attention.
+"""Prefix cache: encode each instruction once and reuse its keys and values; exact under causal attention.
 
-Under causal attention the states of an instruction depend on the instruction alone, whatever query follows it. What a
-later query needs of them are their keys and values in every layer (and their sum, where the mean is pooled). The
-first query under an instruction is encoded as any text, and what its instruction left in the layers is kept; those
-that follow compute their own tokens only, at the positions after it. Keys are kept as attention sees them, rotated.
+Under causal attention the states of an instruction do not depend on the query after it. A later query needs only the
+instruction's keys and values in each layer, and the sum of its states if the mean is pooled. The first query under an
+instruction is encoded whole, and the cache keeps what its instruction left in the layers. Later queries compute only
+their own tokens, at the positions after the instruction. Keys are kept with their rotary positions applied.
 
-Found by the token ids of the actual joint tokenisation, so it is exact for any tokenizer: where one merges tokens across
-the border, `Tokens.instruction` says so, and the text is encoded whole.
+Instructions are found by the token ids of the joint text, so the cache is exact for every tokenizer: if a tokenizer
+merges tokens across the border, `Tokens.instruction` is 0 and the text is encoded whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -22,28 +22,28 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
+from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens
-from infembed_ray.modeling.packing import ATTENTION as PACKED
 from infembed_ray.modeling.pooling import pool, truncate
-from infembed_ray.modeling.prefix_tree import obstacle as no_trees
 
 Key = tuple[int, ...]
-"""Ids of an instruction."""
+"""Token ids of an instruction."""
 
 
 def obstacle(encoder: InstructionEncoder) -> str | None:
-    """Why an encoder's queries cannot go on from a cached instruction; None if they can."""
+    """Return why an encoder's queries cannot start from a cached instruction; None if they can."""
     config: Any = encoder.backbone.config
     if not encoder.causal:
-        return "its tokens attend to what follows them too"
+        return "its attention is bidirectional"
     if encoder.interaction is not None:
-        return "it embeds instruction and query apart"
+        return "it encodes instruction and query separately"
     if encoder.pooling == "cls":
-        return "it pools the first token, which no query changes"
+        return "it pools the first token, which does not depend on the query"
     if config._attn_implementation != PACKED:
         return f"its {config._attn_implementation} attention does not take encoded prefixes"
-    return no_trees(encoder.backbone, encoder.text.query_length)
+    return tree_obstacle(encoder.backbone, encoder.text.query_length)
 
 
 @dataclass(eq=False)
@@ -51,9 +51,9 @@ class Prefix:
     """An encoded instruction.
 
     Attributes:
-        length: its tokens.
-        layers: attention layer -> its keys and values, (1, key-value heads, length, head size) each.
-        states: (d,) sum of its last hidden states.
+        length: number of tokens.
+        layers: attention layer -> keys and values, each (1, key-value heads, length, head size).
+        states: (d,) sum of the last hidden states.
     """
 
     length: int
@@ -62,48 +62,48 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
-        """Memory it takes."""
+        """Memory of keys and values."""
         return sum(states.nbytes for pair in self.layers.values() for states in pair)
 
 
 class PrefixCache:
-    """Embeds texts, with the instructions of queries in a cache: the least recently used leave it first.
+    """Embeds texts with a least-recently-used cache of the instructions of queries.
 
     Args:
-        encoder: one without `obstacle`; is set to evaluation, and must not be trained on.
-        max_bytes: of all keys and values kept.
+        encoder: an encoder without `obstacle`. It is set to evaluation mode, and its weights must not change.
+        max_bytes: limit of the memory of all cached keys and values.
+
+    Attributes:
+        bytes: memory of the cached keys and values.
+        hits: texts whose instruction was cached.
+        misses: texts whose instruction was computed.
     """
 
     def __init__(self, encoder: InstructionEncoder, max_bytes: int) -> None:
         self._encoder = encoder.eval()
         self._max_bytes = max_bytes
         self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
-        self.bytes = 0
-        """Of the keys and values kept."""
-        self.hits = 0
-        """Texts whose instruction was not computed."""
-        self.misses = 0
-        """Texts whose instruction was."""
+        self.bytes = self.hits = self.misses = 0
 
     def remaining(self, tokens: Tokens) -> int:
-        """How many of a text's tokens would have to be computed now. May be asked from any thread."""
+        """Return how many of a text's tokens are not cached now. Thread-safe."""
         cached = _key(tokens) in self._prefixes
         return len(tokens) - tokens.instruction if cached else len(tokens)
 
     @torch.inference_mode()
     def embed(self, sequences: Sequence[Tokens], batch_tokens: int = 4096) -> np.ndarray:
-        """As `InstructionEncoder.embed`."""
+        """Embed texts like `InstructionEncoder.embed`."""
         rows = [row for row, tokens in enumerate(sequences) if tokens.side == "query"]
         if not any(_key(sequences[row]) for row in rows):
             return self._encoder.embed(sequences, batch_tokens)
         embeddings = np.zeros((len(sequences), self._encoder.dimension), dtype=np.float32)
         if passages := [row for row, tokens in enumerate(sequences) if tokens.side == "passage"]:
             embeddings[passages] = self._encoder.embed([sequences[row] for row in passages], batch_tokens)
-        fresh: dict[Key, Prefix] = {}  # of these texts, however little the cache can keep
+        fresh: dict[Key, Prefix] = {}  # prefixes of these texts, also those that the cache cannot keep
         while rows:
             texts, rest = self._next_pass(rows, sequences, fresh, batch_tokens)
             embeddings[[text.row for text in texts]] = self._forward(texts).cpu().numpy()
-            for key, prefix in ((text.key, text.carries) for text in texts if text.carries is not None):
+            for key, prefix in ((text.key, text.prefix) for text in texts if text.prefix is not None):
                 fresh[key] = prefix
                 self._keep(key, prefix)
             rows = rest
@@ -112,19 +112,19 @@ class PrefixCache:
     def _next_pass(
         self, rows: list[int], sequences: Sequence[Tokens], fresh: dict[Key, Prefix], batch_tokens: int
     ) -> tuple[list[_Text], list[int]]:
-        """Texts of the next forward pass, and the rows left for later: those whose instruction is in it, too."""
+        """Choose the texts of the next forward pass; rows whose instruction is computed in it wait for the next one."""
         texts: list[_Text] = []
         rest: list[int] = []
-        carried: set[Key] = set()
-        room = batch_tokens
+        computed: set[Key] = set()
+        remaining = batch_tokens
         for row in rows:
             key, ids = _key(sequences[row]), sequences[row].ids
             after = fresh.get(key) or self._prefixes.get(key)
             own = ids[after.length :] if after else ids
-            if key in carried or (texts and len(own) > room):
+            if key in computed or (texts and len(own) > remaining):
                 rest.append(row)
                 continue
-            room -= len(own)
+            remaining -= len(own)
             text = _Text(row, key, own, after)
             if after is not None:
                 self.hits += 1
@@ -132,29 +132,31 @@ class PrefixCache:
                     self._prefixes.move_to_end(key)
             elif key:
                 self.misses += 1
-                carried.add(key)
-                text.carries = Prefix(len(key))
+                computed.add(key)
+                text.prefix = Prefix(len(key))
             texts.append(text)
-        texts.sort(key=lambda text: (text.key if text.after else (), len(text.ids)))  # equal ones are one attention
+        texts.sort(
+            key=lambda text: (text.key if text.after else (), len(text.ids))
+        )  # equal shapes are attended together
         return texts, rest
 
     def _forward(self, texts: list[_Text]) -> Tensor:
-        """(texts, d) unit vectors."""
+        """Return (texts, d) unit vectors."""
         encoder = self._encoder
         device = encoder.device
         backbone = encoder.backbone_of("query")
         lengths = [len(text.ids) for text in texts]
         befores = [text.after.length if text.after else 0 for text in texts]
         positions = [torch.arange(before, before + length) for before, length in zip(befores, lengths, strict=True)]
-        branches = Branches(texts, encoder.dtype, device)
+        attend = PrefixedAttention(texts, encoder.dtype, device)
         states = backbone(
             input_ids=torch.tensor([[token for text in texts for token in text.ids]], device=device),
             attention_mask=None,
             position_ids=torch.cat(positions).unsqueeze(0).to(device),
             use_cache=False,
-            branches=branches,
+            attend=attend,
         ).last_hidden_state
-        for start, prefix in branches.carried:
+        for start, prefix in attend.computed:
             prefix.states = states[0, start : start + prefix.length].float().sum(dim=0)
         own = torch.tensor(lengths, device=device)
         layout = Layout(states, None, torch.arange(states.shape[1], device=device), own, "query")
@@ -174,7 +176,7 @@ class PrefixCache:
 
 
 def _key(tokens: Tokens) -> Key:
-    """Ids of a text's instruction; none where there is none, or nothing of the query is left behind it."""
+    """Return the ids of a text's instruction; none without an instruction, or if nothing follows it."""
     return tuple(tokens.ids[: tokens.instruction]) if tokens.instruction < len(tokens) else ()
 
 
@@ -183,23 +185,23 @@ class _Text:
     """A text in a forward pass.
 
     Attributes:
-        row: which one it is.
-        key: of its instruction; empty: it has none.
-        ids: what is computed of it.
-        after: the encoded instruction that they follow; None: the ids are the whole text.
-        carries: where its instruction's keys and values are to be kept.
+        row: index of the text.
+        key: ids of its instruction; empty for none.
+        ids: the ids to compute.
+        after: the encoded instruction before them; None: the ids are the whole text.
+        prefix: receives the keys and values of the text's own instruction.
     """
 
     row: int
     key: Key
     ids: list[int]
     after: Prefix | None
-    carries: Prefix | None = None
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbours of equal length after the same prefix: one attention of `count` rows."""
+    """Neighbouring texts of equal length after the same prefix, attended as `count` rows."""
 
     length: int
     count: int
@@ -207,40 +209,26 @@ class _Run:
     mask: Tensor | None
 
 
-class Branches:
-    """Attention of a packed row of texts, each of which may follow an encoded prefix.
+class PrefixedAttention:
+    """Attention of a packed row of texts, each of which may follow an encoded prefix (an `Attend`).
 
     Attributes:
-        carried: where in the row those texts start whose prefix is to be kept, and where it is.
+        computed: (place of the text in the row, prefix to fill) of the texts whose instruction is computed.
     """
 
     def __init__(self, texts: list[_Text], dtype: torch.dtype, device: torch.device) -> None:
-        self.carried: list[tuple[int, Prefix]] = []
-        start = 0
-        for text in texts:
-            if text.carries is not None:
-                self.carried.append((start, text.carries))
-            start += len(text.ids)
+        starts = accumulate((len(text.ids) for text in texts), initial=0)
+        placed = zip(starts, texts, strict=False)
+        self.computed = [(start, text.prefix) for start, text in placed if text.prefix is not None]
         self._runs = [
             _Run(length, len(list(same)), after, _mask(length, after, dtype, device))
             for (after, length), same in groupby(texts, key=lambda text: (text.after, len(text.ids)))
         ]
         self._sizes = [run.length * run.count for run in self._runs]
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
-    ) -> tuple[Tensor, None]:
-        """SDPA run by run.
-
-        Args:
-            module: the attention layer.
-            query, key, value: (1, heads, tokens, head size), of keys and values maybe fewer heads.
-            options: of transformers' SDPA function.
-
-        Returns:
-            (1, tokens, heads, head size), and None for the weights.
-        """
-        for start, prefix in self.carried:
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Keep the keys and values of the computed prefixes, and attend run by run."""
+        for start, prefix in self.computed:
             end = start + prefix.length
             prefix.layers[module] = key[:, :, start:end].clone(), value[:, :, start:end].clone()
         attended = []
@@ -252,11 +240,11 @@ class Branches:
                 before = (t.expand(run.count, -1, -1, -1) for t in run.after.layers[module])
                 k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
             attended.append(sdpa_attention_forward(module, q, k, v, run.mask, **options)[0].flatten(0, 1))
-        return torch.cat(attended).unsqueeze(0), None
+        return torch.cat(attended).unsqueeze(0)
 
 
 def _mask(length: int, after: Prefix | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """(length, prefix + length), 0 where a token may attend and -inf elsewhere; None: SDPA knows by itself."""
+    """Return (length, prefix + length), 0 where a token may attend and -inf elsewhere; None where SDPA needs no mask."""
     if after is None or length == 1:
         return None
     return torch.full((length, after.length + length), -torch.inf, dtype=dtype, device=device).triu(after.length + 1)

@@ -1,34 +1,31 @@
-"""How texts are written before they are tokenised: template (paper, Eq. 3), prefixes, lengths.
-
-All of it travels inside the checkpoint.
-"""
+"""Text format: template (paper, Eq. 3), prefixes and token limits. It is saved in the checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infembed_ray.config import Template
+from infembed_ray.config.training import Template
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How raw texts become token sequences. Part of the checkpoint, so that no two stages can disagree."""
+    """How texts become token sequences. It is part of the checkpoint, so all stages use the same."""
 
     template: Template = "instruction_first"
     query_prefix: str = ""
-    """Written before instruction and query, for example e5's `query: `."""
+    """Text before instruction and query, for example e5's `query: `."""
     passage_prefix: str = ""
     query_length: int = 256
-    """Most tokens of instruction + query, special tokens included."""
+    """Token limit of instruction and query together, with special tokens."""
     passage_length: int = 512
-    """Most tokens of a passage, special tokens included."""
+    """Token limit of a passage, with special tokens."""
 
 
 def render(template: Template, instruction: str | None, query: str) -> str:
-    """The text of (instruction, query); without an instruction, the query alone.
+    """Return the text of (instruction, query); without an instruction, the query alone.
 
-    `instruction_first` is the paper's "<Instruction> <Query>". It is also what lets several queries share one
-    encoded instruction under causal attention.
+    `instruction_first` is the paper's "<Instruction> <Query>". Under causal attention it also lets queries share the
+    encoding of their instruction.
     """
     if not instruction:
         return query

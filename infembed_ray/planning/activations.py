@@ -1,9 +1,8 @@
-"""What autograd keeps of a forward pass, counted on the meta device rather than estimated by a formula of each family.
+"""Activation memory: bytes per token that autograd saves, counted in one forward pass on the meta device.
 
-All that a backbone saves for its backward pass grows with the number of tokens, where attention is computed by a kernel
-of the flash kind: that saves queries, keys, values, output and one number a token and head, and never the weights
-(FlashAttention, arXiv 2205.14135; the linear terms of Korthikanti et al., arXiv 2205.05198, section 4.1, are such
-counts for one family). So one pass over a few tokens, without weights and without arithmetic, says it for any number.
+With flash attention, everything that a backbone saves for its backward pass is linear in the tokens: attention saves
+queries, keys, values, output and one number per token and head, never the weights (FlashAttention, arXiv 2205.14135).
+So a pass over a few tokens, without weights or arithmetic, gives the bytes per token of any architecture.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ _ATTENTION = "counted"
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that a backbone saves for its backward pass.
+    """Bytes per token that a backbone saves for its backward pass.
 
     Attributes:
-        token: of each token, all layers together.
-        checkpointed: the same under activation checkpointing.
-        layer: of each token, by one layer: what checkpointing computes anew, and what a backward pass has in hand.
+        token, checkpointed: of all layers, without and with activation checkpointing.
+        layer: of one layer, which checkpointing recomputes and a backward pass works on.
     """
 
     token: float
@@ -36,8 +34,8 @@ class Saved:
     layer: float
 
 
-class _Kernel(torch.autograd.Function):
-    """Saves what a flash kernel saves."""
+class _FlashAttention(torch.autograd.Function):
+    """Saves the tensors that a flash-attention kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,24 +45,24 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("nothing is computed on the meta device")
+        raise NotImplementedError("only the forward pass is counted")
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
 ) -> tuple[Tensor, None]:
-    return _Kernel.apply(query, key, value).transpose(1, 2), None
+    return _FlashAttention.apply(query, key, value).transpose(1, 2), None
 
 
 AttentionInterface.register(_ATTENTION, _attention)
 
 
 def saved(encoder: InstructionEncoder, dtype: torch.dtype) -> Saved:
-    """Count what the backbone of an encoder on the meta device saves. It is of no other use afterwards.
+    """Count what the backbone of an encoder on the meta device saves. Do not use the encoder afterwards.
 
     Args:
         encoder: with its adapters, if it has any.
-        dtype: that the backbone computes in.
+        dtype: of the computation.
     """
     backbone: Any = encoder.backbone.to(dtype)
     backbone.set_attn_implementation(_ATTENTION)
@@ -76,7 +74,7 @@ def saved(encoder: InstructionEncoder, dtype: torch.dtype) -> Saved:
 
 
 def _count(backbone: Any, dtype: torch.dtype) -> float:
-    """Bytes a token: storages that are saved, each once, but for the model's own."""
+    """Bytes per token of the saved storages, each counted once, without the model's own."""
     own = {t.untyped_storage()._cdata for t in [*backbone.parameters(), *backbone.buffers()]}
     storages: dict[int, torch.UntypedStorage] = {}
 

@@ -1,4 +1,4 @@
-"""The encoder that is planned for: of a directory or the hub, or of a known architecture where neither is at hand."""
+"""The encoder to plan for: a model directory or hub model, or a known architecture without either."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from infembed_ray.config import TrainSettings
+from infembed_ray import durable
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.storage import write_json
 from infembed_ray.training.backbone import load_encoder
 
 TOKENS_PER_WORD = 1.35
-"""Of English in the vocabularies of the paper's backbones, about."""
+"""Approximate tokens per English word in the vocabularies of the paper's backbones."""
 _VOCABULARY = 4096
-"""Words of the stand-in tokenizer; enough that texts rarely begin alike by chance."""
+"""Words of the stand-in tokenizer; enough that texts rarely share a prefix by chance."""
 
 
 @cache
 def known() -> dict[str, dict[str, Any]]:
-    """Hub name -> `config`, the architecture, and `parameters`, their published number; see backbones.yaml."""
+    """Hub name -> architecture (`config`) and published number of parameters; see backbones.yaml."""
     text = files("infembed_ray.planning").joinpath("backbones.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
 
 def stands_in(model: str) -> bool:
-    """Is it a hub name whose architecture is known, so that neither hub nor tokenizer are asked?"""
+    """Whether the model is a hub name with a known architecture, which needs neither the hub nor its tokenizer."""
     return model in known() and not Path(model).exists()
 
 
 def load(settings: TrainSettings) -> InstructionEncoder:
-    """The encoder of a run on the meta device, as training itself loads it, with all of its checks.
+    """Load the encoder on the meta device, with the checks of training.
 
     Raises:
-        InputError: no such model, or the settings do not fit it.
+        InputError: there is no such model, or the settings do not fit it.
     """
     if not stands_in(settings.model):
         found = locate(settings.model, "model")
         return load_encoder(settings.model_copy(update={"model": found.path}), "meta")
     with tempfile.TemporaryDirectory() as directory:
         config = known()[settings.model]["config"]
-        write_json(Path(directory) / "config.json", config)
+        durable.replace_json(Path(directory) / "config.json", config)
         tokenizer = _tokenizer(config["max_position_embeddings"])
         tokenizer.save_pretrained(directory)
         encoder = load_encoder(settings.model_copy(update={"model": directory}), "meta")
-        encoder.tokenizer = tokenizer  # for Qwen2 transformers takes a class that splits words in its own way
+        encoder.tokenizer = tokenizer  # transformers would load a class for Qwen2 that splits words
         return encoder
 
 
 def as_stand_in(text: str) -> str:
-    """A text in words of the stand-in tokenizer: about as many tokens, and equal where the text is."""
+    """Convert a text to words of the stand-in tokenizer: about as many tokens, and equal prefixes for equal prefixes."""
     words = text.split()
     length = round(len(words) * TOKENS_PER_WORD)
     return " ".join(_word(crc32(f"{words[n * len(words) // length]}/{n}".encode())) for n in range(length))
@@ -68,7 +68,7 @@ def _word(number: int) -> str:
 
 
 def _tokenizer(positions: int) -> PreTrainedTokenizerFast:
-    """Splits at spaces; one token a word."""
+    """A tokenizer that splits at spaces; one token per word."""
     words = ["<pad>", "<eos>", "<unk>", *map(_word, range(_VOCABULARY))]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

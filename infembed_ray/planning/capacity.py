@@ -1,15 +1,15 @@
-"""Memory of a training step, by component, as DeepSpeed 0.19 lays it out: pure arithmetic.
+"""Memory of a training step by component, as DeepSpeed 0.19 allocates it: pure arithmetic.
 
-With P parameters, T of them trained, in b bytes (4 in fp32, 2 in bf16), on N workers, mixed precision takes (ZeRO,
-Rajbhandari et al., arXiv 1910.02054, section 3.1) b P for the parameters, b T for gradients, 4 T for fp32 master weights
-and 8 T for the two moments of Adam: the paper's 2 + 2 + 12 bytes a parameter. ZeRO-1 divides master weights and moments
-by N, ZeRO-2 the gradients as well, ZeRO-3 the parameters too. What the code adds to the paper:
+With P parameters, T of them trained, b bytes each (fp32: 4, bf16: 2) and N workers, mixed precision takes (ZeRO,
+Rajbhandari et al., arXiv 1910.02054, section 3.1) b P for parameters, b T for gradients, 4 T for fp32 master weights and
+8 T for Adam's moments: the paper's 2 + 2 + 12 bytes per parameter. ZeRO-1 divides master weights and moments by N, ZeRO-2
+also the gradients, ZeRO-3 also the parameters. DeepSpeed differs from the paper:
 
-- gradients add up in fp32 (`grad_accum_dtype`), so the share that is kept has 4 bytes whatever b is;
-- a flat fp32 copy of a model in fp32 is made by ZeRO-1 and 2, not by ZeRO-3, whose parameters are the master weights;
-- gradients travel in a buffer of `reduce_bucket_size` elements, which exists during a backward pass (ZeRO-3: always),
-  and are copied once more, flat, when it is reduced;
-- Adam computes in temporaries of the size of its share, two at a time.
+- Gradients accumulate in fp32 (`grad_accum_dtype`), so a worker's share takes 4 bytes whatever b is.
+- ZeRO-1 and 2 copy an fp32 model to flat fp32 master weights. ZeRO-3 does not: its parameters are the master weights.
+- Gradients travel in a buffer of `reduce_bucket_size` elements, which exists during a backward pass (ZeRO-3: always), and
+  are copied once more, flat, when it is reduced.
+- Adam allocates two temporaries of the size of its share.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any, Literal
 
 GIB = 2**30
 FLOAT = 4
-"""Bytes in fp32."""
 _MOMENTS = 8
 _ADAM_TEMPORARIES = 2
-"""fp32 tensors of the share's size: the root of the second moment, and the denominator made of it."""
+"""fp32 tensors of the share's size: the root of the second moment and the denominator."""
 _ALLREDUCE = 500_000_000
-"""Elements that ZeRO-0 reduces in one piece (DeepSpeed's `numel_per_bucket`)."""
+"""Elements that ZeRO-0 reduces at once (DeepSpeed's `numel_per_bucket`)."""
 _BUCKET = 500_000_000
 """DeepSpeed's default `reduce_bucket_size`."""
 _MAX_LIVE = 1_000_000_000
@@ -36,15 +35,7 @@ Device = Literal["cpu", "nvme"] | None
 
 @dataclass(frozen=True)
 class Weights:
-    """Sizes of a model.
-
-    Attributes:
-        parameters: all of them, P.
-        trained: those with a gradient, T.
-        largest: of the largest single tensor, in parameters.
-        frozen_bytes: of the others, as they lie in memory.
-        nbytes: b, of a trained parameter in the forward pass.
-    """
+    """Sizes of a model: P and T parameters, those of the largest tensor, bytes of the frozen ones, and b per trained one."""
 
     parameters: int
     trained: int
@@ -54,18 +45,13 @@ class Weights:
 
     @property
     def whole(self) -> float:
-        """Bytes of all parameters, undivided."""
+        """Bytes of all parameters on one worker."""
         return self.trained * self.nbytes + self.frozen_bytes
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that the forward passes of one batch leave for the backward passes, on one worker.
-
-    Attributes:
-        kept: what autograd saves of all graphs that exist at once.
-        working: temporaries of the backward pass, and under checkpointing what is computed anew.
-    """
+    """Bytes on one worker: `kept` by autograd for all graphs that exist at once, `working` of the backward pass."""
 
     kept: float
     working: float
@@ -73,16 +59,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at one moment, by component, so that they add up.
+    """Bytes on one GPU at one moment; the components add up.
 
     Attributes:
-        parameters: as the forward pass reads them; of ZeRO-3, this worker's share and those gathered at a time.
-        gradients: this worker's share of them, in the precision in which they add up.
-        master: fp32 copies of the trained parameters.
-        optimizer: Adam's moments, and its temporaries where the peak is the update.
-        activations: saved by autograd, and the temporaries of the backward pass.
+        parameters: as the forward pass reads them; under ZeRO-3 the worker's share and those gathered at once.
+        gradients, master: the worker's share, in fp32.
+        optimizer: Adam's moments, and its temporaries if the peak is the update.
+        activations: saved by autograd, and temporaries of the backward pass.
         communication: buckets.
-        framework: what is no tensor of the step, and what the allocator loses.
+        framework: memory outside the tensors, and losses of the allocator.
     """
 
     parameters: float = 0.0
@@ -101,7 +86,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Host:
-    """Bytes of a node's CPU memory and disks, all its workers together."""
+    """Bytes of a node's CPU memory and disks, for all its workers."""
 
     memory: float
     nvme: float
@@ -115,16 +100,14 @@ def step_memory(
     backward_passes: int = 1,
     framework: float = 0.0,
 ) -> Memory:
-    """Memory of one GPU at the peak of a step after the first: where the backward pass begins, where it ends, or in the
-    update. In between gradients come as activations go, so that there is never more than at one of the ends.
+    """Memory of one GPU at the peak of a step, after the first step.
+
+    The peak is at the start or the end of the backward pass, or in the update. In between, gradients replace activations.
 
     Args:
-        weights: of the model.
-        activations: of a batch.
-        workers: N.
         config: the DeepSpeed JSON.
         backward_passes: of a step; the later ones find gradients of the earlier ones.
-        framework: bytes beside the tensors.
+        framework: bytes outside the tensors.
     """
     zero = config["zero_optimization"]
     stage = zero["stage"]
@@ -136,7 +119,7 @@ def step_memory(
     master = trained * FLOAT if separate_master else 0.0
     moments = trained * _MOMENTS if optimizer_on is None else 0.0
     gradients = trained * FLOAT if optimizer_on is None else 0.0
-    summed = stage == 3 or backward_passes > 1  # are there gradients before the last backward pass?
+    summed = stage == 3 or backward_passes > 1  # gradients exist before the last backward pass
     if stage == 3:
         live = min(weights.parameters, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         gathered = weights.whole * live / weights.parameters + weights.largest * weights.nbytes
@@ -149,7 +132,7 @@ def step_memory(
             gradients = float(weights.trained * FLOAT)
             buckets, flat = 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT)
         else:
-            # ZeRO-1 in bf16 keeps an fp32 sum of all gradients, from step to step, and sends that.
+            # ZeRO-1 in bf16 keeps an fp32 sum of all gradients from step to step, and sends it.
             sums = stage == 1 and weights.nbytes != FLOAT
             nbytes = FLOAT if sums else weights.nbytes
             buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * nbytes)
@@ -172,23 +155,20 @@ def step_memory(
 
 
 def start_memory(weights: Weights, framework: float = 0.0) -> float:
-    """Bytes on one GPU while DeepSpeed takes the model over: it comes whole and in fp32, is cast tensor by tensor, and
-    then copied flat."""
+    """Bytes on one GPU while DeepSpeed loads the model: whole in fp32, cast tensor by tensor, then copied flat."""
     arrival = weights.parameters * FLOAT + weights.largest * weights.nbytes
     return max(arrival, 2 * weights.whole) + framework
 
 
 def host_memory(weights: Weights, workers: int, per_node: int, config: Mapping[str, Any], process: float) -> Host:
-    """What a node's workers need beside their GPUs.
+    """CPU memory and disk of a node.
 
-    Every worker reads the backbone in fp32 before it goes to its GPU (4 P). Offloaded optimizer states stay there:
-    master weights, moments and gradients, 16 T / N a worker, and under ZeRO-1 and 2 the updated parameters in b bytes
-    before they go back; offloaded parameters b P / N.
+    Every worker reads the backbone in fp32 before it goes to its GPU (4 P). Offloaded optimizer states take 16 T / N per
+    worker (master weights, moments, gradients), and under ZeRO-1 and 2 b T / N for the updated parameters. Offloaded
+    parameters take b P / N.
 
     Args:
-        weights: of the model.
-        workers: N.
-        per_node: of them on a node.
+        workers, per_node: N, and those of one node.
         config: the DeepSpeed JSON.
         process: bytes of a worker's process.
     """
@@ -207,7 +187,7 @@ def host_memory(weights: Weights, workers: int, per_node: int, config: Mapping[s
 
 
 def offloaded(config: Mapping[str, Any]) -> tuple[Device, Device]:
-    """Where optimizer states and parameters are; None: on the GPU."""
+    """Devices of the optimizer states and of the parameters; None: the GPU."""
     zero = config["zero_optimization"]
     places = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
     return tuple(None if place == "none" else place for place in places)  # type: ignore[return-value]

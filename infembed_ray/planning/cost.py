@@ -1,33 +1,36 @@
-"""Time and money of a run: from measured MFU where there is one, from a simple model of work and traffic else.
+"""Hardware, prices and the step-time model of the planner.
 
-The model: passes compute at an assumed share of the peak, and nothing overlaps, so that it errs on the slow side. A
-collective over V bytes takes as long as the slower of two ways: V (g - 1) / g over the links of a node's g GPUs, and
-V (n - 1) / n over the link of each of n nodes. The traffic is the ZeRO paper's (arXiv 1910.02054, section 7): gradients
-once and updated parameters once, and under ZeRO-3 the parameters for each forward pass, and again as the backward pass
-comes through it, instead.
+The step-time model: passes compute at an assumed share of the peak, and nothing overlaps, so the estimate errs on the slow
+side. A collective over V bytes takes the longer of V (g - 1) / g over the links of a node's g GPUs and V (n - 1) / n over
+the link of each of n nodes. The traffic is that of the ZeRO paper (arXiv 1910.02054, section 7): gradients once and updated
+parameters once; under ZeRO-3 instead the parameters for each forward pass and again for its backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import torch
 import yaml
 
-from infembed_ray.config import Hardware, nearest
+from infembed_ray.config.base import nearest
+from infembed_ray.config.planning import Hardware
 from infembed_ray.errors import InputError
-from infembed_ray.planning.capacity import FLOAT, Weights, offloaded
+from infembed_ray.planning.capacity import FLOAT, GIB, Weights, offloaded
 from infembed_ray.planning.workload import Workload
+from infembed_ray.training.observability.flops import peak_flops
 
 _GIGA = 1e9
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a run is to run on, all figures known; bytes, bytes a second, FLOP/s a GPU, USD."""
+    """GPU nodes of a run. Sizes in bytes, links in bytes per second, `peak` in FLOP/s per GPU."""
 
     name: str
     nodes: int
@@ -44,38 +47,30 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes: the workers."""
+        """GPUs of all nodes; one worker each."""
         return self.nodes * self.gpus_per_node
 
     @classmethod
-    def of(cls, hardware: Hardware, peak: float | None) -> Cluster:
-        """Fill in what is not given.
-
-        Args:
-            hardware: the settings.
-            peak: FLOP/s of the device in the run's precision; None: unknown.
+    def from_settings(cls, hardware: Hardware, dtype: torch.dtype) -> Cluster:
+        """Complete the settings by the device's figures in hardware.yaml.
 
         Raises:
-            InputError: an unknown device, or one whose peak is not known and not given.
+            InputError: the device is unknown, or its peak in this precision is neither known nor given.
         """
-        device = known(hardware.device)
-        if hardware.peak_tflops is not None:
-            peak = hardware.peak_tflops * 1e12
+        device = gpu(hardware.device)
+        peak = peak_flops(device["name"], dtype) if hardware.peak_tflops is None else hardware.peak_tflops * 1e12
         if peak is None:
-            raise InputError(f"hardware.peak_tflops is missing: the peak of {hardware.device} is not known; set it")
-
-        def given(value: float | None, name: str) -> float:
-            return float(device[name] if value is None else value)
-
+            raise InputError(f"hardware.peak_tflops is missing: the peak of {hardware.device} is unknown; set it")
+        device |= hardware.model_dump(exclude_none=True)
         return cls(
             name=hardware.device,
             nodes=hardware.nodes,
             gpus_per_node=hardware.gpus_per_node,
-            memory=given(hardware.memory_gib, "memory_gib") * 2**30,
-            host_memory=given(hardware.host_gib, "host_gib") * 2**30,
-            nvme=given(hardware.nvme_gib, "nvme_gib") * 2**30,
+            memory=device["memory_gib"] * GIB,
+            host_memory=device["host_gib"] * GIB,
+            nvme=device["nvme_gib"] * GIB,
             peak=peak,
-            usd_per_gpu_hour=given(hardware.usd_per_gpu_hour, "usd_per_gpu_hour"),
+            usd_per_gpu_hour=device["usd_per_gpu_hour"],
             gpu_link=device["gpu_link_gb_s"] * _GIGA,
             node_link=device["node_link_gb_s"] * _GIGA,
             host_link=device["host_link_gb_s"] * _GIGA,
@@ -85,7 +80,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Node:
-    """A kind of node without GPUs; bytes, USD an hour."""
+    """A kind of node without GPUs. Sizes in bytes."""
 
     name: str
     vcpus: int
@@ -95,30 +90,46 @@ class Node:
 
     @property
     def usable(self) -> float:
-        """Bytes of memory that system and Ray leave."""
+        """Bytes of memory left by the system and Ray."""
         return self.memory * assumed("node_memory_share")
 
     @property
     def read_seconds(self) -> float:
-        """Of one vector from the disk that an index lies on."""
+        """Seconds to read one vector from the disk of the index."""
         return 1e-6 * assumed("nvme_read_us" if self.nvme else "volume_read_us")
 
     def monthly(self, count: int, disk: float) -> float:
-        """USD of so many for a month, and of a volume for those bytes that their own disks do not hold."""
-        volume = max(0.0, disk - count * self.nvme) / 2**30 * float(_hardware()["volume_usd_per_gib_month"])
+        """USD per month of `count` nodes, plus a network volume for the bytes that their own disks cannot hold."""
+        volume = max(0.0, disk - count * self.nvme) / GIB * float(_hardware()["volume_usd_per_gib_month"])
         return count * self.usd_per_hour * assumed("hours_per_month") + volume
 
 
-def nodes(name: str | None = None) -> list[Node]:
-    """Those of hardware.yaml, or the one; InputError if it does not know it."""
-    known = _hardware()["nodes"]
-    if name is not None and name not in known:
-        raise InputError(f"node={name}: not in planning/hardware.yaml: {nearest(name, known)}")
-    return [
-        Node(key, of["vcpus"], of["memory_gib"] * 2.0**30, of["nvme_gib"] * 2.0**30, of["usd_per_hour"])
-        for key, of in known.items()
-        if name in (None, key)
-    ]
+@dataclass(frozen=True)
+class Demand:
+    """Identical replicas to be placed: `memory` and `disk` in bytes, and `vcpus`, of each."""
+
+    replicas: int
+    memory: float
+    vcpus: int = 0
+    disk: float = 0.0
+
+    def per_node(self, node: Node) -> float:
+        """Replicas that one node holds. Files beyond its own disk lie on a network volume, so a disk holds at least one."""
+        by_cpu = node.vcpus // self.vcpus if self.vcpus else math.inf
+        by_disk = max(1, node.nvme // self.disk) if node.nvme and self.disk else math.inf
+        return min(node.usable // self.memory, by_cpu, by_disk)
+
+
+def node_count(demands: Sequence[Demand], node: Node, least: int = 1) -> int | None:
+    """Nodes of one kind that hold all replicas, by total memory, total vCPUs and whole replicas; None if one exceeds a node."""
+    if not all(demand.per_node(node) for demand in demands):
+        return None
+    return max(
+        least,
+        math.ceil(sum(demand.replicas * demand.memory for demand in demands) / node.usable),
+        math.ceil(sum(demand.replicas * demand.vcpus for demand in demands) / node.vcpus),
+        *(math.ceil(demand.replicas / demand.per_node(node)) for demand in demands),
+    )
 
 
 @cache
@@ -127,12 +138,25 @@ def _hardware() -> dict[str, Any]:
     return dict(yaml.safe_load(text))
 
 
-def known(device: str, name: str = "hardware.device") -> dict[str, Any]:
-    """What hardware.yaml says of a device; InputError, which names the setting, if it does not know it."""
-    devices = _hardware()["devices"]
-    if device not in devices:
-        raise InputError(f"{name}={device}: not in planning/hardware.yaml: {nearest(device, devices)}")
-    return dict(devices[device])
+def gpu(device: str, setting: str = "hardware.device") -> dict[str, Any]:
+    """The entry of a GPU in hardware.yaml; InputError naming the setting if there is none."""
+    return dict(_entry("devices", device, setting))
+
+
+def nodes(name: str | None = None) -> list[Node]:
+    """The node kinds of hardware.yaml, or the one named; InputError if it is unknown."""
+    chosen = _hardware()["nodes"] if name is None else {name: _entry("nodes", name, "node")}
+    return [
+        Node(key, n["vcpus"], n["memory_gib"] * float(GIB), n["nvme_gib"] * float(GIB), n["usd_per_hour"])
+        for key, n in chosen.items()
+    ]
+
+
+def _entry(section: str, name: str, setting: str) -> dict[str, Any]:
+    known = _hardware()[section]
+    if name not in known:
+        raise InputError(f"{setting}={name}: not in planning/hardware.yaml: {nearest(name, known)}")
+    return dict(known[name])
 
 
 def assumed(name: str) -> float:
@@ -143,18 +167,14 @@ def assumed(name: str) -> float:
 def step_seconds(
     work: Workload, weights: Weights, cluster: Cluster, config: Mapping[str, Any], grad_cache: bool, checkpointing: bool
 ) -> float:
-    """Seconds of a step by the model of this module.
+    """Estimate the seconds of a training step (see the module docstring).
 
-    Padding is computed like any token. GradCache repeats every forward pass but each batch's last, activation
-    checkpointing each; a forward pass is a third of the FLOPs.
+    Padding costs as much as tokens. GradCache repeats every forward pass but the last of a batch; activation checkpointing
+    repeats each. A forward pass is a third of the FLOPs.
 
     Args:
-        work: of a worker.
-        weights: of the model.
-        cluster: that it runs on.
+        work: of one worker.
         config: the DeepSpeed JSON.
-        grad_cache: are passes repeated?
-        checkpointing: are activations computed anew?
     """
     repeated = (1 - work.batches / work.passes if grad_cache else 0.0) + checkpointing
     computing = work.flops * work.slots / work.tokens * (1 + repeated / 3)
@@ -167,7 +187,7 @@ def step_seconds(
         traffic = whole * gathers + trained * backward
     elif stage == 2:
         traffic = trained * backward + trained
-    else:  # adds up in fp32, where it is, until the step's end
+    else:  # gradients accumulate locally in fp32 until the end of the step
         traffic = weights.trained * FLOAT + trained
     seconds += collective_seconds(traffic, cluster)
     optimizer_on, parameters_on = offloaded(config)
@@ -184,7 +204,7 @@ def step_seconds(
 
 
 def collective_seconds(volume: float, cluster: Cluster) -> float:
-    """Seconds that all GPUs need to gather, or to reduce and scatter, so many bytes."""
+    """Seconds to all-gather or reduce-scatter `volume` bytes over all GPUs."""
     g, n = cluster.gpus_per_node, cluster.nodes
     slower = max(volume * (g - 1) / g / cluster.gpu_link, volume * (n - 1) / n / cluster.node_link)
     return slower / assumed("link_efficiency")

@@ -1,16 +1,17 @@
-"""`infembed plan train`: what a training needs and costs on given hardware, in every way that DeepSpeed can lay it out."""
+"""`infembed plan train`: memory, time and cost of a training, for every layout of DeepSpeed on given hardware."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any, Literal
 
 import torch
 
-from infembed_ray.config import Offload, PlanTrainSettings, TrainSettings
+from infembed_ray.config.planning import PlanTrainSettings
+from infembed_ray.config.training import Offload, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.planning import cost
@@ -27,40 +28,37 @@ from infembed_ray.planning.capacity import (
     step_memory,
 )
 from infembed_ray.planning.cost import Cluster
+from infembed_ray.planning.tables import table
 from infembed_ray.planning.workload import Workload, workload
 from infembed_ray.progress import say
-from infembed_ray.storage import existing
+from infembed_ray.storage import resolve_input
 from infembed_ray.training import deepspeed_config
-from infembed_ray.training.flops import peak_flops
-from infembed_ray.training.metrics import read_metrics
+from infembed_ray.training.observability.metrics import read_metrics
 
-_FOUR_BITS = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Bytes a weight in NF4 with double quantisation: 4 bits, and the scales of blocks of 64 (QLoRA, arXiv 2305.14314)."""
-_LAYOUTS: tuple[tuple[Literal[0, 1, 2, 3], Offload], ...] = (
-    (0, Offload()),
-    (1, Offload()),
-    (2, Offload()),
-    (3, Offload()),
-    (2, Offload(optimizer="cpu")),
-    (3, Offload(optimizer="cpu")),
+_NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes per weight in NF4 with double quantisation: 4 bits, and the scales of blocks of 64 (QLoRA, arXiv 2305.14314)."""
+_CPU = Offload(optimizer="cpu")
+_LAYOUTS: tuple[tuple[int, Offload], ...] = (
+    *((stage, Offload()) for stage in (0, 1, 2, 3)),
+    (2, _CPU),
+    (3, _CPU),
     (3, Offload(optimizer="cpu", parameters="cpu")),
     (3, Offload(optimizer="cpu", parameters="nvme", nvme_path="NVME")),
 )
 _WARM_UP = 5
-"""Steps at a run's start that say little of its speed."""
+"""Steps at the start of a run that its measured MFU leaves out."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One way to run.
+class TrainOption:
+    """One layout of a training.
 
     Attributes:
-        zero_stage, offload, activation_checkpointing: the settings it takes.
-        memory: of a GPU at the peak of a step, bytes.
-        start: bytes on a GPU while the model is taken over.
-        host: of a node, bytes.
-        obstacles: why it does not fit; empty: it fits.
-        step_seconds: expected.
+        memory: bytes of a GPU at the peak of a step.
+        start: bytes of a GPU while DeepSpeed loads the model.
+        host: bytes of a node.
+        obstacles: why the layout does not fit; empty if it fits.
+        step_seconds: expected seconds of a step.
     """
 
     zero_stage: int
@@ -74,26 +72,22 @@ class Plan:
 
     @property
     def overrides(self) -> str:
-        """The settings, as a command line gives them."""
-        names = [
-            f"zero_stage={self.zero_stage}",
-            f"activation_checkpointing={str(self.activation_checkpointing).lower()}",
-        ]
-        return " ".join([*names, *(f"offload.{what}={place}" for what, place in self.offload.items())])
+        """The layout as settings on a command line."""
+        checkpointing = f"activation_checkpointing={str(self.activation_checkpointing).lower()}"
+        offload = [f"offload.{what}={place}" for what, place in self.offload.items()]
+        return " ".join([f"zero_stage={self.zero_stage}", checkpointing, *offload])
 
 
 @dataclass(frozen=True)
-class Report:
-    """All plans of a run.
+class TrainPlan:
+    """All layouts of a training.
 
     Attributes:
-        model, cluster, workers, precision: whose.
-        weights: of the model.
-        work: of a worker and step.
-        plans: every layout, without and with activation checkpointing.
-        chosen: index of the fastest plan that fits; None: none fits.
-        asked: index of the plan that the settings themselves are; None: not among them.
-        speed: what the times are made of: `assumed`, `given` or `measured`.
+        work: of one worker in one step.
+        plans: every layout, with and without activation checkpointing.
+        chosen: position of the fastest plan that fits; None: none fits.
+        asked: position of the plan of the settings themselves; None: it is not among them.
+        speed: origin of the times.
     """
 
     model: str
@@ -101,63 +95,51 @@ class Report:
     precision: str
     weights: Weights
     work: Workload
-    plans: tuple[Plan, ...]
+    plans: tuple[TrainOption, ...]
     chosen: int | None
     asked: int | None
     speed: Literal["assumed", "given", "measured"]
 
-    def hours(self, plan: Plan) -> float:
-        """Of the whole run, without saving states and evaluations."""
-        return plan.step_seconds * self.work.steps / 3600
+    def hours(self, option: TrainOption) -> float:
+        """Hours of the whole run, without checkpoints and evaluations."""
+        return option.step_seconds * self.work.steps / 3600
 
-    def usd(self, plan: Plan) -> float:
-        """Price of the whole run."""
-        return self.hours(plan) * self.cluster.gpus * self.cluster.usd_per_gpu_hour
+    def usd(self, option: TrainOption) -> float:
+        """USD of the whole run."""
+        return self.hours(option) * self.cluster.gpus * self.cluster.usd_per_gpu_hour
 
-    def mfu(self, plan: Plan) -> float:
-        """Share of the peak."""
-        return self.work.flops / (plan.step_seconds * self.cluster.peak)
+    def mfu(self, option: TrainOption) -> float:
+        """Share of the peak FLOP/s."""
+        return self.work.flops / (option.step_seconds * self.cluster.peak)
 
 
 def run(settings: PlanTrainSettings, as_json: bool = False) -> None:
-    """Print the plans of a training; nothing is run.
+    """Print the plan of a training; nothing is run.
 
     Raises:
-        InputError: the settings do not fit one another, the model or the hardware.
+        InputError: the settings do not fit each other, the model or the hardware.
     """
     made = plan(settings)
     say(json.dumps(as_plain(made), indent=2) if as_json else as_text(made))
 
 
-def plan(settings: PlanTrainSettings) -> Report:
-    """All ways to run a training on its hardware, with the fastest that fits."""
+def plan(settings: PlanTrainSettings) -> TrainPlan:
+    """Compute all layouts and choose the fastest that fits."""
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    cluster = Cluster.of(settings.hardware, peak_flops(cost.known(settings.hardware.device)["name"], dtype))
+    cluster = Cluster.from_settings(settings.hardware, dtype)
     settings = settings.model_copy(update={"workers": cluster.gpus, "gpus_per_worker": 1.0})
     deepspeed_config.check(settings)
     if settings.teacher is not None:
         raise InputError(
-            f"teacher={settings.teacher}: is not planned for; leave it out, and keep room for it, whole and in fp32, on "
-            "every GPU"
+            f"teacher={settings.teacher}: is not planned for; leave it out, and reserve its fp32 weights on every GPU"
         )
-    mfu, speed = _measured(settings)
+    mfu, speed = _measured_mfu(settings)
     encoder = load(settings)
     work = workload(settings, encoder, cluster.gpus, torch.device("cuda"), dtype)
-    weights = weights_of(encoder, settings)
-    kept = saved(encoder, dtype)
-    quantized = settings.lora is not None and settings.lora.quantized
-    plans = []
-    for stage, offload in _LAYOUTS:
-        if quantized and stage == 3:
-            continue  # ZeRO-3 cannot divide weights of 4 bits
-        for checkpointing in (False, True):
-            change = {"zero_stage": stage, "offload": offload, "activation_checkpointing": checkpointing}
-            try:
-                deepspeed_config.check(way := settings.model_copy(update=change))
-            except InputError:
-                continue  # this precision or this option of the run knows no such layout
-            plans.append(_plan(way, work, weights, kept, cluster))
-    asked = next((n for n, p in enumerate(plans) if _is(p, settings)), None)
+    weights, kept = weights_of(encoder, settings), saved(encoder, dtype)
+    ways = [way for stage, offload in _LAYOUTS for way in _allowed(settings, stage, offload)]
+    plans = [_option(way, work, weights, kept, cluster) for way in ways]
+    asked = next((n for n, way in enumerate(ways) if _layout(way) == _layout(settings)), None)
     if mfu is not None:
         if asked is None:
             raise InputError(f"{speed} MFU: zero_stage={settings.zero_stage} with this offload is none of the plans")
@@ -165,11 +147,31 @@ def plan(settings: PlanTrainSettings) -> Report:
         plans = [replace(p, step_seconds=p.step_seconds * slower) for p in plans]
     fitting = [n for n, p in enumerate(plans) if not p.obstacles]
     chosen = min(fitting, key=lambda n: (plans[n].step_seconds, plans[n].memory.total), default=None)
-    return Report(settings.model, cluster, settings.precision, weights, work, tuple(plans), chosen, asked, speed)
+    return TrainPlan(settings.model, cluster, settings.precision, weights, work, tuple(plans), chosen, asked, speed)
+
+
+def _allowed(settings: PlanTrainSettings, stage: int, offload: Offload) -> Iterator[PlanTrainSettings]:
+    """The settings with this layout, without and with activation checkpointing, as far as DeepSpeed allows it."""
+    if stage == 3 and settings.lora is not None and settings.lora.quantized:
+        return  # ZeRO-3 cannot partition 4-bit weights
+    for checkpointing in (False, True):
+        change = {"zero_stage": stage, "offload": offload, "activation_checkpointing": checkpointing}
+        way = settings.model_copy(update=change)
+        try:
+            deepspeed_config.check(way)
+        except InputError:
+            continue
+        yield way
+
+
+def _layout(settings: TrainSettings) -> tuple[Any, ...]:
+    """What tells layouts apart."""
+    offload = settings.offload
+    return settings.zero_stage, settings.activation_checkpointing, offload.optimizer, offload.parameters
 
 
 def weights_of(encoder: InstructionEncoder, settings: TrainSettings) -> Weights:
-    """Sizes of a model, and what its frozen part takes."""
+    """Sizes of a model and of its frozen part."""
     nbytes = 2 if settings.precision == "bf16" else 4
     quantized = settings.lora is not None and settings.lora.quantized
     linear = {id(module.weight) for module in encoder.modules() if isinstance(module, torch.nn.Linear) and quantized}
@@ -179,13 +181,13 @@ def weights_of(encoder: InstructionEncoder, settings: TrainSettings) -> Weights:
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         largest=max(p.numel() for p in parameters),
-        frozen_bytes=sum(p.numel() * (_FOUR_BITS if id(p) in linear else nbytes) for p in frozen),
+        frozen_bytes=sum(p.numel() * (_NF4_BYTES if id(p) in linear else nbytes) for p in frozen),
         nbytes=nbytes,
     )
 
 
 def activations(work: Workload, kept: Saved, checkpointing: bool) -> Activations:
-    """Bytes of a batch's graphs: of all passes at once, or of GradCache's largest."""
+    """Bytes of the graphs that exist at once: those of a batch, or of GradCache's largest pass."""
     layer = work.graph_slots * kept.layer
     if checkpointing:
         return Activations(work.graph_slots * kept.checkpointed, 2 * layer)
@@ -193,18 +195,19 @@ def activations(work: Workload, kept: Saved, checkpointing: bool) -> Activations
 
 
 def backward_passes(work: Workload, settings: TrainSettings) -> int:
-    """Of a step: one a batch, or one for each of GradCache's."""
+    """Backward passes of a step: one per batch, or one per pass of GradCache."""
     return round(work.passes) if settings.grad_cache_tokens else work.batches
 
 
-def _plan(settings: PlanTrainSettings, work: Workload, weights: Weights, kept: Saved, cluster: Cluster) -> Plan:
+def _option(
+    settings: PlanTrainSettings, work: Workload, weights: Weights, kept: Saved, cluster: Cluster
+) -> TrainOption:
     config = deepspeed_config.deepspeed_config(settings)
     checkpointing = settings.activation_checkpointing
-    framework = cost.assumed("framework_gib") * GIB
     memory = step_memory(
         weights, activations(work, kept, checkpointing), cluster.gpus, config, backward_passes(work, settings)
     )
-    framework += cost.assumed("fragmentation") * memory.total
+    framework = cost.assumed("framework_gib") * GIB + cost.assumed("fragmentation") * memory.total
     memory = replace(memory, framework=framework)
     start = start_memory(weights, framework)
     host = host_memory(weights, cluster.gpus, cluster.gpus_per_node, config, cost.assumed("host_process_gib") * GIB)
@@ -215,7 +218,7 @@ def _plan(settings: PlanTrainSettings, work: Workload, weights: Weights, kept: S
         ("a node's disks", host.nvme, cluster.nvme),
     )
     offload = {"optimizer": settings.offload.optimizer, "parameters": settings.offload.parameters}
-    return Plan(
+    return TrainOption(
         zero_stage=settings.zero_stage,
         offload={what: place for what, place in offload.items() if place},
         activation_checkpointing=checkpointing,
@@ -231,22 +234,13 @@ def _plan(settings: PlanTrainSettings, work: Workload, weights: Weights, kept: S
     )
 
 
-def _is(plan: Plan, settings: TrainSettings) -> bool:
-    places = (settings.offload.optimizer, settings.offload.parameters)
-    return (
-        plan.zero_stage == settings.zero_stage
-        and plan.activation_checkpointing == settings.activation_checkpointing
-        and (plan.offload.get("optimizer"), plan.offload.get("parameters")) == places
-    )
-
-
-def _measured(settings: PlanTrainSettings) -> tuple[float | None, Literal["assumed", "given", "measured"]]:
-    """The MFU of the settings' own layout, and where it comes from."""
-    if settings.mfu is not None and settings.measured is not None:
-        raise InputError(f"mfu={settings.mfu}: measured={settings.measured} gives it too; leave one of them out")
+def _measured_mfu(settings: PlanTrainSettings) -> tuple[float | None, Literal["assumed", "given", "measured"]]:
+    """The MFU of the settings' own layout, and its origin."""
     if settings.measured is None:
         return settings.mfu, "assumed" if settings.mfu is None else "given"
-    metrics = read_metrics(existing(settings.measured, "measured"))[_WARM_UP:]
+    if settings.mfu is not None:
+        raise InputError(f"mfu={settings.mfu}: measured={settings.measured} gives it too; leave one of them out")
+    metrics = read_metrics(resolve_input(settings.measured, "measured"))[_WARM_UP:]
     found = [m["mfu"] for m in metrics if m.get("mfu")]
     if not found:
         raise InputError(
@@ -255,95 +249,81 @@ def _measured(settings: PlanTrainSettings) -> tuple[float | None, Literal["assum
     return median(found), "measured"
 
 
-# --------------------------------------------------------------------------------------------------- how it is shown
+_SPEED = {
+    "assumed": "an assumed share of the peak (planning/hardware.yaml), without overlap: compare layouts by them, nothing more.",
+    "given": "the given MFU, for the layout marked *; the others in proportion.",
+    "measured": "the measured MFU, for the layout marked *; the others in proportion.",
+}
+_COMPONENTS = dict(
+    zip(("params", "grads", "master", "optim", "activ", "comm", "other"), (f.name for f in fields(Memory)), strict=True)
+)
 
 
-def as_text(report: Report) -> str:
-    """The report for people: what is read in a step, a table of all plans, the choice."""
-    work, weights, cluster = report.work, report.weights, report.cluster
+def as_text(made: TrainPlan) -> str:
+    """Format the plan for people: the workload of a step, a table of all layouts, the choice."""
+    work, weights, cluster = made.work, made.weights, made.cluster
+    rows = [_columns(made, number) for number in range(len(made.plans))]
     lines = [
-        f"{report.model}: {weights.parameters / 1e9:.3f} B parameters"
+        f"{made.model}: {weights.parameters / 1e9:.3f} B parameters"
         + (f", {weights.trained / 1e6:.1f} M trained" if weights.trained < weights.parameters else "")
-        + f", {report.precision}; {cluster.nodes} x {cluster.gpus_per_node} {cluster.name}",
-        f"a batch, a GPU: {work.own} instruction-query texts + {work.queries - work.own:.0f} more for negatives, "
-        f"{work.passages} passages; {work.tokens / work.batches:.0f} tokens in {work.slots / work.batches:.0f} places, "
-        f"{work.passes / work.batches:.0f} passes, {work.graph_slots} places with graphs at once",
-        f"a run: {work.steps} steps of {work.batches} batch{'es' * (work.batches > 1)} of {work.records} records"
-        f"{', all that there are' * work.whole_epoch}, "
-        f"{work.flops * cluster.gpus / 1e12:.1f} model TFLOP a step",
+        + f", {made.precision}; {cluster.nodes} x {cluster.gpus_per_node} {cluster.name}",
+        f"per batch and GPU: {work.own} instruction-query texts + {work.queries - work.own:.0f} for negatives, "
+        f"{work.passages} passages; {work.tokens / work.batches:.0f} tokens ({work.slots / work.batches:.0f} with padding), "
+        f"{work.passes / work.batches:.0f} passes, at most {work.graph_slots} tokens with graphs",
+        f"run: {work.steps} steps of {work.batches} batch{'es' * (work.batches > 1)} of {work.records} records"
+        f"{' (all there are)' * work.whole_epoch}, "
+        f"{work.flops * cluster.gpus / 1e12:.1f} model TFLOP per step",
         "",
-        *_aligned([_HEADER, *(_row(report, n) for n in range(len(report.plans)))]),
+        *table(rows),
         "",
-        "GiB a GPU at the peak of a step, by component; host: GiB of a node's CPU memory. > the fastest that fits, * as set.",
-        f"Times from {_SPEED[report.speed]}",
+        "GiB per GPU at the peak of a step, by component; host: GiB of a node's CPU memory. > fastest that fits, * as set.",
+        f"Times from {_SPEED[made.speed]}",
     ]
-    if report.chosen is None:
-        reasons = min((plan.obstacles for plan in report.plans), key=len)
+    if made.chosen is None:
+        reasons = min((option.obstacles for option in made.plans), key=len)
         lines.append(
             f"Nothing fits. Nearest: {'; '.join(reasons)}. Lower records_per_step, set grad_cache_tokens, add nodes."
         )
     else:
-        best = report.plans[report.chosen]
+        best = made.plans[made.chosen]
         lines.append(
             f"Fastest that fits: {best.overrides}: {best.memory.total / GIB:.1f} GiB a GPU, "
-            f"{best.step_seconds:.2f} s a step, {report.hours(best):.2f} h, {report.usd(best):.0f} USD"
+            f"{best.step_seconds:.2f} s a step, {made.hours(best):.2f} h, {made.usd(best):.0f} USD"
         )
     return "\n".join(lines)
 
 
-_SPEED = {
-    "assumed": "an assumed share of the peak (planning/hardware.yaml), nothing overlapping: for comparison, not for promises.",
-    "given": "the MFU that was given, for the layout marked *; the others in proportion.",
-    "measured": "the MFU that was measured, for the layout marked *; the others in proportion.",
-}
-_COMPONENTS = tuple(f.name for f in fields(Memory))
-_HEADER = (
-    *("", "zero", "offload", "ckpt", "params", "grads", "master", "optim", "activ", "comm", "other"),
-    *("total", "host", "s/step", "hours", "USD", "MFU", "fits"),
-)
+def _columns(made: TrainPlan, number: int) -> dict[str, str]:
+    """Cells of a layout's row by their headings."""
+    option = made.plans[number]
+    return {
+        "": ">" * (number == made.chosen) + "*" * (number == made.asked),
+        "zero": str(option.zero_stage),
+        "offload": "+".join(f"{what[:5]}:{place}" for what, place in option.offload.items()) or "-",
+        "ckpt": "yes" if option.activation_checkpointing else "no",
+        **{heading: f"{getattr(option.memory, name) / GIB:.1f}" for heading, name in _COMPONENTS.items()},
+        "total": f"{option.memory.total / GIB:.1f}",
+        "host": f"{option.host.memory / GIB:.0f}",
+        "s/step": f"{option.step_seconds:.2f}",
+        "hours": f"{made.hours(option):.2f}",
+        "USD": f"{made.usd(option):.0f}",
+        "MFU": f"{made.mfu(option):.2f}",
+        "fits": "; ".join(option.obstacles) or "yes",
+    }
 
 
-def _row(report: Report, number: int) -> tuple[str, ...]:
-    plan = report.plans[number]
-    marks = ">" * (number == report.chosen) + "*" * (number == report.asked)
-    return (
-        marks,
-        str(plan.zero_stage),
-        "+".join(f"{what[:5]}:{place}" for what, place in plan.offload.items()) or "-",
-        "yes" if plan.activation_checkpointing else "no",
-        *(f"{getattr(plan.memory, name) / GIB:.1f}" for name in _COMPONENTS),
-        f"{plan.memory.total / GIB:.1f}",
-        f"{plan.host.memory / GIB:.0f}",
-        f"{plan.step_seconds:.2f}",
-        f"{report.hours(plan):.2f}",
-        f"{report.usd(plan):.0f}",
-        f"{report.mfu(plan):.2f}",
-        "; ".join(plan.obstacles) or "yes",
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def as_plain(report: Report) -> dict[str, Any]:
-    """The report as JSON values: bytes, seconds, hours, USD."""
-    plans = []
-    for number, plan in enumerate(report.plans):
-        values = asdict(plan)
-        values["memory"]["total"] = plan.memory.total
-        plans.append(
-            values
-            | {
-                "overrides": plan.overrides,
-                "fits": not plan.obstacles,
-                "chosen": number == report.chosen,
-                "as_set": number == report.asked,
-                "hours": report.hours(plan),
-                "usd": report.usd(plan),
-                "mfu": report.mfu(plan),
-            }
-        )
-    return asdict(report) | {"plans": plans}
+def as_plain(made: TrainPlan) -> dict[str, Any]:
+    """The plan as JSON values: bytes, seconds, hours, USD."""
+    values = asdict(made)
+    for number, (option, plain) in enumerate(zip(made.plans, values["plans"], strict=True)):
+        plain["memory"]["total"] = option.memory.total
+        plain |= {
+            "overrides": option.overrides,
+            "fits": not option.obstacles,
+            "chosen": number == made.chosen,
+            "as_set": number == made.asked,
+            "hours": made.hours(option),
+            "usd": made.usd(option),
+            "mfu": made.mfu(option),
+        }
+    return values

@@ -1,4 +1,4 @@
-"""What one worker reads in a step: batches collated and laid out by the very code that trains, then counted."""
+"""The workload of a training step: batches collated and laid out by the training code, then counted."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import get_args
 import torch
 
 from infembed_ray import records as tables
-from infembed_ray.config import PlanTrainSettings
+from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Side
 from infembed_ray.planning.backbones import TOKENS_PER_WORD, as_stand_in, stands_in
 from infembed_ray.records import Record
-from infembed_ray.storage import existing
-from infembed_ray.training.flops import BackboneFlops
-from infembed_ray.training.objectives import Objective
-from infembed_ray.training.tuples import Batch, collate, token_counts
+from infembed_ray.storage import resolve_input
+from infembed_ray.training.collate import Batch, collate, token_counts
+from infembed_ray.training.losses import Objective
+from infembed_ray.training.observability.flops import BackboneFlops
 
 _SAMPLES = 4
-"""Batches that are looked at."""
-_MADE_UP = 512
-"""Records that are made up at least: enough to tell their mean length, and to draw unlike batches from."""
+"""Batches to count."""
+_SYNTHETIC = 512
+"""Least number of synthetic records: enough for their mean length and for different batches."""
 _ONE_PASS = 1 << 40
 _SPREAD = 0.4
-"""Standard deviation of the logarithm of made-up lengths: about that of MS MARCO's passages."""
+"""Standard deviation of the logarithm of synthetic lengths, about that of MS MARCO's passages."""
 _LENGTHS = {
     "query_positive": "query",
     "query_negative": "query",
@@ -39,26 +39,21 @@ _LENGTHS = {
     "hard_negative_document_1": "passage",
     "hard_negative_document_2": "passage",
 }
-"""Column of a record -> which of `Mix`'s lengths it has."""
+"""Column of a record -> the field of `Mix` with its mean length."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One worker's part of a step; means over the batches looked at, except where it says most.
+    """One worker's part of a step; means over `_SAMPLES` batches.
 
     Attributes:
-        queries: instruction-query texts of a batch, each once: those of the tuples themselves, and the negatives'.
-        own: of these, those of the tuples themselves.
-        passages: of a batch.
-        slots: places in all passes of a step, padding included, a shared prefix once.
-        tokens: of these, those that hold a token.
-        graph_slots: most slots of which graphs exist at once.
-        passes: forward passes of a step, each side of each batch at least one.
-        batches: of a step.
+        queries, passages: texts of a batch; `own`: queries of the records themselves, without drawn negatives.
+        slots, tokens: positions of a step with and without padding; a shared prefix counts once.
+        graph_slots: most positions whose graphs exist at once.
+        passes, batches: forward passes and batches of a step.
         flops: model FLOPs of a step, forward and backward.
         steps: of the whole run.
-        records: of a batch, all workers together.
-        whole_epoch: are those all that there are? A batch would hold more.
+        records: of a batch, all workers together; `whole_epoch`: these are all records there are.
     """
 
     queries: float
@@ -78,32 +73,32 @@ class Workload:
 def workload(
     settings: PlanTrainSettings, encoder: InstructionEncoder, workers: int, device: torch.device, dtype: torch.dtype
 ) -> Workload:
-    """Look at the first worker's share of some steps.
+    """Count the first worker's share of some steps.
 
     Args:
-        settings: of the run; its `workers` does not count.
+        settings: of the run; its `workers` is ignored.
         encoder: on the meta device.
         workers: that share a batch.
-        device, dtype: that the run computes on and in: they decide whether texts are packed.
+        device, dtype: of the run; they decide whether texts are packed.
 
     Raises:
-        InputError: fewer records in a batch than workers.
+        InputError: a batch has fewer records than there are workers.
     """
-    own = _own(settings)
+    own = _existing_records(settings)
     number = settings.mix.records if own is None else len(own)
-    records = _made_up(settings, _MADE_UP) if own is None else own
+    records = _synthetic(settings, _SYNTHETIC) if own is None else own
     per_step = settings.records_per_step
     if settings.tokens_per_step is not None:
         per_step = max(1, round(settings.tokens_per_step / fmean(token_counts(encoder, records[:256]))))
     asked = -(-per_step // settings.accumulation)
-    per_batch = min(asked, number)  # as the sampler has it
+    per_batch = min(asked, number)  # as the sampler does
     if per_batch < workers:
         raise InputError(
             f"records_per_step={settings.records_per_step}: {per_batch} records a batch leave some of the {workers} "
             "GPUs without any; set more, or fewer nodes"
         )
     if own is None and 2 * per_batch > len(records):
-        records = _made_up(settings, 2 * per_batch)
+        records = _synthetic(settings, 2 * per_batch)
     encoder.train()
     budget = settings.grad_cache_tokens or _ONE_PASS
     batches = list(_batches(settings, encoder, records, per_batch, workers))
@@ -116,8 +111,11 @@ def workload(
         for batch in batches
     ]
     slots = [[layout.input_ids.numel() for layout in of_batch] for of_batch in passes]
-    work = {side: BackboneFlops.of(encoder.backbone_of(side), encoder.causal) for side in get_args(Side)}
-    flops = fmean(sum(_flops(layout, work[layout.side]) for layout in of_batch) for of_batch in passes)
+    work = {side: BackboneFlops.count(encoder.backbone_of(side), encoder.causal) for side in get_args(Side)}
+    flops = fmean(
+        sum(_tokens(p) * work[p.side].token + float(work[p.side].pairs(p)) * work[p.side].pair for p in of_batch)
+        for of_batch in passes
+    )
     return Workload(
         queries=fmean(len(batch.queries) for batch in batches),
         own=len(set(batches[0].own)),
@@ -137,8 +135,8 @@ def workload(
 def _batches(
     settings: PlanTrainSettings, encoder: InstructionEncoder, records: list[Record], size: int, workers: int
 ) -> Iterator[Batch]:
-    """The first worker's share of some batches."""
-    objective = Objective.of(settings)
+    """Yield the first worker's share of `_SAMPLES` batches."""
+    objective = Objective.from_settings(settings)
     rng = random.Random(settings.seed)
     for n in range(_SAMPLES):
         chosen = rng.sample(records, size)
@@ -153,28 +151,23 @@ def _batches(
         )
 
 
-def _flops(layout: Layout, backbone: BackboneFlops) -> float:
-    """Model FLOPs of a pass, forward and backward."""
-    return _tokens(layout) * backbone.token + float(backbone.pairs(layout)) * backbone.pair
-
-
 def _tokens(layout: Layout) -> int:
-    """Tokens in a layout, a shared prefix once."""
+    """Tokens of a layout; a shared prefix counts once."""
     return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
 
 
-def _own(settings: PlanTrainSettings) -> list[Record] | None:
-    """The run's own records; None: they are not there yet."""
+def _existing_records(settings: PlanTrainSettings) -> list[Record] | None:
+    """The records of the run; None if they do not exist yet."""
     if settings.records == "" or "://" in settings.records or not Path(settings.records).expanduser().exists():
         return None
-    rows = list(tables.read(existing(settings.records, "records"), Record, "records", split=settings.split))
+    rows = list(tables.read(resolve_input(settings.records, "records"), Record, "records", split=settings.split))
     if not stands_in(settings.model):
         return rows
     return [replace(row, **{name: as_stand_in(getattr(row, name)) for name in _LENGTHS}) for row in rows]
 
 
-def _made_up(settings: PlanTrainSettings, number: int) -> list[Record]:
-    """Records of random words, of lengths that are log-normal around the given means."""
+def _synthetic(settings: PlanTrainSettings, number: int) -> list[Record]:
+    """Records of random words; lengths are log-normal around the means of `mix`."""
     rng = random.Random(settings.seed)
     tokens_per_word = 1.0 if stands_in(settings.model) else TOKENS_PER_WORD
 

@@ -1,4 +1,4 @@
-"""`infembed quickstart`: every stage, once, on the bundled sample. No key, no model hub, no call to any LLM."""
+"""`infembed quickstart`: run every stage once on the bundled sample, without API key, model hub or LLM calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 from infembed_ray import records
 from infembed_ray.analysis.report import PAGE_FILE as ANALYSIS_REPORT
 from infembed_ray.analysis.report import run as analyze
-from infembed_ray.config import (
-    AnalyzeSettings,
-    EvaluateSettings,
-    IndexSettings,
-    ServeSettings,
-    Settings,
-    SynthesizeSettings,
-    TrainSettings,
-)
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.base import Settings
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
@@ -37,17 +35,17 @@ from infembed_ray.serving.distributed import require_free_port, serving
 from infembed_ray.storage import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.launch import run as train
-from infembed_ray.training.report import REPORT as TRAINING_REPORT
+from infembed_ray.training.observability.report import REPORT as TRAINING_REPORT
 
 S = TypeVar("S", bound=Settings)
 
 QUERY = "how to lower blood pressure without medication"
-"""Query of a held-out record. MiniLM ranks the same passage first under both instructions until it is trained."""
+"""Query of a held-out record. Untrained, MiniLM ranks the same passage first under both instructions."""
 INSTRUCTIONS = {
     "hypertension-01/positive": "For patients: what to eat and drink, in everyday wording; no study results.",
     "hypertension-01/negative_instruction": "For clinicians: effect sizes from trials; no eating tips.",
 }
-"""Id of the passage that an instruction asks for -> the instruction, a shorter form of the record's own."""
+"""Id of the requested passage -> the instruction, a shorter form of the record's own."""
 TOP_K = 3
 BEFORE, AFTER = "MiniLM", "MiniLM + InF-Embed"
 CORPUS = "corpus.jsonl"
@@ -56,7 +54,7 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Outputs:
-    """What every stage published."""
+    """Published output of each stage."""
 
     records: Published
     analysis: Published
@@ -66,12 +64,12 @@ class Outputs:
 
 
 def run(directory: str, port: int, keep_serving: bool) -> None:
-    """Run the whole product under `directory`; stages that finished before are not run again.
+    """Run the whole product under `directory`; finished stages are not run again.
 
     Args:
-        directory: where the outputs go, one folder a stage.
-        port: of the HTTP API on loopback.
-        keep_serving: leave the API up until interrupted.
+        directory: output directory, one folder per stage.
+        port: port of the HTTP API on loopback.
+        keep_serving: serve until interrupted.
 
     Raises:
         InputError: before any work, if the backbone's package is missing or the port is in use.
@@ -79,42 +77,43 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     root = Path(directory)
     backbone = _backbone()
     require_free_port("127.0.0.1", port)
-    outputs = _stages(root, backbone)
+    outputs = run_stages(root, backbone)
     settings = ServeSettings(index=str(outputs.index.path), port=port, api_keys_env=None, wait=False)
     _title("serve", "encoder and index shards behind an HTTP API, on Ray Serve")
     with serving(settings) as url:
         before, after = _ask(url, backbone, root / CORPUS)
-        report = write_report(
-            root / REPORT,
-            funnel=outputs.records.manifest["counts"],
-            results=results.read(outputs.results.path),
-            rankings={BEFORE: before, AFTER: after},
-            details={
-                "the records": outputs.analysis.path / ANALYSIS_REPORT,
-                "the training": outputs.checkpoint.path / TRAINING_REPORT,
-                "the evaluation": outputs.results.path / TABLE_FILE,
-            },
-        )
+        report = _report(root / REPORT, outputs, {BEFORE: before, AFTER: after})
         if keep_serving:
             say(f"\nDone. Report: {report}\nServing at {url}/ (playground) and {url}/docs (API).")
             say(f"Ask it from another terminal:\n{_questions(port)}\nPress Ctrl-C to stop.")
             while True:
-                time.sleep(3600)
-    say(_ending(root, report, port))
+                time.sleep(1)  # short, because a signal that another thread receives does not end a sleep
+    say(ending(root, report, port))
 
 
-def _stages(root: Path, backbone: str) -> Outputs:
-    made = _run(
+def run_stages(root: Path, backbone: str) -> Outputs:
+    """Run every stage before serving, from synthesis to the index."""
+    made = _synthesize(root)
+    analysis = _run(
+        "quality report of the records", analyze, AnalyzeSettings(records=str(made.path), output=str(root / "analysis"))
+    )
+    checkpoint = _train(root, made, backbone)
+    evaluated = _evaluate(root, made, {BEFORE: backbone, AFTER: str(checkpoint.path)})
+    return Outputs(made, analysis, checkpoint, evaluated, _index(root, made, checkpoint))
+
+
+def _synthesize(root: Path) -> Published:
+    return _run(
         "InF-IR records from the seeds; every LLM answer comes from the bundled journal",
         synthesize,
         SynthesizeSettings(
             seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
         ),
     )
-    analysis = _run(
-        "what the records hold", analyze, AnalyzeSettings(records=str(made.path), output=str(root / "analysis"))
-    )
-    checkpoint = _run(
+
+
+def _train(root: Path, made: Published, backbone: str) -> Published:
+    return _run(
         "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2",
         train,
         TrainSettings(
@@ -126,13 +125,16 @@ def _stages(root: Path, backbone: str) -> Outputs:
             instruction_negatives=3,
         ),
     )
+
+
+def _evaluate(root: Path, made: Published, models: dict[str, str]) -> Published:
     evaluated = _run(
         "before and after, on topics the model has not seen",
         evaluate,
         EvaluateSettings(
             records=str(made.path),
             split="test",
-            models={BEFORE: backbone, AFTER: str(checkpoint.path)},
+            models=models,
             distractors=str(SEEDS),
             output=str(root / "results"),
             actors=2,
@@ -140,21 +142,38 @@ def _stages(root: Path, backbone: str) -> Outputs:
     )
     if not evaluated.fresh:  # the stage prints the table only when it runs
         say(as_text(results.read(evaluated.path)))
+    return evaluated
+
+
+def _index(root: Path, made: Published, checkpoint: Published) -> Published:
     corpus = _write_corpus(root / CORPUS, made)
-    built = _run(
+    return _run(
         "all passages of the sample, in two FAISS shards",
         index,
         IndexSettings(corpus=str(corpus), model=str(checkpoint.path), output=str(root / "index"), actors=2),
     )
-    return Outputs(made, analysis, checkpoint, evaluated, built)
 
 
 def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
-    """Run one stage under a heading and say where its output is, or that it was there already."""
+    """Run one stage under a heading, and print where its output is or that it was there already."""
     _title(stage.__module__.split(".")[1], what)
     output = stage(settings)
-    say(output.account)
+    say(output.summary)
     return output
+
+
+def _report(path: Path, outputs: Outputs, rankings: dict[str, list[Ranking]]) -> Path:
+    return write_report(
+        path,
+        funnel=outputs.records.manifest["counts"],
+        results=results.read(outputs.results.path),
+        rankings=rankings,
+        details={
+            "the records": outputs.analysis.path / ANALYSIS_REPORT,
+            "the training": outputs.checkpoint.path / TRAINING_REPORT,
+            "the evaluation": outputs.results.path / TABLE_FILE,
+        },
+    )
 
 
 def _backbone() -> str:
@@ -167,11 +186,12 @@ def _backbone() -> str:
 
 
 def _write_corpus(path: Path, made: Published) -> Path:
-    """Every passage of the kept records, under ids that tell which of a record's three it is."""
+    """Write every passage of the kept records, with the id `<record>/<scenario>`."""
     rows = records.read(made.path, records.Record, "records")
     passages: dict[str, str] = {}
     for row in rows:
-        for role, text in zip(records.SCENARIOS, _documents(row), strict=True):
+        texts = row.document_positive, row.hard_negative_document_1, row.hard_negative_document_2
+        for role, text in zip(records.SCENARIOS, texts, strict=True):
             passages.setdefault(text, f"{row.id}/{role}")
     path.write_text(
         "".join(json.dumps({"id": i, "text": t}, ensure_ascii=False) + "\n" for t, i in passages.items()),
@@ -180,12 +200,8 @@ def _write_corpus(path: Path, made: Published) -> Path:
     return path
 
 
-def _documents(row: records.Record) -> tuple[str, str, str]:
-    return row.document_positive, row.hard_negative_document_1, row.hard_negative_document_2
-
-
 def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ranking]]:
-    """The example query without an instruction and under each: by the untrained model, then by the API."""
+    """Ask the example query without an instruction and under each, of the untrained model and of the API."""
     _title("ask", f"under two instructions, over HTTP: {QUERY!r}")
     wanted = next(iter(INSTRUCTIONS))
     asked = [(wanted, None), *INSTRUCTIONS.items()]
@@ -220,7 +236,7 @@ def _title(stage: str, what: str) -> None:
 
 
 def _questions(port: int) -> str:
-    """Commands that ask the API the example query, each with the first hit to expect."""
+    """Return curl commands that ask the example query, each with its expected first hit."""
     return "\n".join(
         f"""  curl -s localhost:{port}/v1/search -H 'Content-Type: application/json' -d '{{"top_k": 1,
     "query": "{QUERY}",
@@ -230,8 +246,8 @@ def _questions(port: int) -> str:
     )
 
 
-def _ending(root: Path, report: Path, port: int) -> str:
-    """Where everything is, and what to try next."""
+def ending(root: Path, report: Path, port: int) -> str:
+    """Return where everything is, and what to try next."""
     return f"""
 Done. Report: {report}
 Next:

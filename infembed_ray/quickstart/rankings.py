@@ -1,4 +1,4 @@
-"""The top passages of one query under one instruction: from an exact search, and as a text table."""
+"""Rankings of one query under one instruction, by exact search and as a text table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Passage
 
 _SHOWN = 80
-"""Characters of a passage in the text table."""
+"""Characters per passage in the text table."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Ranking:
 
     Attributes:
         query: the query.
-        instruction: the instruction; None for a query without one.
+        instruction: the instruction; None for none.
         wanted: id of the passage that the instruction asks for.
-        hits: best first, each with `id`, `score` and `text`.
+        hits: results, best first, each with `id`, `score` and `text`.
     """
 
     query: str
@@ -37,7 +37,7 @@ class Ranking:
 
     @property
     def obeyed(self) -> bool:
-        """Is the wanted passage first?"""
+        """Whether the wanted passage is first."""
         return bool(self.hits) and self.hits[0]["id"] == self.wanted
 
 
@@ -48,7 +48,7 @@ def exact_hits(
     passages: Sequence[Passage],
     top_k: int,
 ) -> list[list[dict[str, Any]]]:
-    """Search all passages by brute force; one list of hits per instruction, in the format of `/v1/search`."""
+    """Search all passages by brute force; return one list of hits per instruction, as `/v1/search` does."""
     vectors = encoder.encode_passages([passage.text for passage in passages])
     scores = encoder.encode_queries([query] * len(instructions), instructions) @ vectors.T
     return [
@@ -61,7 +61,7 @@ def exact_hits(
 
 
 def side_by_side(rankings: Sequence[Ranking]) -> str:
-    """The rankings as a text table of `WIDTH` characters, one column each; `>` marks the wanted passage."""
+    """Format rankings as a text table of `WIDTH` characters, one column each; `>` marks the wanted passage."""
     table = Table(show_lines=True, width=WIDTH)
     table.add_column("#", width=1)
     for ranking in rankings:

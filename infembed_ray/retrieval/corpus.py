@@ -1,12 +1,11 @@
-"""A corpus on its way into an index: checked row by row, dealt to shards, put in the order of its ids.
+"""Read a corpus: validate its rows, partition them into shards, sort each shard by id.
 
-It is read once, and no more of it is held than `SPOOL_BYTES`: rows go to a file a shard as they come (`deal`), and every
-file is sorted for itself (`arrange`), which also shows whether an id stands twice.
+The corpus is read once, in bounded memory (`SPOOL_BYTES`): `partition` appends rows to one file per shard, and `sort_shard`
+sorts one file, which also finds duplicate ids.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray import records
-from infembed_ray.config import FieldType, nearest
+from infembed_ray import durable, records
+from infembed_ray.config.base import nearest
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.progress import Advance
 from infembed_ray.records import Passage
@@ -25,32 +25,32 @@ from infembed_ray.retrieval.passages import as_typed, schema, take, write_passag
 from infembed_ray.retrieval.shards import shard_of
 
 SPOOL_BYTES = 64 << 20
-"""Of rows in memory, of all shards together."""
+"""Bytes of rows in memory, for all shards."""
 _OWN = ("id", "text")
 _ROW_BYTES = 100
-"""About what a row takes in memory beside its text."""
+"""Approximate memory of a row besides its text."""
 _ROWS_AT_ONCE = 1 << 14
-_TOLD_ROWS = 10_000
+_PROGRESS_ROWS = 10_000
 
 
 class BadRow(InputError):
-    """A row that no index can hold; the message says which, and what to do."""
+    """A row that an index cannot hold; the message names the file, the row, the column and the remedy."""
 
 
 def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> None:
-    """InputError if the settings `columns` and `metadata` name what cannot be."""
+    """Raise InputError if the settings `columns` or `metadata` name an impossible column."""
     for name in metadata:
         if name in _OWN or name.startswith("_") or not name:
             raise InputError(
-                f"metadata.{name}: this name is taken; call it otherwise and set columns.<that name>={name}"
+                f"metadata.{name}: this name is reserved; choose another name and set columns.<that name>={name}"
             )
     for name in columns:
         known = [*_OWN, *metadata]
         if name not in known:
-            raise InputError(f"columns.{name}: neither id, text nor one of metadata: {nearest(name, known)}")
+            raise InputError(f"columns.{name}: neither id, text nor a metadata column: {nearest(name, known)}")
 
 
-def deal(
+def partition(
     corpus: Path,
     columns: Mapping[str, str],
     metadata: Mapping[str, FieldType],
@@ -58,35 +58,36 @@ def deal(
     spool: Path,
     advance: Advance = lambda *_: None,
 ) -> list[int]:
-    """Write the rows of a corpus to a file for each shard, as they come.
+    """Write the rows of a corpus to one file per shard.
 
     Args:
         corpus: file, or directory of files.
-        columns: our column name -> the name in the corpus.
-        metadata: columns beside id and text.
-        spool: directory for the files; what an interrupted run left there is written again.
-        advance: is told of the rows read.
+        columns: column name of the index -> column name in the corpus.
+        metadata: columns besides id and text, with their types.
+        spool: directory of the files; cleared first.
+        advance: called with the number of new rows.
 
     Returns:
         Passages of each shard.
 
     Raises:
-        BadRow: an id or a text is empty, or a value is not of its type; row and column are named.
+        BadRow: an id or a text is empty, or a value has another type.
         InputError: a file cannot be read, or a column is missing.
     """
     require_columns(columns, metadata)
     shutil.rmtree(spool, ignore_errors=True)
     spool.mkdir(parents=True)
     files = records.data_files(corpus, "corpus")
-    with _Spool(spool, shards, _spooled(metadata)) as spooled:
+    spooled_schema = pa.schema([*schema(metadata), ("_file", pa.int32()), ("_row", pa.int64())])
+    with _Spool(spool, shards, spooled_schema) as spooled:
         seen: set[str] = set()
         for number, file in enumerate(files):
             place = 0
             for place, row in enumerate(_rows(file, columns, metadata, seen), start=1):
                 spooled.append(shard_of(row[0], shards), (*row, number, place))
-                if place % _TOLD_ROWS == 0:
-                    advance(_TOLD_ROWS)
-            advance(place % _TOLD_ROWS)
+                if place % _PROGRESS_ROWS == 0:
+                    advance(_PROGRESS_ROWS)
+            advance(place % _PROGRESS_ROWS)
         if not sum(spooled.rows):
             raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
         for name in metadata:
@@ -99,18 +100,13 @@ def deal(
         return spooled.rows
 
 
-def _spooled(metadata: Mapping[str, FieldType]) -> pa.Schema:
-    """Columns of a spooled row: the passage's, and where it stood."""
-    return pa.schema([*schema(metadata), ("_file", pa.int32()), ("_row", pa.int64())])
-
-
 def spool_file(spool: Path, shard: int) -> Path:
-    """Where `deal` writes the rows of a shard."""
+    """The file of a shard that `partition` writes."""
     return spool / f"{shard:05d}.arrow"
 
 
 class _Spool:
-    """A file of rows for each shard; what is in memory is written when it is too much."""
+    """One Arrow file of rows per shard; rows in memory are flushed at `SPOOL_BYTES`."""
 
     def __init__(self, directory: Path, shards: int, schema: pa.Schema) -> None:
         self.rows = [0] * shards
@@ -143,14 +139,14 @@ class _Spool:
             self._flush()
         for writer, file in zip(self._writers, self._files, strict=True):
             writer.close()
-            with file.open("rb") as written:  # who goes on with it after a power failure must find it whole
-                os.fsync(written.fileno())
+            with file.open("rb") as written:  # a resumed build relies on it after a power failure
+                durable.sync(written)
 
 
 def _rows(
     file: Path, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> Iterator[tuple[Any, ...]]:
-    """Id, text and metadata of each row of a file; the names of its columns are added to those seen."""
+    """Yield (id, text, *metadata) of each row; adds the column names of the file to `seen`."""
     own = {name: theirs for name, theirs in columns.items() if name in _OWN}
     names: dict[str, str] = {}
     kinds = {columns.get(name, name): kind for name, kind in metadata.items()}
@@ -167,11 +163,10 @@ def _rows(
             for column, kind in kinds.items():
                 row.append(as_typed(values.get(column), kind))
         except ValueError as error:
-            told = repr(values.get(column))
-            shown = told if len(told) <= 60 else f"{told[:57]}..."
-            raise BadRow(
-                f"corpus={file}: row {number}: column {column} {_fault(values.get(column), error, shown)}"
-            ) from None
+            fault, shown = str(error), repr(values.get(column))
+            if not fault.startswith("is "):  # then the value itself explains the fault
+                fault += f", not {shown if len(shown) <= 60 else f'{shown[:57]}...'}; correct it or drop the row"
+            raise BadRow(f"corpus={file}: row {number}: column {column} {fault}") from None
         yield tuple(row)
 
 
@@ -188,22 +183,16 @@ def _text(value: Any) -> str:
     return text
 
 
-def _fault(value: Any, error: ValueError, shown: str) -> str:
-    """What is wrong with a value; it is shown where there is one."""
-    said = str(error)
-    return said if said.startswith("is ") else f"{said}, not {shown}; mend it or drop the row"
-
-
-def arrange(spooled: Path, files: Sequence[Path], metadata: Mapping[str, FieldType], passages: Path) -> None:
-    """Write the passages of a shard by id.
+def sort_shard(spooled: Path, files: Sequence[Path], metadata: Mapping[str, FieldType], passages: Path) -> None:
+    """Write the passages of a shard, sorted by id. Only the ids are held in memory.
 
     Args:
-        spooled: rows as `deal` wrote them; no more than their ids is held in memory.
-        files: of the corpus, in the order `deal` read them.
-        passages: the file to write.
+        spooled: file that `partition` wrote.
+        files: of the corpus, in the order in which `partition` read them.
+        passages: file to write.
 
     Raises:
-        BadRow: an id stands twice.
+        BadRow: an id is duplicate.
     """
     with pa.memory_map(str(spooled)) as source:
         table = pa.ipc.open_file(source).read_all()
@@ -219,6 +208,6 @@ def _by_id(table: pa.Table, order: np.ndarray, files: Sequence[Path]) -> Iterato
         for place in zip(*(part.column(name).to_pylist() for name in ("id", "_file", "_row")), strict=True):
             if last is not None and place[0] == last[0]:
                 _, file, row = max(last, place)
-                raise BadRow(f"corpus={files[file]}: row {row}: id {place[0]} stands twice; ids must be unique")
+                raise BadRow(f"corpus={files[file]}: row {row}: id {place[0]} is a duplicate; ids must be unique")
             last = place
         yield part

@@ -1,8 +1,8 @@
-"""Which FAISS index holds a shard's vectors: chosen by their count, their dimension and the memory there is.
+"""Choose and build the FAISS index of a shard, by number of vectors, dimension and memory.
 
-A factory is a FAISS index as `faiss.index_factory` spells it. The choice follows autofaiss: exact below ten thousand
-vectors, a graph while memory holds it, inverted lists while it holds the vectors alone, product-quantised lists beyond
-that. Quantised types are ranked again by the vectors themselves, which stay on disk.
+A factory is an index type as `faiss.index_factory` spells it. The choice follows autofaiss: exact search below ten thousand
+vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and product-quantised lists
+otherwise. Candidates of quantised types are reranked by the vectors, which stay on disk.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval.faiss_import import faiss
 
 EXACT_BELOW = 10_000
-"""Vectors from which a shard is searched by a graph; below, exact search is as fast and exact."""
+"""Vectors below which exact search is as fast as a graph."""
 HNSW_LINKS = 32
 EF_CONSTRUCTION = 128
-"""Candidates kept while a graph is built."""
+"""Candidates during the construction of a graph."""
 DIMENSIONS_PER_CODE = (2, 4, 8, 16)
-"""Of product quantisers, one byte a code: 8 to 64 times smaller than the vectors."""
+"""Dimensions per byte of product quantisers: 8 to 64 times smaller than the vectors."""
 MOST_PER_CODE = 4
-"""Dimensions that a code really holds; OPQ reduces what is more (FAISS's guidelines)."""
+"""Dimensions that a code represents; OPQ reduces more dimensions to these (FAISS's guidelines)."""
 TRAINING_POINTS = 40
-"""Vectors a centroid that training takes: FAISS wants 39 at least, and gains little beyond 100."""
+"""Training vectors per centroid: FAISS requires 39, and more than 100 help little."""
 BLOCK = 1 << 14
-"""Vectors that are added, or gathered, at a time."""
+"""Vectors added or copied at once."""
 GIB = 1 << 30
 
 
 def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int = 1, given: str | None = None) -> str:
-    """The best type that memory holds, or the given one if it does.
+    """Choose the best type that fits the memory.
 
     Args:
         vectors: of the largest shard.
-        dimension: of them.
         memory_gib: most memory of a shard while it is searched; None: no limit.
-        shards: of the index, for what is proposed if nothing fits.
-        given: a type; None: all are considered.
+        shards: of the index, for the remedies in the error message.
+        given: the only type to consider; None: all.
 
     Raises:
         InputError: nothing fits.
@@ -51,7 +50,7 @@ def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int =
             return given
         raise InputError(
             f"memory_gib={memory_gib:g}: factory={given} takes {_gib(size)} GiB a shard of {vectors} vectors of {dimension} "
-            "dimensions; allow as much, give a smaller one, or leave it to be chosen"
+            "dimensions; raise memory_gib, give a smaller type, or leave factory out"
         )
     types = candidates(vectors, dimension)
     if memory_gib is None:
@@ -68,7 +67,7 @@ def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int =
 
 
 def _what_would_fit(vectors: int, dimension: int, memory_gib: float, shards: int) -> str:
-    """The settings that change least, each of them enough."""
+    """The smallest changes of settings, each of them sufficient."""
 
     def least(vectors: int, dimension: int) -> int:
         return min(memory(factory, dimension, vectors) for factory in candidates(vectors, dimension))
@@ -88,13 +87,13 @@ def _what_would_fit(vectors: int, dimension: int, memory_gib: float, shards: int
 
 
 def _gib(size: int) -> str:
-    """Rounded up, so that what is set to it is enough."""
+    """GiB rounded up, so that the printed value is sufficient."""
     digits = 10 ** max(0, 3 - len(str(size // GIB)))
     return f"{math.ceil(size / GIB * digits * 10) / (digits * 10):g}"
 
 
 def candidates(vectors: int, dimension: int) -> list[str]:
-    """The types for so many vectors, the best first, each with less memory than the one before."""
+    """Index types for a number of vectors, the best first, with decreasing memory."""
     if vectors < EXACT_BELOW:
         return ["Flat"]
     lists = centroids(vectors)
@@ -107,7 +106,7 @@ def candidates(vectors: int, dimension: int) -> list[str]:
 
 
 def centroids(vectors: int) -> int:
-    """Inverted lists for so many vectors, after autofaiss."""
+    """Number of inverted lists, after autofaiss."""
     if vectors < 1_000_000:
         return int(4 * math.sqrt(vectors))
     if vectors < 10_000_000:
@@ -116,10 +115,10 @@ def centroids(vectors: int) -> int:
 
 
 def new(factory: str, dimension: int) -> Any:
-    """An empty index of inner products.
+    """Create an empty inner-product index.
 
     Raises:
-        InputError: FAISS does not know it, or it cannot do what a shard does.
+        InputError: FAISS knows no such type, or it cannot search a subset of its vectors.
     """
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
@@ -127,7 +126,7 @@ def new(factory: str, dimension: int) -> Any:
         said = str(error).rsplit(": ", 1)[-1]
         raise InputError(
             f"factory={factory}: FAISS makes no such index of {dimension} dimensions ({said}); give one like HNSW32, "
-            f"IVF1024,Flat or OPQ48_192,IVF1024,PQ48, or leave it to be chosen"
+            f"IVF1024,Flat or OPQ48_192,IVF1024,PQ48, or leave factory out"
         ) from error
     inner = leaf(index)
     kinds = (faiss.IndexFlat, faiss.IndexHNSW, faiss.IndexIVF)
@@ -142,7 +141,7 @@ def new(factory: str, dimension: int) -> Any:
 
 
 def leaf(index: Any) -> Any:
-    """The index behind the transformations."""
+    """The index behind its pre-transforms."""
     while isinstance(index, faiss.IndexPreTransform):
         index = faiss.downcast_index(index.index)
     return index
@@ -153,7 +152,7 @@ def _transformations(index: Any) -> list[Any]:
 
 
 def holds_originals(index: Any) -> bool:
-    """Can the vectors be read from it as they were added, at once?"""
+    """Whether the index stores the vectors unchanged and contiguously."""
     flat = isinstance(index, faiss.IndexFlat)
     return flat or (
         isinstance(index, faiss.IndexHNSW) and isinstance(faiss.downcast_index(index.storage), faiss.IndexFlat)
@@ -161,50 +160,51 @@ def holds_originals(index: Any) -> bool:
 
 
 def is_lossy(index: Any) -> bool:
-    """Are its scores not those of the vectors, so that what it finds has to be ranked again?"""
+    """Whether scores are approximate, so that candidates are reranked by the vectors."""
     return not (holds_originals(index) or isinstance(index, faiss.IndexIVFFlat))
 
 
 def memory(factory: str, dimension: int, vectors: int) -> int:
-    """Bytes of the index of so many vectors: what it takes on disk, and in memory once all of it was touched.
+    """Bytes of an index on disk, and in memory once all of it was read.
 
     Raises:
         InputError: see `new`.
     """
-    return _bytes(new(factory, dimension), vectors)
+    return index_bytes(new(factory, dimension), vectors)
 
 
-def _bytes(index: Any, vectors: int) -> int:
+def index_bytes(index: Any, vectors: int) -> int:
+    """Bytes of an empty index once it holds `vectors` vectors."""
     if isinstance(index, faiss.IndexPreTransform):
         matrices = sum(4 * t.d_in * t.d_out for t in _transformations(index))
         matrices += sum(
             4 * t.d_in**2 for t in _transformations(index) if isinstance(t, faiss.PCAMatrix)
-        )  # all of it stays
-        return matrices + _bytes(faiss.downcast_index(index.index), vectors)
+        )  # PCA keeps all components
+        return matrices + index_bytes(faiss.downcast_index(index.index), vectors)
     if isinstance(index, faiss.IndexHNSW):
         lowest, above = index.hnsw.nb_neighbors(0), index.hnsw.nb_neighbors(1)
-        links = 4 * (lowest + above / (above - 1)) if above > 1 else 4 * lowest  # a level has 1/above of that below it
-        return _bytes(faiss.downcast_index(index.storage), vectors) + int(vectors * (links + 12))  # a level, an offset
+        links = (
+            4 * (lowest + above / (above - 1)) if above > 1 else 4 * lowest
+        )  # each level has 1/above of the one below
+        return index_bytes(faiss.downcast_index(index.storage), vectors) + int(
+            vectors * (links + 12)
+        )  # level and offset
     if isinstance(index, faiss.IndexIVF):
         tables = 4 * index.pq.ksub * index.pq.d if isinstance(index, faiss.IndexIVFPQ) else 0
-        coarse = _bytes(faiss.downcast_index(index.quantizer), index.nlist)
+        coarse = index_bytes(faiss.downcast_index(index.quantizer), index.nlist)
         return coarse + tables + vectors * (index.code_size + 8)
     return vectors * int(index.sa_code_size())
 
 
-# ------------------------------------------------------------------------------------------------------ building
-
-
 def build(factory: str, vectors: np.ndarray, gpu: bool = False) -> Any:
-    """Train an index on a sample and add all vectors, some at a time.
+    """Train an index on a sample and add all vectors in blocks.
 
     Args:
-        factory: see above.
-        vectors: (n, d) float32 unit vectors, which may be mapped from a file.
-        gpu: find centroids and assign vectors to them on this process' GPUs; graphs are built by the CPU all the same.
+        vectors: (n, d) float32 unit vectors, possibly memory-mapped.
+        gpu: run k-means and assignment on the GPUs of this process; graphs are built on CPUs.
 
     Raises:
-        InputError: it is made for more vectors than there are, or `gpu` where FAISS has none.
+        InputError: the type needs more vectors, or `gpu` is set and FAISS has no GPU support.
     """
     n, d = vectors.shape
     index = new(factory, d)
@@ -212,8 +212,8 @@ def build(factory: str, vectors: np.ndarray, gpu: bool = False) -> Any:
         least, wanted = _training_points(index)
         if n < least:
             raise InputError(
-                f"factory={factory}: training takes {least} vectors and a shard has {n}; give a smaller one, fewer shards, "
-                "or leave it to be chosen"
+                f"factory={factory}: training takes {least} vectors and a shard has {n}; give a type with fewer lists, fewer "
+                "shards, or leave factory out"
             )
         coarse = leaf(index)
         if gpu and isinstance(coarse, faiss.IndexIVF):
@@ -229,7 +229,7 @@ def build(factory: str, vectors: np.ndarray, gpu: bool = False) -> Any:
 
 
 def _training_points(index: Any) -> tuple[int, int]:
-    """How many vectors training takes at least, and how many are enough."""
+    """Least and sufficient number of training vectors."""
     inner = leaf(index)
     least = inner.nlist if isinstance(inner, faiss.IndexIVF) else 1
     product = getattr(inner, "pq", None) or getattr(faiss.downcast_index(getattr(inner, "storage", inner)), "pq", None)
@@ -239,7 +239,7 @@ def _training_points(index: Any) -> tuple[int, int]:
 
 
 def sample(vectors: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
-    """At most `count` of the vectors, drawn without replacement; the same every time, in the order of the rows."""
+    """Draw at most `count` vectors without replacement; the same ones every time, in row order."""
     if len(vectors) <= count:
         return np.ascontiguousarray(vectors, dtype=np.float32)
     rows = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
@@ -247,13 +247,13 @@ def sample(vectors: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
 
 
 def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
-    """All vectors, some at a time, as FAISS takes them."""
+    """Yield all vectors in contiguous float32 blocks."""
     for start in range(0, len(vectors), BLOCK):
         yield np.ascontiguousarray(vectors[start : start + BLOCK], dtype=np.float32)
 
 
 def require_gpu_faiss() -> None:
-    """InputError unless this FAISS runs on GPUs."""
+    """Raise InputError unless FAISS has GPU support."""
     if not hasattr(faiss, "StandardGpuResources"):
         raise InputError(
             "gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]', "
@@ -262,20 +262,20 @@ def require_gpu_faiss() -> None:
 
 
 def on_gpus(index: Any) -> Any:
-    """A copy of an index on the GPUs that this process sees."""
+    """Copy an index to the GPUs of this process."""
     require_gpu_faiss()
     return faiss.index_cpu_to_all_gpus(index)
 
 
 def _coarse_vectors(inverted: Any) -> Any:
-    """The centroids of inverted lists, for exact search."""
+    """A flat index of the centroids of inverted lists."""
     centres = faiss.IndexFlatIP(inverted.d)
     centres.add(inverted.quantizer.reconstruct_n(0, inverted.nlist))
     return centres
 
 
 def _add_assigned(index: Any, block: np.ndarray, centres: Any) -> None:
-    """Add vectors to inverted lists that another index of the centroids finds for them."""
+    """Add vectors to the inverted lists that `centres` assigns."""
     inner = leaf(index)
     if inner is not index:
         for transformation in _transformations(index):

@@ -1,8 +1,7 @@
-"""Import FAISS, or say in one line how to install it.
+"""Import FAISS, or explain in one line how to install it.
 
-Two distributions provide the module `faiss`: faiss-cpu and faiss-gpu. pip does not know that they conflict. Where both
-are installed their files are mixed, and uninstalling one removes files of the other. So neither is a dependency of this
-package: the extras `cpu` and `gpu` name one each.
+The distributions faiss-cpu and faiss-gpu both provide the module `faiss`, and pip does not know that they conflict: installed
+together they overwrite each other. So neither is a dependency of this package; the extras `cpu` and `gpu` name one each.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def load() -> ModuleType:
     """Import FAISS.
 
     Raises:
-        InputError: it is not installed, two distributions of it are, or files of it are missing.
+        InputError: FAISS is not installed, two distributions of it are, or files are missing.
     """
     installed = [name for name in DISTRIBUTIONS if _is_installed(name)]
     if len(installed) > 1:

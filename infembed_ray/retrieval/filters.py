@@ -1,13 +1,13 @@
-"""Metadata filters of a search: what a request writes in JSON, and the rows of a table that it lets through.
+"""Metadata filters: parse a request's JSON, and compute the mask of the rows that pass.
 
     {"lang": "en", "year": {"gte": 2020, "lt": 2024}, "source": {"in": ["who", "nice"]}, "draft": {"ne": true}}
 
-All conditions hold at once. A bare value means `eq`. `gt gte lt lte` order numbers by size, dates by time and strings by
-code points; `in` and `nin` take a list. Values are of the column's type and never converted: 2020 is no string, 2020.5 no
-integer, true no number. Strings are equal if their code points are: nothing is folded or normalised.
+All conditions must hold. A bare value means `eq`. `gt gte lt lte` compare numbers, dates, and strings by code points; `in` and
+`nin` take a list. Values must have the column's type: "2020" is no integer, 2020.5 no integer, true no number. Strings are
+compared by code points, without folding or normalisation.
 
-A row without a value (null) matches no condition but `ne` and `nin`, which are exactly what `eq` and `in` are not: whoever
-leaves drafts out keeps what nobody called a draft.
+A null matches no condition except `ne` and `nin`, the negations of `eq` and `in`: {"draft": {"ne": true}} keeps passages
+without a draft flag.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray.config import FieldType, nearest
+from infembed_ray.config.base import nearest
+from infembed_ray.config.retrieval import FieldType
 
 Value = str | int | float | bool | date
 
@@ -48,23 +49,23 @@ _WANTED: Mapping[FieldType, str] = {
 
 
 class FilterError(ValueError):
-    """A filter that the index cannot answer: one line that names the field, the value and the remedy."""
+    """A filter is invalid; the message names the field, the value and the remedy."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One comparison; `values` are sorted and as many as the operator takes."""
+    """One comparison with sorted `values`."""
 
     field: str
     operator: str
     values: tuple[Value, ...]
 
     def mask(self, column: pa.ChunkedArray) -> np.ndarray:
-        """(rows,) bool: the rows whose value meets it."""
+        """(rows,) bool mask of the values that meet the condition."""
         if self.operator in _BOUNDS:
             met = _BOUNDS[self.operator](column, pa.scalar(self.values[0], column.type))
         else:
-            # Hashing tells -0.0 from 0.0, which are equal.
+            # is_in hashes, and -0.0 hashes differently from 0.0
             values = [*self.values, *(-v for v in self.values if isinstance(v, float) and v == 0)]
             met = pc.is_in(column, pa.array(values, column.type))
         here = np.asarray(pc.fill_null(met, False))
@@ -73,20 +74,20 @@ class Condition:
 
 @dataclass(frozen=True)
 class Filter:
-    """Conditions that hold at once, in a fixed order: equal filters are equal, and can be keys."""
+    """Conditions that must all hold, in a canonical order: equal filters compare equal and hash alike."""
 
     conditions: tuple[Condition, ...]
 
     def mask(self, table: pa.Table) -> np.ndarray:
-        """(rows,) bool: the rows of `table` that may be found."""
+        """(rows,) bool mask of the rows that pass."""
         return np.logical_and.reduce([c.mask(table.column(c.field)) for c in self.conditions])
 
 
 def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> Filter | None:
-    """A filter as it was written, checked against the metadata columns of an index; None if it leaves nothing out.
+    """Parse a filter and check it against the metadata columns of an index; None if it has no condition.
 
     Raises:
-        FilterError: an unknown field or operator, a value of the wrong type, bounds that nothing is between.
+        FilterError: an unknown field or operator, a value of the wrong type, or an empty range.
     """
     if filter is None:
         return None
@@ -108,34 +109,36 @@ def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> 
             ]
         else:
             of_field = [_condition(f"filter.{field}={_short(written)}", field, schema[field], "eq", written)]
-        _require_room(field, of_field)
+        _require_range(field, of_field)
         conditions += of_field
     return Filter(tuple(sorted(conditions, key=lambda c: (c.field, c.operator)))) if conditions else None
 
 
 def typed(value: Any, kind: FieldType) -> Value:
-    """A JSON value as one of a metadata column's type.
+    """Convert a JSON value to the type of a metadata column.
 
     Raises:
-        ValueError: it is of another type; the message says what the type takes.
+        ValueError: the value has another type; the message says what the type takes.
     """
-    taken = _taken(value, kind)
-    if taken is None:
+    converted = _converted(value, kind)
+    if converted is None:
         raise ValueError(f"must be {_WANTED[kind]}")
-    return taken
+    return converted
 
 
-def _taken(value: Any, kind: FieldType) -> Value | None:
+def _converted(value: Any, kind: FieldType) -> Value | None:
     if kind == "boolean":
         return value if isinstance(value, bool) else None
     if kind == "integer":
         return value if type(value) is int and -(2**63) <= value < 2**63 else None
-    with contextlib.suppress(ValueError, OverflowError):  # no such day or character; beyond what a float holds
+    with contextlib.suppress(ValueError, OverflowError):  # an impossible date or character, or a number too large
         if kind == "number" and type(value) in (int, float):
-            return float(value) if math.isfinite(value) and float(value) == value else None  # 2^53 + 1 is no float
+            return (
+                float(value) if math.isfinite(value) and float(value) == value else None
+            )  # a float cannot hold 2^53 + 1
         if kind == "date" and isinstance(value, str):
             day = date.fromisoformat(value)
-            return day if day.isoformat() == value else None  # Python 3.11 reads more than 3.10
+            return day if day.isoformat() == value else None  # Python 3.11 accepts more formats than 3.10
         if kind == "string" and isinstance(value, str):
             value.encode()
             return value
@@ -163,8 +166,8 @@ def _condition(where: str, field: str, kind: FieldType, operator: Any, written: 
     return Condition(field, operator, tuple(sorted(values)))
 
 
-def _require_room(field: str, conditions: list[Condition]) -> None:
-    """FilterError if no value can be between the bounds of a field."""
+def _require_range(field: str, conditions: list[Condition]) -> None:
+    """Raise FilterError if no value lies between the bounds of a field."""
     bounds = {c.operator: c.values[0] for c in conditions if c.operator in _BOUNDS}
     for low in ("gt", "gte"):
         for high in ("lt", "lte"):
@@ -178,7 +181,7 @@ def _require_room(field: str, conditions: list[Condition]) -> None:
 
 
 def _short(value: Any) -> str:
-    """A value in one line, however large it is."""
+    """A value as one short line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return reprlib.repr(str(value) if isinstance(value, date) else value)

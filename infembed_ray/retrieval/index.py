@@ -1,4 +1,4 @@
-"""An index: a published directory of shards, and the facts that tie it to the encoder that built it."""
+"""An index: a published directory of shards, and its facts in the manifest."""
 
 from __future__ import annotations
 
@@ -10,76 +10,79 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.config import FieldType
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.changes import ChangeLog
-from infembed_ray.retrieval.live import LiveShard, ShardQuery
 from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge
-from infembed_ray.storage import MANIFEST, existing, read_manifest
+from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
+from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
 METRIC = "inner_product"
 FORMAT = 2
-"""Of the files and facts of an index, and of how they are made: a version's identity tells it. 1 had rows in any order and no parameters of the search."""
+"""Format of the files and facts, part of a version's identity. Format 1 had unsorted rows and no search parameters."""
 CHANGES = "changes"
-"""Directory beside the versions of an index, with a change log for each lineage."""
+"""Directory beside the versions, with the write-ahead log of each lineage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexFacts:
-    """What the manifest of an index says under `index`."""
+    """The facts of an index, stored under `index` in its manifest.
+
+    Attributes:
+        encoder: `InstructionEncoder.fingerprint()` of the encoder that built it.
+        model: directory or hub name of that encoder at build time.
+        template: how the encoder joins instruction and query; informational, the fingerprint covers it.
+        dimension: of the vectors.
+        dimensions: to load the encoder with (`InstructionEncoder.from_pretrained(dimensions=...)`).
+        metadata: columns of the passages besides id and text.
+        lineage: identity of the first version; versions of a lineage share their write-ahead log.
+        folded: sequence of the last change that the shards include.
+    """
 
     encoder: str
-    """`InstructionEncoder.fingerprint()` of the encoder that built it."""
     model: str
-    """Directory or hub name of that encoder, as it was then."""
     template: str
-    """How it makes one text of instruction and query; for people to read, the fingerprint covers it."""
     dimension: int
-    """Of its vectors."""
     dimensions: int | None = None
-    """What the encoder has to be loaded with (`InstructionEncoder.from_pretrained(dimensions=...)`)."""
     passages: int
     metadata: Mapping[str, FieldType] = field(default_factory=dict)
-    """Columns of its passages beside id and text."""
     shards: Sequence[ShardFacts]
     lineage: str
-    """Identity of the first version: those made of it and of changes share their change log."""
     folded: int = 0
-    """Sequence of the last change that is in the shards."""
     metric: str = METRIC
     format: int = FORMAT
 
     @property
     def recall_at_10(self) -> float:
-        """Of the passages' shards, on average."""
+        """Mean over the shards, weighted by passages."""
         found = sum(shard.recall_at_10 * shard.passages for shard in self.shards)
         return round(found / self.passages, 4) if self.passages else 1.0
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(shard.bytes for shard in self.shards)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> IndexFacts:
-        """From what `as_json` made."""
+    def from_json(cls, values: Mapping[str, Any]) -> IndexFacts:
+        """Inverse of `as_json`."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         return cls(**{**known, "shards": [ShardFacts(**shard) for shard in values["shards"]]})
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest, with the figures that follow from those of the shards."""
+        """The facts for the manifest, with the totals over the shards."""
         return {**asdict(self), "recall_at_10": self.recall_at_10, "bytes": self.bytes}
 
     @classmethod
     def read(cls, root: Path, name: str = "index") -> IndexFacts:
-        """Of a published index.
+        """Read the facts of a published index.
 
         Args:
-            root: its directory.
-            name: the setting the path came from, for error messages.
+            root: directory of the version.
+            name: setting with the path, for error messages.
 
         Raises:
-            InputError: it is no index, or of a format that this version does not read, or its manifest is damaged.
+            InputError: it is no index, its format is not supported, or its manifest is damaged.
         """
         manifest = read_manifest(root, name)
         if "index" not in manifest:
@@ -91,7 +94,7 @@ class IndexFacts:
                 f"with `infembed index`, or use the version that built it ({manifest.get('code_version', 'unknown')})"
             )
         try:
-            return cls.of(manifest["index"])
+            return cls.from_json(manifest["index"])
         except (TypeError, KeyError) as error:
             raise InputError(
                 f"{name}={root}: {MANIFEST} does not describe an index ({error}); restore it, or build the index again"
@@ -99,13 +102,12 @@ class IndexFacts:
 
 
 class Index:
-    """An open index; get one with `Index.open`.
+    """An index; `Index.open` opens one.
 
     Attributes:
-        path: its directory.
-        version: its identity: the same corpus, encoder and settings give the same version.
-        facts: what its manifest says.
-        shards: open, in the order of `facts.shards`; none if it is only described.
+        path: directory of the version.
+        version: identity; the same corpus, encoder and settings give the same version.
+        shards: in the order of `facts.shards`; empty after `Index.describe`.
     """
 
     def __init__(self, path: Path, version: str, facts: IndexFacts, shards: Sequence[Shard]) -> None:
@@ -116,17 +118,17 @@ class Index:
 
     @classmethod
     def open(cls, path: str | Path, encoder_fingerprint: str | None = None) -> Index:
-        """Open a published index and check it whole.
+        """Open a published index and verify all files.
 
         Args:
-            path: the index, or the output directory whose `latest` names it.
-            encoder_fingerprint: of the encoder that is to query it; None leaves that to the caller.
+            path: a version, or an output directory whose `latest` names one.
+            encoder_fingerprint: of the encoder that will query it; None skips the check.
 
         Raises:
-            InputError: there is no index, another encoder built it, its format is another, or a shard's file is missing
+            InputError: there is no index, another encoder built it, its format is not supported, or a file is missing
                 or corrupted.
         """
-        index = cls._of(existing(str(path), "index"))
+        index = cls._of(resolve_input(str(path), "index"))
         index.shards = [Shard.open(index.path, shard) for shard in index.facts.shards]
         if encoder_fingerprint is not None:
             index.require_encoder(encoder_fingerprint)
@@ -134,12 +136,12 @@ class Index:
 
     @classmethod
     def describe(cls, path: str | Path) -> Index:
-        """Read what a published index says of itself. Its shards are not opened, nor copied from an object store.
+        """Read the facts of a published index; its shards are neither opened nor downloaded.
 
         Raises:
-            InputError: there is no index, or its format is another.
+            InputError: there is no index, or its format is not supported.
         """
-        return cls._of(existing(str(path), "index", [MANIFEST]))
+        return cls._of(resolve_input(str(path), "index", [MANIFEST]))
 
     @classmethod
     def _of(cls, root: Path) -> Index:
@@ -147,7 +149,7 @@ class Index:
         return cls(root, read_manifest(root, "index")["identity"], facts, [])
 
     def require_encoder(self, fingerprint: str) -> None:
-        """InputError unless this is the fingerprint of the encoder that built the index."""
+        """Raise InputError unless this encoder built the index."""
         if fingerprint != self.facts.encoder:
             raise InputError(
                 f"index={self.path}: built by another encoder ({self.facts.encoder}, {self.facts.model}) than the one "
@@ -156,16 +158,16 @@ class Index:
 
     @property
     def changes(self) -> Path:
-        """Directory of the changes made to it and to all versions of its lineage."""
+        """Directory of the write-ahead log of its lineage."""
         return changes_of(self.path, self.facts)
 
     def search(self, vectors: np.ndarray, k: int, filter: Mapping[str, Any] | None = None) -> list[list[Hit]]:
-        """The best `k` passages of each query over all shards, by (score, id), descending, with all changes until now.
+        """Search all shards with all changes until now; returns the best `k` passages per query by (score, id), descending.
 
         Args:
             vectors: (queries, dimension) float32 unit vectors.
-            k: most hits a query.
-            filter: on the metadata; see `filters`.
+            k: most hits per query.
+            filter: metadata filter; see `filters`.
 
         Raises:
             FilterError: the filter does not fit the metadata.
@@ -181,7 +183,7 @@ class Index:
 
     @cached_property
     def _live(self) -> list[LiveShard]:
-        log = ChangeLog(self.changes, self.facts.metadata, self.facts.dimension)
+        log = change_log(self.path, self.facts)
         return [
             LiveShard(shard, log, number, len(self.shards), self.facts.folded)
             for number, shard in enumerate(self.shards)
@@ -189,5 +191,10 @@ class Index:
 
 
 def changes_of(root: Path, facts: IndexFacts) -> Path:
-    """The change log of the lineage of a published index."""
+    """Directory of the write-ahead log of a published index."""
     return root.parent / CHANGES / facts.lineage
+
+
+def change_log(root: Path, facts: IndexFacts) -> ChangeLog:
+    """The write-ahead log of a published index."""
+    return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)

@@ -1,7 +1,6 @@
-"""The passages of a shard: id, text and typed metadata in a memory-mapped Arrow file, in the order of their ids.
+"""The passages of a shard: id, text and typed metadata in a memory-mapped Arrow file, sorted by id.
 
-The order is the id map: a passage is found by bisection, and nothing is held in memory. All rows are one record batch,
-so that a few of them are fetched without a look at the others.
+A passage is found by bisection over the ids. All rows are one record batch, so fetching a few rows does not touch the others.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,10 +18,11 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray.config import FieldType
+from infembed_ray import durable
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.filters import Value, typed
 
-TEXT = pa.large_string()  # the offsets of a string end at 2 GiB
+TEXT = pa.large_string()  # pa.string() holds 2 GiB at most
 COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
     "string": TEXT,
     "integer": pa.int64(),
@@ -34,16 +33,16 @@ COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
 
 
 def schema(metadata: Mapping[str, FieldType]) -> pa.Schema:
-    """Columns of passages with this metadata; only metadata can be null."""
+    """Arrow schema of passages with these metadata columns, which alone can be null."""
     columns = [("id", TEXT), ("text", TEXT), *((name, COLUMN_TYPES[kind]) for name, kind in metadata.items())]
     return pa.schema(columns)
 
 
 def as_typed(value: Any, kind: FieldType) -> Value | None:
-    """A value of a corpus as its column holds it: text as CSV writes it is read, and empty text is none.
+    """Convert a corpus value to its column type. Strings of CSV files are parsed; an empty one is null.
 
     Raises:
-        ValueError: it is of another type; the message says what the type takes.
+        ValueError: the value has another type; the message says what the type takes.
     """
     if value is None or (value == "" and kind != "string"):
         return None
@@ -51,14 +50,14 @@ def as_typed(value: Any, kind: FieldType) -> Value | None:
         with contextlib.suppress(ValueError, KeyError):
             value = _READ[kind](value)
     elif isinstance(value, datetime) and value.time() == time():
-        value = value.date().isoformat()  # Parquet files have points in time where days are meant
+        value = value.date().isoformat()  # Parquet files often store dates as timestamps
     elif isinstance(value, date) and not isinstance(value, datetime):
         value = value.isoformat()
     return typed(value, kind)
 
 
 _NUMBER = re.compile(r"[-+.eE0-9]+")
-"""Python's numbers may have other digits, and underscores."""
+"""Stricter than int() and float(), which accept other digits and underscores."""
 _READ: Mapping[FieldType, Callable[[str], Any]] = {
     "integer": lambda text: int(text) if _NUMBER.fullmatch(text) else text,
     "number": lambda text: float(text) if _NUMBER.fullmatch(text) else text,
@@ -66,16 +65,13 @@ _READ: Mapping[FieldType, Callable[[str], Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- files
-
-
 def open_passages(file: Path) -> pa.Table:
-    """Map a file that `write_passages` wrote."""
+    """Memory-map a file of `write_passages`."""
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
 def row_of(passages: pa.Table, id: str) -> int | None:
-    """The row of a passage; None: there is none."""
+    """The row of a passage; None if there is none."""
     ids = passages.column("id")
     row = bisect.bisect_left(
         range(len(ids)), id.encode(errors="surrogatepass"), key=lambda r: ids[r].as_buffer().to_pybytes()
@@ -84,7 +80,7 @@ def row_of(passages: pa.Table, id: str) -> int | None:
 
 
 def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
-    """Some rows of a table of many chunks, in their order, as one chunk; `Table.take` would copy all chunks for it."""
+    """Take rows of a table with many chunks as one chunk; `Table.take` would copy all chunks."""
     if not len(rows):
         return passages.schema.empty_table()
     chunks = passages.to_batches()
@@ -102,49 +98,39 @@ def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
 
 
 def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
-    """Write passages as one record batch.
+    """Write passages as one record batch, atomically. Texts are not held in memory.
 
     Args:
-        file: appears whole or not at all.
         schema: see `schema`.
-        tables: the passages, some at a time, by id ascending. Texts are not held in memory.
+        tables: passages by id ascending, some at a time.
 
     Returns:
-        how many.
+        Number of passages.
 
     Raises:
-        ValueError: ids do not ascend, or stand twice.
+        ValueError: ids do not ascend, or one is duplicate.
         OSError: the disk is full.
     """
-    partial = file.with_name(f"{file.name}.partial")
     last: bytes | None = None
-    columns = [_column(field.type, file.parent) for field in schema]
+    columns = [_Texts(file.parent) if field.type == TEXT else _Values(field.type) for field in schema]
     rows = 0
     for table in tables:
         ids = table.column("id").cast(pa.large_binary()).to_pylist()
         for id in ids:
             if last is not None and id <= last:
-                raise ValueError(f"ids must ascend and stand once: {id.decode()!r} comes after {last.decode()!r}")
+                raise ValueError(f"ids must be unique and ascend: {id.decode()!r} comes after {last.decode()!r}")
             last = id
         for column, field in zip(columns, schema, strict=True):
             column.append(table.column(field.name).cast(field.type).combine_chunks())
         rows += len(ids)
     batch = pa.RecordBatch.from_arrays([column.array(rows) for column in columns], schema=schema)
-    with partial.open("wb") as stream:
-        with pa.ipc.new_file(stream, schema) as writer:
-            writer.write_batch(batch)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+    with durable.replacing(file) as stream, pa.ipc.new_file(stream, schema) as writer:
+        writer.write_batch(batch)
     return rows
 
 
-def _column(kind: pa.DataType, scratch: Path) -> _Values | _Texts:
-    return _Texts(scratch) if kind == TEXT else _Values(kind)
-
-
 class _Values:
-    """A column whose values take a few bytes each."""
+    """A column of fixed-size values, held in memory."""
 
     def __init__(self, kind: pa.DataType) -> None:
         self._kind = kind
@@ -158,7 +144,7 @@ class _Values:
 
 
 class _Texts:
-    """A column of texts: their bytes go to a file, which is mapped in the end."""
+    """A column of texts, spilled to a temporary file that is mapped in the end."""
 
     def __init__(self, scratch: Path) -> None:
         self._bytes: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - open as long as the column
@@ -186,6 +172,6 @@ class _Texts:
 
 
 def batches(passages: pa.Table, rows: int) -> Iterator[pa.Table]:
-    """A table some rows at a time."""
+    """Slice a table into blocks of `rows` rows."""
     for start in range(0, passages.num_rows, rows):
         yield passages.slice(start, rows)

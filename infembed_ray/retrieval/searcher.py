@@ -1,11 +1,10 @@
-"""Search of one FAISS index: among all of its vectors or some of them, to exact scores.
+"""Search one FAISS index, with or without a filter, to exact scores.
 
-Graphs and inverted lists find what is near and not all of it; how hard they look is set by parameters that `calibrate`
-finds, and grows with how much is asked for. Among some vectors, the nearest of all are found, enough of them that `k` are
-left when the others are dropped: what is left is the nearest then, however the others lie around the query. Where that
-takes more than to compare the query with all that is kept, this is done, exactly. Lossy types find candidates, which the
-vectors themselves rank again. Of vectors that share the k-th place, exact search of all returns those with the highest rows;
-the other types return some of them.
+Graphs and inverted lists are approximate. Their effort is set by parameters that `calibrate` finds, and grows with the number
+of hits. A filtered search over-fetches: it finds enough nearest vectors that `k` pass the filter, and drops the others. If
+that would compare more vectors than pass the filter, it compares the query with those instead, exactly. Candidates of lossy
+types are reranked by the vectors. Of vectors with equal scores at the k-th place, exact search returns those with the highest
+rows; other types return some of them.
 """
 
 from __future__ import annotations
@@ -21,39 +20,38 @@ from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_ori
 from infembed_ray.retrieval.faiss_import import faiss
 
 AIM = 0.99
-"""recall@10 that parameters are chosen for."""
+"""Recall@10 that calibration aims for."""
 QUERIES = 256
-"""Vectors that parameters are chosen by; as many others measure what they give."""
+"""Vectors that choose the parameters; as many others measure the recall."""
 NEAR = 10
 QUERY_COSINE = 0.5
-"""Of a made query with the passage that it is made of: what it finds is about as far from it as from a real query. Of 200,000
-passages, efSearch 16, 64 and 256 found 85, 97 and 99.5 % of the nearest to made queries, 89, 97 and 99.6 % of those to real
-ones, and 99.5, 100 and 100 % of those to passages."""
+"""Cosine of a synthetic query with its passage, which makes it about as hard as a real query. Over 200,000 passages,
+efSearch 16, 64 and 256 found 85, 97 and 99.5 % of the neighbours of synthetic queries, 89, 97 and 99.6 % of real ones, and
+99.5, 100 and 100 % of passages."""
 LEAST_EF_SEARCH = 256
-"""Passages find passages with far less, but queries lie farther off: of 200,000 passages, 16 found 98.6 % of the nearest to
-passages and 78 % of those to real queries, 256 found 97 % (benchmarks/search.py). For the same reason, no fewer lists are
-visited than the root of all."""
-LEAST_RERANK, MOST_RERANK = 4, 64
-MOST_ON_GPU = 2048
-"""Neighbours that FAISS finds at once on a GPU."""
-_MADE = -2
-"""Row of a query that is none of the vectors."""
-_MORE = 4
-"""Times as many are looked for where too few were left."""
+"""Lower values suffice for passages as queries but not for real ones: over 200,000 passages, 16 found 98.6 % for passages and
+78 % for real queries, 256 found 97 % (benchmarks/search.py). For the same reason, nprobe is at least the root of the lists."""
+LEAST_RERANK, MAX_RERANK = 4, 64
+MAX_ON_GPU = 2048
+"""Most neighbours of one FAISS search on a GPU."""
+_SYNTHETIC = -2
+"""Row of a query that is not one of the vectors."""
+_WIDEN = 4
+"""Factor by which a search is widened when too few vectors pass the filter."""
 _TIE = 1e-6
-"""Scores this close are equal: float32 sums in another order."""
+"""Difference below which scores are equal; float32 sums depend on their order."""
 EF_SEARCH, NPROBE, RERANK = "efSearch", "nprobe", "rerank"
-"""Parameters: candidates kept in a graph; lists visited; candidates a hit that are ranked again."""
+"""Search parameters: candidates of a graph, inverted lists, reranked candidates per hit."""
 
 
 class Searcher:
-    """n vectors to be searched.
+    """Search over n vectors of d dimensions.
 
     Args:
-        index: FAISS index of them, under the inner product.
-        originals: (n, d) float32, the vectors; may be mapped. None: the index holds them as they are.
-        parameters: see `calibrate`; those that the index has no use for are left out.
-        gpu: search on this process' GPUs, one call at a time, where nothing is left out and the type allows it.
+        index: FAISS inner-product index.
+        originals: (n, d) float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
+        parameters: of `calibrate`.
+        gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
     """
 
     def __init__(
@@ -70,61 +68,58 @@ class Searcher:
         self.parameters: dict[str, int] = {}
         self.use(parameters or {})
         self._on_gpus = on_gpus(index) if gpu and not isinstance(self._leaf, faiss.IndexHNSW) else None
-        self._one_at_a_time = threading.Lock()  # what FAISS keeps on a GPU besides the vectors serves one call
+        self._one_at_a_time = threading.Lock()  # FAISS's scratch memory on a GPU serves one call
 
     def __len__(self) -> int:
         return int(self.index.ntotal)
 
     @property
     def exact(self) -> bool:
-        """Does it find the nearest vectors always?"""
+        """Whether the search is exact."""
         return isinstance(self.index, faiss.IndexFlat)
 
     def use(self, parameters: Mapping[str, int]) -> None:
-        """Search with these from now on."""
+        """Set the search parameters."""
         self.parameters = dict(parameters)
         if EF_SEARCH in parameters:
             self._leaf.hnsw.efSearch = parameters[EF_SEARCH]
         if NPROBE in parameters:
-            self._visit(parameters[NPROBE])
+            self._leaf.nprobe = parameters[NPROBE]
+            if coarse := self._coarse(parameters[NPROBE]):
+                faiss.downcast_index(self._leaf.quantizer).hnsw.efSearch = coarse["quantizer_params"].efSearch
 
-    def _visit(self, lists: int) -> None:
-        self._leaf.nprobe = lists
-        if finding := self._finding(lists):
-            faiss.downcast_index(self._leaf.quantizer).hnsw.efSearch = finding["quantizer_params"].efSearch
-
-    def _finding(self, lists: int) -> dict[str, Any]:
-        """How hard to look for the nearest lists, where they are found by a graph themselves."""
+    def _coarse(self, lists: int) -> dict[str, Any]:
+        """Search parameters of the graph that finds the nearest `lists` lists, if there is one."""
         if isinstance(faiss.downcast_index(self._leaf.quantizer), faiss.IndexHNSW):
             return {"quantizer_params": faiss.SearchParametersHNSW(efSearch=2 * lists)}
         return {}
 
     def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The nearest rows of each query.
+        """Find the nearest rows of each query.
 
         Args:
             vectors: (q, d) float32.
-            k: how many.
-            keep: (n,) bool: rows that may be found; None: all.
+            k: most rows per query.
+            keep: (n,) bool mask of the rows to search; None: all.
 
         Returns:
-            (q, k) float32 scores and (q, k) int64 rows by (score, row), descending; -1 where there are no more.
+            (q, k) float32 scores and (q, k) int64 rows by (score, row), descending; padded with row -1.
         """
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         everything = keep is None or bool(keep.all())
         if self.exact:
-            return self._first(vectors, k, None if everything else keep)
+            return self._flat(vectors, k, None if everything else keep)
         if keep is None or everything:
-            scores, rows = self._best(vectors, *self._nearest(vectors, k * self._again), k)
-            short = (rows >= 0).sum(axis=1) < min(k, len(self))  # the lists that were visited held no more
+            scores, rows = self._best(vectors, *self._nearest(vectors, k * self._rerank), k)
+            short = (rows >= 0).sum(axis=1) < min(k, len(self))  # the visited lists held fewer
             if short.any():
-                scores[short], rows[short] = self._among(vectors[short], k, np.ones(len(self), bool))
+                scores[short], rows[short] = self._filtered(vectors[short], k, np.ones(len(self), bool))
             return scores, rows
-        return self._among(vectors, k, keep)
+        return self._filtered(vectors, k, keep)
 
-    def _first(self, vectors: np.ndarray, k: int, keep: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """The nearest by (score, row), exactly. Of equal scores FAISS keeps the rows that it sees first, so that where the
-        next place's is equal to the k-th, more are looked at."""
+    def _flat(self, vectors: np.ndarray, k: int, keep: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Exact search with ties by row. FAISS keeps the first rows of equal scores, so it is asked for more if the next score
+        equals the k-th."""
         asked = None
         if keep is not None:
             bits = np.packbits(keep, bitorder="little")
@@ -134,30 +129,30 @@ class Searcher:
         best = scores[:, :k].copy(), rows[:, :k].copy()
         tied = np.flatnonzero((scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0))
         while tied.size and count < len(self):
-            count = min(_MORE * count, len(self))
+            count = min(_WIDEN * count, len(self))
             scores, rows = _ordered(*self._nearest(vectors[tied], count, asked))
             best[0][tied], best[1][tied] = scores[:, :k], rows[:, :k]
             tied = tied[(scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)]
         return best
 
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
-        """(rows, d) float32 vectors as they were added."""
+        """The vectors of some rows, (rows, d) float32."""
         return np.array(self.originals[rows], dtype=np.float32)
 
     @property
-    def _again(self) -> int:
+    def _rerank(self) -> int:
         return self.parameters.get(RERANK, 1)
 
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """The nearest by the index' own scores. It looks as hard for each as it was calibrated to for ten."""
-        on_gpus = self._on_gpus if asked is None and count <= MOST_ON_GPU else None
-        harder = count / (NEAR * self._again)
+        """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
+        on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
+        harder = count / (NEAR * self._rerank)
         if harder > 1 and not isinstance(self._leaf, faiss.IndexFlat):
             if isinstance(self._leaf, faiss.IndexHNSW):
                 asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self._leaf.hnsw.efSearch * harder))
             else:
                 lists = min(self._leaf.nlist, math.ceil(self._leaf.nprobe * harder))
-                asked = faiss.SearchParametersIVF(nprobe=lists, **self._finding(lists))
+                asked = faiss.SearchParametersIVF(nprobe=lists, **self._coarse(lists))
             if self._leaf is not self.index:
                 asked = faiss.SearchParametersPreTransform(index_params=asked)
         if on_gpus is None:
@@ -166,7 +161,7 @@ class Searcher:
             return on_gpus.search(vectors, count, params=asked)
 
     def _best(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The best `k` of candidates; those whose row is -1 are none."""
+        """Rerank candidates of lossy types and keep the best `k`; row -1 is padding."""
         if self._lossy:
             scores = np.full_like(scores, -np.inf)
             for query, candidates in enumerate(rows):
@@ -175,14 +170,15 @@ class Searcher:
         scores, rows = _ordered(scores, rows)
         return scores[:, :k], rows[:, :k]
 
-    def _among(self, vectors: np.ndarray, k: int, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _filtered(self, vectors: np.ndarray, k: int, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Over-fetch and drop what does not pass; fall back to exact search over the rows that pass."""
         kept = int(np.count_nonzero(keep))
         scores = np.full((len(vectors), k), -np.inf, dtype=np.float32)
         rows = np.full((len(vectors), k), -1, dtype=np.int64)
         left = np.arange(len(vectors))
-        wanted = min(k * self._again, kept)
+        wanted = min(k * self._rerank, kept)
         share = kept / len(self)
-        # As many as leave enough if what is kept lies everywhere alike; three standard deviations more.
+        # Enough if the kept rows are spread evenly, plus three standard deviations.
         count = math.ceil((wanted + 3 * math.sqrt(wanted * (1 - share))) / share) if kept else 0
         while left.size and max(EXACT_BELOW, self._compared(count)) < kept:
             near, found = self._nearest(vectors[left], count)
@@ -192,14 +188,14 @@ class Searcher:
             done = left[enough]
             scores[done], rows[done] = self._best(vectors[done], near[enough], found[enough], k)
             left = left[~enough]
-            count *= _MORE
+            count *= _WIDEN
         if left.size and kept:
             scores[left], rows[left] = self._exact(vectors[left], k, keep)
         return scores, rows
 
     def _compared(self, count: int) -> float:
-        """About how many vectors a search for the nearest `count` compares with the query."""
-        harder = max(1.0, count / (NEAR * self._again))
+        """Approximate number of vectors that a search for `count` neighbours compares."""
+        harder = max(1.0, count / (NEAR * self._rerank))
         if isinstance(self._leaf, faiss.IndexHNSW):
             return float(self._leaf.hnsw.efSearch * harder * self._leaf.hnsw.nb_neighbors(0))
         if isinstance(self._leaf, faiss.IndexFlat):
@@ -207,14 +203,16 @@ class Searcher:
         return float(self._leaf.nprobe * harder * len(self) / self._leaf.nlist)
 
     def _exact(self, vectors: np.ndarray, k: int, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """By comparing the queries with everything that is kept, some at a time."""
+        """Compare the queries with all kept rows, block by block."""
         scores = np.full((len(vectors), k), -np.inf, dtype=np.float32)
         rows = np.full((len(vectors), k), -1, dtype=np.int64)
         for start in range(0, len(self), BLOCK):
             some = start + np.flatnonzero(keep[start : start + BLOCK])
             if not some.size:
                 continue
-            dense = 2 * len(some) > len(keep[start : start + BLOCK])  # then a copy takes longer than the others do
+            dense = 2 * len(some) > len(
+                keep[start : start + BLOCK]
+            )  # then copying the kept rows costs more than computing the others
             block = self.originals[start : start + BLOCK] if dense else self.originals[some]
             products = vectors @ block.T
             products = products[:, some - start] if dense else products
@@ -229,9 +227,9 @@ class Searcher:
 
 
 def _stored(index: Any) -> np.ndarray:
-    """(n, d) The vectors that an index holds, without a copy; they live as long as the index."""
+    """A view of the (n, d) vectors that an index stores; valid as long as the index."""
     if not holds_originals(index):
-        raise ValueError("this index does not hold its vectors; give them beside it")
+        raise ValueError("this index does not store its vectors; pass them as originals")
     flat = index if isinstance(index, faiss.IndexFlat) else faiss.downcast_index(index.storage)
     if flat.ntotal == 0:
         return np.empty((0, flat.d), dtype=np.float32)
@@ -240,7 +238,7 @@ def _stored(index: Any) -> np.ndarray:
 
 
 def _ordered(scores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By (score, row), descending."""
+    """Sort by (score, row), descending."""
     rising = scores[:, 1:] >= scores[:, :-1]
     if rising.any():
         order = np.lexsort((-rows, -scores))
@@ -248,22 +246,18 @@ def _ordered(scores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return scores, rows
 
 
-# ------------------------------------------------------------------------------------------------------- recall
-
-
 def calibrate(searcher: Searcher, aim: float = AIM) -> tuple[dict[str, int], float]:
-    """The cheapest parameters that reach `aim`, or those that come closest; and the recall they give.
+    """Find the cheapest search parameters that reach a recall@10 of `aim`, or the closest to it.
 
-    Queries are vectors of the index itself, without themselves among their neighbours, and as many made ones, turned from
-    them in a random direction: real queries lie beside the passages, where a graph or its lists find less. What both kinds
-    reach counts, that is the lower figure. Some queries choose the parameters, others measure: the figure is not of those
-    that it was fitted to.
+    Queries are vectors of the index, without themselves as hits, and synthetic queries beside them (`_synthetic_queries`),
+    because real queries do not coincide with passages. The recall is the lower of both. One half of the queries chooses the
+    parameters, the other half measures the recall.
 
     Args:
-        searcher: is left with these parameters.
+        searcher: keeps the parameters found.
 
     Returns:
-        parameters, and recall@10 against exact search; 1 by definition where the search is exact.
+        The parameters, and recall@10 against exact search; 1 if the search is exact.
     """
     n = len(searcher)
     if searcher.exact or n < 2:
@@ -279,7 +273,7 @@ def calibrate(searcher: Searcher, aim: float = AIM) -> tuple[dict[str, int], flo
     elif isinstance(inner, faiss.IndexIVF):
         ladders[NPROBE] = _ladder(math.isqrt(inner.nlist), int(inner.nlist))
     if is_lossy(searcher.index):
-        ladders[RERANK] = _ladder(LEAST_RERANK, min(MOST_RERANK, max(1, n // NEAR)))
+        ladders[RERANK] = _ladder(LEAST_RERANK, min(MAX_RERANK, max(1, n // NEAR)))
     parameters = {name: ladder[-1] for name, ladder in ladders.items()}
     for name, ladder in ladders.items():
         for value in ladder:
@@ -299,18 +293,18 @@ def _ladder(first: int, last: int) -> list[int]:
 
 
 class Neighbours:
-    """The exact nearest neighbours of some vectors among all the others, and those of made queries (`_turned`).
+    """Exact nearest neighbours of some vectors, and of synthetic queries made from them.
 
     Args:
-        vectors: (n, d) float32, n > 1; may be mapped.
-        rows: of those that are queries, and that queries are made of.
+        vectors: (n, d) float32, n > 1, possibly memory-mapped.
+        rows: vectors to use as queries.
     """
 
     def __init__(self, vectors: np.ndarray, rows: np.ndarray) -> None:
         rows = np.sort(rows)
         passages = np.ascontiguousarray(vectors[rows], dtype=np.float32)
-        self.queries = np.concatenate([passages, _turned(passages)])
-        self.rows = np.concatenate([rows, np.full_like(rows, _MADE)])
+        self.queries = np.concatenate([passages, _synthetic_queries(passages)])
+        self.rows = np.concatenate([rows, np.full_like(rows, _SYNTHETIC)])
         k = min(NEAR + 1, len(vectors))
         scores = np.empty((len(self.rows), 0), dtype=np.float32)
         found = np.empty((len(self.rows), 0), dtype=np.int64)
@@ -323,18 +317,15 @@ class Neighbours:
         self._scores = _without(self.rows, scores, found)
 
     def recall(self, searcher: Searcher) -> float:
-        """Share of the 10 nearest neighbours that a searcher finds, of passages or of made queries, whichever is lower.
-
-        One that is as near as the tenth counts as it.
-        """
+        """Recall@10 of a searcher: the lower of passages and synthetic queries. Hits tied with the tenth count."""
         k = self._scores.shape[1]
         scores = _without(self.rows, *searcher.search(self.queries, k + 1))[:, :k]
         found = (scores >= self._scores[:, -1:] - _TIE).reshape(2, -1)
         return float(found.mean(axis=1).min())
 
 
-def _turned(vectors: np.ndarray) -> np.ndarray:
-    """(n, d) float32: unit vectors turned in a random direction, the same every time, until the cosine is `QUERY_COSINE`."""
+def _synthetic_queries(vectors: np.ndarray) -> np.ndarray:
+    """Turn (n, d) unit vectors in a fixed random direction to a cosine of `QUERY_COSINE`."""
     aside = np.random.default_rng(0).standard_normal(vectors.shape, dtype=np.float32)
     aside -= (aside * vectors).sum(axis=1, keepdims=True) * vectors
     aside /= np.maximum(np.linalg.norm(aside, axis=1, keepdims=True), np.finfo(np.float32).tiny)
@@ -342,7 +333,7 @@ def _turned(vectors: np.ndarray) -> np.ndarray:
 
 
 def _without(rows: np.ndarray, scores: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """The scores of all but the query itself, or of all but the last where it was not found or is none of the rows."""
+    """Drop the score of the query itself, or the last one if the query is not among the hits."""
     others = found != rows[:, None]
     others[others.all(axis=1), -1] = False
     return np.where(found >= 0, scores, -np.inf)[others].reshape(len(rows), -1)

@@ -1,16 +1,17 @@
-"""One shard of an index: vectors in a FAISS index and, row for row, their passages in a memory-mapped Arrow file.
+"""A shard of an index: a FAISS index and, row for row, the passages in an Arrow file.
 
-Both files are mapped, not read: opening a shard costs no memory, and replicas on one machine share the page cache. A
-type that does not hold the vectors as they are has them in a third file beside it.
+Both files are memory-mapped: opening a shard takes no memory, and replicas on one machine share the page cache. Index types
+that do not store the vectors unchanged have them in a third file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
-import os
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray.config import FieldType
+from infembed_ray import durable
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.faiss_import import faiss
@@ -34,15 +36,15 @@ VECTORS_FILE = "vectors.npy"
 _ROWS_AT_ONCE = 1 << 14
 _NO_METADATA: Mapping[str, Any] = {}
 _TAKE = pc.get_function("take")
-"""Called by itself, because what `Array.take` does around it costs more than the few rows of a search."""
+"""The kernel itself: the overhead of `Array.take` exceeds the cost of the few rows of a search."""
 
 
 class Hit(NamedTuple):
-    """One passage found.
+    """A passage that a search found.
 
     Attributes:
-        score: the inner product of unit vectors, in [-1, 1].
-        metadata: the index' columns: text, numbers, true or false, days as in ISO 8601; None where there is none.
+        score: inner product of unit vectors, in [-1, 1].
+        metadata: value of each metadata column; dates in ISO 8601; None for a missing value.
     """
 
     id: str
@@ -52,25 +54,24 @@ class Hit(NamedTuple):
 
 
 def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
-    """The best `k` hits of several shards' answers to one query, by (score, id), descending."""
+    """Merge the hits of several shards for one query: the best `k` by (score, id), descending."""
     return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
 
 
 def shard_of(passage_id: str, shards: int) -> int:
-    """The shard a passage belongs to: the same in every run and process, whatever else the corpus holds."""
+    """The shard of a passage: a hash of its id, the same in every process."""
     digest = hashlib.blake2b(passage_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards
 
 
 @dataclass(frozen=True)
 class Build:
-    """How a shard's index is made.
+    """How to build the index of a shard.
 
     Attributes:
-        factory: FAISS's name of its type; None: chosen.
-        memory_gib, shards: see `factory.choose`.
-        recall_floor: recall@10 below which there is no shard.
-        gpu: train on this process' GPUs.
+        factory: index type; None: chosen by `factory.choose`, which also takes `memory_gib` and `shards`.
+        recall_floor: least recall@10.
+        gpu: train on the GPUs of this process.
     """
 
     factory: str | None = None
@@ -82,28 +83,31 @@ class Build:
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What an index' manifest says of a shard."""
+    """A shard in the manifest of an index.
+
+    Attributes:
+        name: directory of the shard inside the index.
+        search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
+            types).
+        recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
+        bytes: size of all files.
+        checksums: file name -> `storage.fingerprint`.
+    """
 
     name: str
-    """Its directory inside the index."""
     passages: int
     factory: str
     search: Mapping[str, int]
-    """Parameters that it is searched with: efSearch of graphs, nprobe of lists, rerank (candidates a hit) of lossy types."""
     recall_at_10: float
-    """Against exact search, of passages as queries or of made ones, whichever is lower (`searcher.calibrate`); 1 by
-    definition for Flat."""
     bytes: int
-    """Of its files."""
     checksums: Mapping[str, str]
-    """File name -> `storage.fingerprint`."""
 
 
 class Shard:
-    """An open shard. `Shard.write` makes one on disk, `Shard.open` opens it.
+    """An open shard; `Shard.write` creates one on disk, `Shard.open` opens it.
 
     Attributes:
-        passages: n rows `id`, `text`, metadata; row i is the passage of vector i. Ids ascend. Memory-mapped.
+        passages: memory-mapped table of n rows (id, text, metadata), by id ascending; row i belongs to vector i.
     """
 
     def __init__(self, searcher: Searcher, passages: pa.Table) -> None:
@@ -113,13 +117,6 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self._searcher)
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Of the passages."""
-        return self.passages.schema
-
-    # ----------------------------------------------------------------------------------------------- on disk
 
     @staticmethod
     def write(
@@ -131,20 +128,20 @@ class Shard:
         types: Mapping[str, FieldType] | None = None,
         build: Build = Build(),
     ) -> ShardFacts:
-        """Write a shard of what is in memory. Its rows are the passages by id.
+        """Write a shard from passages in memory; its rows are sorted by id.
 
         Args:
-            directory: is made; its name is the shard's.
+            directory: of the shard; created.
             ids, texts: n passages, in any order.
-            vectors: (n, d) float32, finite unit vectors; n may be 0.
-            metadata: column -> n values, of the types that `types` gives.
+            vectors: (n, d) float32 finite unit vectors; n may be 0.
+            metadata: column -> n values of the type in `types`.
 
         Raises:
-            ValueError: not as many of each, or an id stands twice.
-            InputError: see `build_index`.
+            ValueError: the lengths differ, or an id is duplicate.
+            InputError: see `build_shard`.
         """
         if not len(ids) == len(texts) == len(vectors):
-            raise ValueError(f"{len(ids)} ids, {len(texts)} texts, {len(vectors)} vectors: must be as many")
+            raise ValueError(f"{len(ids)} ids, {len(texts)} texts, {len(vectors)} vectors: must have the same length")
         order = sorted(range(len(ids)), key=lambda row: ids[row])
         columns = {"id": ids, "text": texts, **(metadata or {})}
         table = pa.table({n: [v[row] for row in order] for n, v in columns.items()}, schema=schema(types or {}))
@@ -155,13 +152,13 @@ class Shard:
 
     @classmethod
     def open(cls, root: Path, facts: ShardFacts, gpu: bool = False) -> Shard:
-        """Map the shard `facts` describes in the index directory `root`.
+        """Verify and map a shard of the index in `root`.
 
         Args:
-            gpu: search on this process' GPUs; graphs are searched by the CPU all the same.
+            gpu: search on the GPUs of this process; graphs are searched on CPUs.
 
         Raises:
-            InputError: a file is missing or is not, byte for byte, the one that was written.
+            InputError: a file is missing, or its checksum is wrong.
         """
         verify(root, facts)
         directory = root / facts.name
@@ -169,25 +166,23 @@ class Shard:
         originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
         return cls(Searcher(index, originals, facts.search, gpu), open_passages(directory / PASSAGES_FILE))
 
-    # ------------------------------------------------------------------------------------------------ search
-
     def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
-        """The best passages of each query by inner product, best first; equal scores by id, descending.
+        """Find the passages of each query with the largest inner products, by (score, id), descending.
 
         Args:
             vectors: (queries, d) float32.
-            k: most hits a query; fewer come if the shard has fewer.
-            keep: (n,) bool: rows that may be found; None: all.
+            k: most hits per query.
+            keep: (n,) bool mask of the rows to search; None: all.
         """
         scores, rows = self.search_rows(vectors, k, keep)
         return self.hits(rows, scores)
 
     def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The same as (queries, k) float32 scores and int64 rows; row -1 where there are no more."""
+        """Like `search`; returns (queries, k) float32 scores and int64 rows, padded with row -1."""
         return self._searcher.search(vectors, k, keep)
 
     def hits(self, rows: np.ndarray, scores: np.ndarray) -> list[list[Hit]]:
-        """The passages of (queries, k) rows with their scores; rows below 0 are left out."""
+        """Fetch the passages of (queries, k) rows with their scores; skips rows below 0."""
         queries, k = rows.shape
         ends = range(k, queries * k + 1, k)
         if rows.size and rows.min() < 0:
@@ -198,21 +193,22 @@ class Shard:
         return [every[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
 
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
-        """(rows, d) float32: vectors of passages as they were encoded."""
+        """The encoded vectors of some rows, (rows, d) float32."""
         return self._searcher.vectors(rows)
 
     def row_of(self, id: str) -> int | None:
-        """The row of a passage; None: it is not here."""
+        """The row of a passage; None if it is not in this shard."""
         return row_of(self.passages, id)
 
 
 def hits_of(passages: pa.RecordBatch, rows: np.ndarray, scores: np.ndarray) -> list[Hit]:
-    """The passages of m rows as hits with these scores."""
+    """Fetch m rows as hits with the given scores."""
     wanted = pa.array(rows)
     ids, texts, *columns = (_TAKE.call([column, wanted]) for column in passages.columns)
     metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
     if columns:
-        values = zip(*(_as_json(column).to_pylist() for column in columns), strict=True)
+        as_json = (c.cast(pa.string()) if pa.types.is_date(c.type) else c for c in columns)
+        values = zip(*(column.to_pylist() for column in as_json), strict=True)
         names = passages.schema.names[2:]
         metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
     return list(
@@ -220,53 +216,40 @@ def hits_of(passages: pa.RecordBatch, rows: np.ndarray, scores: np.ndarray) -> l
     )
 
 
-def _as_json(column: Any) -> Any:
-    """Days as text."""
-    return column.cast(pa.string()) if pa.types.is_date(column.type) else column
-
-
-# ----------------------------------------------------------------------------------------------------- writing
-
-
 def write_vectors(file: Path, blocks: Iterable[np.ndarray], count: int, dimension: int) -> None:
-    """Write (count, dimension) float32 vectors that come some at a time; the file appears whole or not at all.
+    """Write (count, dimension) float32 vectors from blocks to a NumPy file, atomically.
 
     Raises:
-        ValueError: there are not so many, or one is not finite.
+        ValueError: their number differs from `count`, or one is not finite.
         OSError: the disk is full.
     """
-    partial = file.with_name(f"{file.name}.partial")
     header = {"descr": "<f4", "fortran_order": False, "shape": (count, dimension)}
     written = 0
-    with partial.open("wb") as stream:
+    with durable.replacing(file) as stream:
         np.lib.format.write_array_header_1_0(stream, header)
         for block in blocks:
             if block.ndim != 2 or block.shape[1] != dimension or not np.isfinite(block).all():
-                raise ValueError(f"vectors {written} and on: must be finite, {dimension} numbers each")
+                raise ValueError(f"vectors from {written} on: must be finite, {dimension} numbers each")
             stream.write(np.ascontiguousarray(block, dtype="<f4").data)
             written += len(block)
-        stream.flush()
-        os.fsync(stream.fileno())
-    if written != count:
-        raise ValueError(f"{written} vectors came instead of {count}")
-    partial.replace(file)
+        if written != count:
+            raise ValueError(f"{written} vectors instead of {count}")
 
 
 def build_shard(directory: Path, build: Build) -> ShardFacts:
-    """Make the index of a shard whose passages and vectors are written.
+    """Build the index of a shard whose passages and vectors are written.
 
     Args:
-        directory: holds `PASSAGES_FILE` and `VECTORS_FILE`, row for row. The vectors are deleted if the index holds them.
+        directory: holds `PASSAGES_FILE` and `VECTORS_FILE`, row for row. The vectors are deleted if the index stores them.
 
     Raises:
-        InputError: nothing fits the memory, the given type cannot be made of so many vectors, or its recall is below the
-            floor.
+        InputError: no type fits the memory, the given type needs more vectors, or recall is below the floor.
         OSError: the disk is full.
     """
     passages = open_passages(directory / PASSAGES_FILE).num_rows
     vectors = np.load(directory / VECTORS_FILE, mmap_mode="r")
     if len(vectors) != passages:
-        raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must be as many")
+        raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must have the same length")
     factory = "Flat"
     if passages:
         factory = factories.choose(passages, vectors.shape[1], build.memory_gib, build.shards, build.factory)
@@ -274,11 +257,13 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)
     if recall < build.recall_floor:
+        best = ", ".join(f"{name} {value}" for name, value in parameters.items())
         raise InputError(
-            f"recall_floor={build.recall_floor:g}: {directory.name} as {factory} finds {recall:.1%} of the 10 nearest, at "
-            f"best ({_told(parameters)}); allow it more memory_gib, give another factory, or lower the floor"
+            f"recall_floor={build.recall_floor:g}: {directory.name} as {factory} finds {recall:.1%} of the 10 nearest at "
+            f"best ({best}); allow more memory_gib, give another factory, or lower the floor"
         )
-    _write_index(index, directory / INDEX_FILE)
+    with durable.replacing(directory / INDEX_FILE) as stream:  # FAISS's own writer ignores a full disk
+        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
     names = [INDEX_FILE, PASSAGES_FILE, VECTORS_FILE]
     if factories.holds_originals(index):
         (directory / VECTORS_FILE).unlink()
@@ -294,25 +279,34 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     )
 
 
-def _told(parameters: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in parameters.items())
+def mark_finished(directory: Path, facts: ShardFacts) -> ShardFacts:
+    """Record beside a shard's directory that the shard is finished, so that an interrupted build resumes after it."""
+    durable.replace_json(directory.with_suffix(".json"), asdict(facts))
+    return facts
 
 
-def _write_index(index: Any, file: Path) -> None:
-    """Write an index through a stream of ours: FAISS's own closes without an error what the disk had no room for."""
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("wb") as stream:
-        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+def finished_shard(directory: Path) -> ShardFacts | None:
+    """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
+    record = directory.with_suffix(".json")
+    if record.is_file():
+        facts = ShardFacts(**json.loads(record.read_text(encoding="utf-8")))
+        with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
+            verify(directory.parent, facts)
+            return facts
+    return None
+
+
+def clear_finished(root: Path) -> None:
+    """Remove the records of `mark_finished` from an index whose shards are all finished."""
+    for record in root.glob("*.json"):
+        record.unlink()
 
 
 def verify(root: Path, facts: ShardFacts) -> None:
-    """Read a shard's files whole, in bounded memory.
+    """Compare the checksums of a shard's files with the manifest, in bounded memory.
 
     Raises:
-        InputError: one is missing, or not the one that was written.
+        InputError: a file is missing or corrupted.
     """
     for name, checksum in facts.checksums.items():
         file = root / facts.name / name
@@ -320,6 +314,6 @@ def verify(root: Path, facts: ShardFacts) -> None:
             raise InputError(f"index={root}: {facts.name}/{name} is missing; restore it or build the index again")
         if fingerprint(file) != checksum:
             raise InputError(
-                f"index={root}: {facts.name}/{name} is corrupted (its checksum is not the manifest's); "
+                f"index={root}: {facts.name}/{name} is corrupted (its checksum differs from the manifest); "
                 "restore it or build the index again"
             )

@@ -1,7 +1,7 @@
-"""The versions of an index: what an output directory holds, and which of them `latest` names.
+"""The versions of an index in an output directory, and the pointer `latest`.
 
-A version is published whole or not at all (`storage.Step`), and never changed. To go back to one, or forward again, is to
-let `latest` name it, after everything in it was read and found to be what was written.
+A version is published atomically (`storage.Step`) and never changes. Rolling back, or forward, verifies a version and then
+points `latest` at it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
-from infembed_ray.retrieval.changes import ChangeLog
-from infembed_ray.retrieval.index import IndexFacts, changes_of
+from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.shards import verify as verify_shard
-from infembed_ray.storage import LATEST, MANIFEST, Published, Step, local_path, point, read_manifest
+from infembed_ray.storage import LATEST, MANIFEST, Published, Step, local_path, read_manifest, set_latest
 
 
 @dataclass(frozen=True)
@@ -24,29 +23,22 @@ class Version:
     """A published version.
 
     Attributes:
-        id: the name of its directory: its identity, unless it is a copy that somebody made.
+        id: name of its directory, which is its identity unless it was copied.
         created: in ISO 8601.
-        passages, recall_at_10, bytes: see `IndexFacts`.
-        lineage: identity of the version that it and others were made of by compaction.
-        folded: sequence of the last change that is in it.
-        current: does `latest` name it?
+        current: whether `latest` names it.
     """
 
     id: str
     created: str
-    passages: int
-    recall_at_10: float
-    bytes: int
-    lineage: str
-    folded: int
+    facts: IndexFacts
     current: bool
 
 
 def versions(output: str | Path) -> list[Version]:
-    """All versions in an output directory that can be used, the oldest first.
+    """All usable versions in an output directory, the oldest first.
 
     Raises:
-        InputError: no such directory.
+        InputError: there is no such directory.
     """
     root = _root(output)
     current = _current(root)
@@ -54,53 +46,42 @@ def versions(output: str | Path) -> list[Version]:
     for directory in (file.parent for file in root.glob(f"[!.]*/{MANIFEST}")):
         try:
             facts = IndexFacts.read(directory)
-        except InputError as fault:  # the output of something else, or of a format of old
+        except InputError as fault:  # the output of another stage, or an old format
             say(f"index versions: left out: {fault}")
             continue
-        found.append(
-            Version(
-                id=directory.name,
-                created=str(read_manifest(directory, "index").get("created", "")),
-                passages=facts.passages,
-                recall_at_10=facts.recall_at_10,
-                bytes=facts.bytes,
-                lineage=facts.lineage,
-                folded=facts.folded,
-                current=directory.name == current,
-            )
-        )
-    return sorted(found, key=lambda version: (version.created, version.folded, version.id))
+        created = str(read_manifest(directory, "index").get("created", ""))
+        found.append(Version(directory.name, created, facts, directory.name == current))
+    return sorted(found, key=lambda version: (version.created, version.facts.folded, version.id))
 
 
 def use(output: str | Path, version: str) -> None:
-    """Let `latest` name a version, older or newer, if all of it is there.
+    """Verify a version and point `latest` at it.
 
     Args:
-        output: of `infembed index`.
-        version: its id, or the first digits of it that no other begins with.
+        output: output directory of `infembed index`.
+        version: its id, or an unambiguous prefix of it.
 
     Raises:
-        InputError: there is no such version, or a file of it or a change made to it since is missing or corrupted;
-            `latest` names what it named.
+        InputError: there is no such version, or one of its files or changes is missing or corrupted; `latest` is kept.
     """
     root = _root(output)
     known = [found.id for found in versions(root)]
     meant = [version] if version in known else [id for id in known if id.startswith(version)] if version else []
     if len(meant) != 1:
-        fault = "several versions begin so" if meant else "no such version"
+        fault = "several versions begin with it" if meant else "no such version"
         raise InputError(f"version={version}: {fault} in {root}; it has {', '.join(meant or known) or 'none'}")
     verify(root / meant[0])
-    point(root, meant[0])
+    set_latest(root, meant[0])
 
 
 def verify(index: str | Path) -> int:
-    """Read all files of a version and all changes made to it since, in bounded memory.
+    """Verify all files of a version and all changes since, in bounded memory.
 
     Args:
-        index: its directory, or the output directory whose `latest` names it.
+        index: a version, or an output directory whose `latest` names one.
 
     Returns:
-        Bytes of the files.
+        Size of the files in bytes.
 
     Raises:
         InputError: it is no index, or a file or a change is missing or corrupted.
@@ -111,14 +92,14 @@ def verify(index: str | Path) -> int:
     facts = IndexFacts.read(root)
     for shard in facts.shards:
         verify_shard(root, shard)
-    log = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
+    log = change_log(root, facts)
     log.check(facts.folded)
     deque(log.read(facts.folded), maxlen=0)
     return facts.bytes
 
 
 def finished(step: Step) -> Published | None:
-    """The version that a step is to make, if an earlier run did and all of it is there; one that is damaged goes aside."""
+    """The version that an earlier run of the step published, or None. A damaged one is moved aside first."""
     if (step.path / MANIFEST).is_file():
         try:
             for shard in IndexFacts.read(step.path).shards:
@@ -126,7 +107,7 @@ def finished(step: Step) -> Published | None:
         except InputError as damage:
             aside = step.root / f".{step.identity}.damaged-{secrets.token_hex(4)}"
             step.path.rename(aside)
-            say(f"index: it is made again, {aside.name} is what is left of it: {damage}")
+            say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
     return step.finished()
 
 

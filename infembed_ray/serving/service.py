@@ -1,12 +1,12 @@
-"""What stands behind the HTTP API: the calls it makes, what they give and how they fail. No HTTP and no Ray."""
+"""Interface between the HTTP API and the encoder and index behind it. It depends on neither HTTP nor Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from infembed_ray.serving.engine import Embedded
-from infembed_ray.serving.schema import InputType, Metadata, Model, SearchHit, Timings
+from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.http.schema import InputType, Metadata, Model, SearchHit, Timings
 
 
 class Query(NamedTuple):
@@ -22,25 +22,25 @@ class Document(NamedTuple):
     id: str
     text: str
     metadata: Mapping[str, Metadata] = {}
-    """Field -> value; what is left out is null. Dates are ISO 8601 strings."""
+    """Field -> value; missing fields are null. Dates are ISO 8601 strings."""
 
 
 class Found(NamedTuple):
-    """The answer to a search. All of it comes from one generation: one model and one version of the index."""
+    """The answer to a search. All of it comes from one release: one model and one version of the index."""
 
     results: Sequence[Sequence[SearchHit]]
     """Hits of every query, best first, in the order of the queries."""
     model: str
     index_version: str
     sequence: int
-    """All changes of documents up to this one are in the answer; of several shards, the least that one of them had."""
+    """Sequence number of the last change that the answer reflects; the smallest of all shards."""
     timings: Timings
     missing_shards: Sequence[str] = ()
-    """Shards that did not answer; none unless a partial answer was allowed."""
+    """Shards that did not answer; empty unless a partial answer was allowed."""
 
 
 class ReplicaLost(Exception):
-    """What would have answered is gone, or not there yet; worth another try after `retry_after_s`."""
+    """The replica that would have answered is lost or has not started; retry after `retry_after_s`."""
 
     def __init__(self, retry_after_s: float = 1.0) -> None:
         super().__init__(retry_after_s)  # kept in args, so that it survives pickling
@@ -48,63 +48,62 @@ class ReplicaLost(Exception):
 
 
 class ReadOnly(Exception):
-    """Documents are neither put nor deleted here."""
+    """The index is read-only."""
 
 
 class Stuck(Exception):
-    """Changes of documents are not applied; the text is the reason, in one line."""
+    """The shards do not apply changes of documents; the text is the reason, in one line."""
 
 
 class Service(Protocol):
-    """What answers the requests. A call is cancelled when it takes longer than the API allows.
+    """Answers the requests of the HTTP API, which cancels a call that exceeds the request time-out.
 
-    Every call belongs to one generation from its first statement to its end: the one whose `card` the API saw just
-    before. Besides their answers the calls give `engine.QueueFull`, `engine.DeadlineExceeded`, `engine.EmptySequence`,
-    `retrieval.filters.FilterError`, `ReplicaLost`, `ReadOnly` and `Stuck`; anything else is a fault of the server.
+    The API reads the service once per request. The calls raise `QueueFull`, `DeadlineExceeded`, `EmptySequence`,
+    `FilterError`, `ReplicaLost`, `ReadOnly` and `Stuck`; any other exception is an internal error.
     """
 
     @property
     def card(self) -> Model:
-        """The model and the index that a call made now is answered from."""
+        """The model and the index that answer a call made now."""
 
     async def embed(
         self, inputs: list[str] | list[list[int]], input_type: InputType, instruction: str | None
     ) -> Embedded:
-        """Vectors of texts or token arrays."""
+        """Embed texts or token arrays."""
 
     async def search(
         self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
     ) -> Found:
-        """Up to `top_k` passages a query that pass the filter.
+        """Search up to `top_k` passages per query that satisfy the filter.
 
         Args:
             queries: at least one.
-            top_k: most hits of a query.
-            filter: as `retrieval.filters.parse` takes it; None lets every passage pass.
-            allow_partial: answer even if some shards do not, and say which.
+            top_k: largest number of hits per query.
+            filter: as `retrieval.filters.parse` takes it; None: no condition.
+            allow_partial: answer even if some shards do not; the answer lists them.
         """
 
     async def put(self, documents: Sequence[Document]) -> int:
-        """Add documents, or replace those of the same id: durable before it returns.
+        """Add documents, or replace those with the same ids. The change is durable when the call returns.
 
         Args:
-            documents: with ids of their own, and metadata that suits the card's fields.
+            documents: with distinct ids and metadata that matches the card's fields.
 
         Returns:
-            The sequence from which on searches find them.
+            The sequence number from which searches find them.
         """
 
     async def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents, those that are not there included; returns the sequence from which on they are gone."""
+        """Delete documents; unknown ids are ignored. Returns the sequence number from which searches omit them."""
 
     async def document(self, id: str) -> Document | None:
-        """The document as it is now; None if there is none."""
+        """Return the current document; None if there is none."""
 
     async def ready(self) -> bool:
-        """Would a request be answered now?"""
+        """Return whether a request would be answered now."""
 
     async def fault(self) -> str | None:
-        """Why changes of documents are not applied, in one line; None: they are."""
+        """Return why changes of documents are not applied, in one line; None: they are applied."""
 
     async def metrics(self) -> bytes:
-        """Metrics of all that serve, in Prometheus' text format."""
+        """Return the metrics of all replicas in Prometheus text format."""

@@ -1,7 +1,7 @@
-"""Start-up at the lowest CPU priority, so that the replicas that serve on the same cores keep them.
+"""Start-up at the lowest CPU priority (SCHED_IDLE), so that a new replica does not slow down the replicas that serve.
 
 A replica spends most of its start on imports and on reading weights. Linux schedules each thread by its own policy, and a
-priority cannot be raised again without privileges. So this work runs on a thread of its own, which then ends.
+priority cannot be raised again without privileges. So this work runs on a separate thread, which then ends.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import TypeVar
 
 import psutil
 
+from infembed_ray.ray_compat import REPLICA_MODULE, REPLICA_TITLE
+
 T = TypeVar("T")
 
-REPLICA = "ray::ServeReplica:infembed"
-"""Beginning of the process title that Ray gives to our replicas."""
-MODULES = ("ray.serve._private.replica", "infembed_ray.serving.deployments")
-ENCODER_MODULES = (*MODULES, "infembed_ray.serving.encoding")
+REPLICA = f"{REPLICA_TITLE}infembed"
+"""Beginning of the process title of this package's replicas."""
+MODULES = (REPLICA_MODULE, "infembed_ray.serving.replicas")
+ENCODER_MODULES = (*MODULES, "infembed_ray.serving.encoder.engine")
 
 
 def in_background(function: Callable[[], T]) -> T:
-    """Return the result of a function.
+    """Return the result of a function. If a replica of this package runs on this machine, call it at the lowest priority.
 
-    It runs at the lowest CPU priority if a replica of ours is on this machine. Threads that it starts then stay there.
+    Threads that the function starts then keep that priority.
     """
     if not _replica_here():
         return function()
@@ -35,23 +37,23 @@ def in_background(function: Callable[[], T]) -> T:
 
 
 def lower_priority() -> None:
-    """Leave the cores to all others that want them (SCHED_IDLE): this thread, and those that it starts."""
+    """Set the lowest CPU priority (SCHED_IDLE) for this thread and the threads that it starts."""
     with suppress(AttributeError, OSError):  # not Linux, or not permitted
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def import_modules() -> None:
-    """Import what every replica needs."""
+    """Import the modules of every replica."""
     _import(MODULES)
 
 
 def import_encoder_modules() -> None:
-    """Import what a replica of the encoder needs."""
+    """Import the modules of an encoder replica."""
     _import(ENCODER_MODULES)
 
 
 def _import(modules: tuple[str, ...]) -> None:
-    # Whatever is wrong with a module, the replica's constructor reports it better than a worker that does not start.
+    # The replica's constructor reports a failing import better than a worker that does not start.
     with suppress(Exception):
         in_background(lambda: [importlib.import_module(module) for module in modules])
 

@@ -1,1 +1,1 @@
-"""Many trainings and their evaluations as one run, ending in one table."""
+"""Sweeps: many trainings and their evaluations as one run that ends in one table."""

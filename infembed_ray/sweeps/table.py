@@ -1,4 +1,4 @@
-"""The table of a sweep: mean and spread over seeds, in the shape of the paper's Tables 3 and 6."""
+"""Table of a sweep: mean and standard deviation over seeds, in the shape of the paper's Tables 3 and 6."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _X100 = " x100"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        row, model: its place in the table.
-        seed: None: of a backbone as it is.
-        measures: name -> value, the same names of every trial; empty if it failed.
-        failure: why it failed, in one line; None: it did not.
+        row, model: Labels of its row and its backbone.
+        seed: Seed; None for an untrained backbone.
+        measures: Name -> value, with the same names for every trial; empty if the trial failed.
+        failure: Why it failed, in one line, or None.
     """
 
     row: str
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def measures_of(figures: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
-    """The measures among an evaluation's figures of one model, task by task; p-MRR x100, as everybody shows it."""
+    """Select the measures of one model from an evaluation's figures, task by task; p-MRR is x100, as usual."""
     return {
         (figure if len(figures) == 1 else f"{task} {figure}") + (_X100 if figure == "p-MRR" else ""): (
             100 * value if figure == "p-MRR" else value
@@ -42,7 +42,7 @@ def measures_of(figures: Mapping[str, Mapping[str, float | None]]) -> dict[str, 
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:
-    """An overview of all backbones, then all measures of each: mean and sample standard deviation over seeds."""
+    """Format an overview of all backbones, then all measures of each: mean and sample standard deviation over seeds."""
     models = list(dict.fromkeys(outcome.model for outcome in outcomes))
     names = _names(outcomes)
     parts = []
@@ -61,7 +61,7 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """One line a trial."""
+    """Format one line per trial."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = _names(outcomes)
@@ -73,15 +73,15 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 
 
 def _names(outcomes: Sequence[Outcome]) -> list[str]:
-    """Of all measures, in the order in which the tasks show them."""
+    """Return the names of all measures, in the order of the tasks."""
     return list(dict.fromkeys(name for outcome in outcomes for name in outcome.measures))
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Of the overview, as in Table 3: the first measure of retrieval, the first of obedience."""
-    obedience = next((name for name in names if name.endswith(_X100)), None)
+    """Return the measures of the overview, as in Table 3: the first of retrieval and the first of instruction following."""
+    following = next((name for name in names if name.endswith(_X100)), None)
     retrieval = next((name for name in names if not name.endswith(_X100)), None)
-    return [name for name in (retrieval, obedience) if name is not None]
+    return [name for name in (retrieval, following) if name is not None]
 
 
 def _table(header: Sequence[str], outcomes: Sequence[Outcome], columns: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""From the settings of a sweep to its trials: one training and its evaluation each."""
+"""Trials of a sweep: one training and its evaluation each, made from the settings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infembed_ray.config import EvaluateSettings, RetrieverSettings, SweepSettings, TrainSettings, nearest
+from infembed_ray.config.base import nearest
+from infembed_ray.config.evaluation import EncoderSettings, EvaluateSettings
+from infembed_ray.config.sweeps import SweepSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results
-from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.storage import existing, fingerprint_files
+from infembed_ray.storage import fingerprint_files, resolve_input
 from infembed_ray.training import deepspeed_config
-from infembed_ray.training.objectives import Objective
+from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files
 
 EMBEDDINGS = "embeddings"
-"""Folder in the output, of what the evaluations of all trials share."""
+"""Folder in the output with the corpus embeddings that all evaluations share."""
 BASE = "base"
-"""Row of the backbones as they are."""
+"""Row of the untrained backbones."""
 _GIVEN = ("model", "output", "seed")
-"""Fields of a training that the sweep itself gives."""
+"""Fields of a training that the sweep sets."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class Trial:
     """A cell of the table, for one seed.
 
     Attributes:
-        row: label of its objective or design.
-        model: label of its backbone.
-        seed: None: nothing is trained.
-        train: its training; None: the backbone is evaluated as it is.
-        evaluate: its evaluation, once `models` says of what.
-        untrained: the backbone, read as its trainings read it; None: the model is a trained one.
+        row: Label of its objective or variant.
+        model: Label of its backbone.
+        seed: Seed; None if nothing is trained.
+        train: Settings of its training; None for an untrained backbone.
+        evaluate: Settings of its evaluation, without `models`.
+        untrained: The untrained backbone, with the text format of its trainings; None for a trained model.
     """
 
     row: str
@@ -49,19 +52,19 @@ class Trial:
     seed: int | None
     train: TrainSettings | None
     evaluate: EvaluateSettings
-    untrained: RetrieverSettings | None
+    untrained: EncoderSettings | None
 
     @property
     def name(self) -> str:
-        """What it is called, to people."""
+        """Name of the trial in messages and results."""
         return f"{self.row}, {self.model}" + ("" if self.seed is None else f", seed {self.seed}")
 
 
 def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
-    """Label -> fields of the training that differ, in the table's order.
+    """Return label -> changed fields of the training, in the order of the table.
 
     Raises:
-        InputError: a field that a training does not have or that the sweep gives, or two rows of one label.
+        InputError: a training has no such field, the sweep sets it, or two rows have the same label.
     """
     objectives = [Objective.parse(name) for name in settings.objectives]
     if not objectives and not settings.variants:
@@ -72,33 +75,33 @@ def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
             change = dict(zip(settings.grid, values, strict=True))
             label = ", ".join([str(objective), *(f"{name}={value}" for name, value in change.items())])
             if label in made:
-                raise InputError(f"objectives: {label} stands twice; name each once")
+                raise InputError(f"objectives: {label} is listed twice; list each once")
             made[label] = {"objective": str(objective), **change}
     for label, change in settings.variants.items():
         if label in made or label == BASE:
-            raise InputError(f"variants.{label}: another row is called so; give it another label")
+            raise InputError(f"variants.{label}: another row has this label; choose another")
         made[label] = change
     for change in made.values():
         for name in change:
             if name in ("records", *_GIVEN):
-                raise InputError(f"{name}: is the sweep's own; it cannot differ by row")
+                raise InputError(f"{name}: is set by the sweep and cannot differ by row; leave it out")
             if name not in TrainSettings.model_fields:
-                raise InputError(f"{name}: no field of a training: {nearest(name, TrainSettings.model_fields)}")
+                raise InputError(f"{name}: is not a field of a training: {nearest(name, TrainSettings.model_fields)}")
     return made
 
 
 def trials(settings: SweepSettings) -> list[Trial]:
-    """All trials of a sweep, checked as far as that is cheap: nothing ends an hour later for a typing error.
+    """Return all trials of a sweep, checked as far as that is cheap, so that a typing error fails at once.
 
     Raises:
-        InputError: for what any of them would raise; the row is named.
+        InputError: a trial has bad input; the message names its row.
     """
     if not settings.models:
         raise InputError("models is empty: set models.label=<directory or hub name>")
     for where, given in (("train", _GIVEN), ("evaluate", ("models", "output"))):
         for name in sorted(getattr(settings, where).model_fields_set & set(given)):
-            raise InputError(f"{where}.{name}: the sweep's own models, output and seeds say it; leave it out")
-    settings = _anchored(settings)
+            raise InputError(f"{where}.{name}: is set by models, output and seeds of the sweep; leave it out")
+    settings = _with_absolute_paths(settings)
     designs = {row: _design(settings, row, change) for row, change in rows(settings).items()}
     found: list[Trial] = []
     for label, model in settings.models.items():
@@ -113,16 +116,16 @@ def trials(settings: SweepSettings) -> list[Trial]:
 
 
 def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Everything that the trials of a sweep read, by its setting: files and directories, and hub names.
+    """Return all input of the trials by its setting: files and directories, and hub names.
 
-    What may differ by row is numbered, in the order of the rows.
+    Input that may differ by row is numbered in the order of the rows.
     """
-    files = {"train.records": existing(settings.train.records, "train.records")}
+    files = {"train.records": resolve_input(settings.train.records, "train.records")}
     for name in ("records", "distractors"):
         if (value := getattr(settings.evaluate, name)) is not None:
-            files[f"evaluate.{name}"] = existing(value, f"evaluate.{name}")
+            files[f"evaluate.{name}"] = resolve_input(value, f"evaluate.{name}")
     names = {}
-    for task in catalogue.expand(settings.evaluate.tasks):
+    for task in registry.expand(settings.evaluate.tasks):
         of_task = catalogue.files(task, settings.evaluate.data)
         names[f"evaluate.tasks.{task}"] = fingerprint_files(
             of_task, Path(os.path.commonpath([f.parent for f in of_task]))
@@ -141,8 +144,8 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
     return files, names
 
 
-def together(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
-    """The results of all trials as one: a model a trial, with what it is."""
+def combined(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
+    """Combine the results of all trials, with each trial as a model."""
     first = found[0]
     return Results(
         tasks=first.tasks,
@@ -162,28 +165,26 @@ def together(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
 
 
 def _absolute(path: str) -> str:
-    """The processes of trials have other working directories."""
+    """Make a path absolute, because the processes of trials have other working directories."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-def _anchored(settings: SweepSettings) -> SweepSettings:
-    """The same with absolute paths, of what no row changes. All must be there."""
-    existing(settings.train.records, "train.records")
+def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
+    """Return the settings with absolute paths, for fields that no row changes; InputError if one does not exist."""
+    resolve_input(settings.train.records, "train.records")
     train = {"records": _absolute(settings.train.records)}
     if not settings.evaluate.tasks and settings.evaluate.records is None:
         raise InputError(
             "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"
         )
-    tasks = catalogue.expand(settings.evaluate.tasks)
-    evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
+    tasks = registry.expand(settings.evaluate.tasks)
+    evaluate: dict[str, Any] = {"tasks": tuple(t if t in registry.TASKS else _absolute(t) for t in tasks)}
     for name in ("records", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
-            if name != "embeddings":  # may not be there yet
-                existing(path, f"evaluate.{name}")
+            if name != "embeddings":  # may not exist yet
+                resolve_input(path, f"evaluate.{name}")
             evaluate[name] = _absolute(path)
-    evaluate.setdefault(
-        "embeddings", f"{_absolute(settings.output)}/{EMBEDDINGS}"
-    )  # one copy of a corpus for all trials
+    evaluate.setdefault("embeddings", f"{_absolute(settings.output)}/{EMBEDDINGS}")
     return settings.model_copy(
         update={
             "train": settings.train.model_copy(update=train),
@@ -194,11 +195,11 @@ def _anchored(settings: SweepSettings) -> SweepSettings:
 
 
 def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainSettings:
-    """The training of a row, but for its backbone and seed; with absolute paths of what is there."""
-    train = TrainSettings.of(settings.train.model_dump() | change, where=f"row {row}")
+    """Return the checked training of a row, with absolute paths, without its backbone and seed."""
+    train = TrainSettings.from_mapping(settings.train.model_dump() | change, where=f"row {row}")
     update: dict[str, Any] = {}
     try:
-        Objective.of(train)
+        Objective.from_settings(train)
         deepspeed_config.check(train)
         if train.teacher is not None:
             update["teacher"] = locate(train.teacher, "teacher").path
@@ -219,15 +220,15 @@ def _trial(
     model: str,
     seed: int | None,
     train: TrainSettings | None,
-    untrained: RetrieverSettings | None,
+    untrained: EncoderSettings | None,
 ) -> Trial:
-    # A folder each: `latest` of a folder that two trials share would be written by both at once.
+    # One folder per trial: two trials would overwrite each other's `latest` in a shared one.
     of_model = train or untrained
     decides = [model, seed, of_model and of_model.identity(), settings.evaluate.identity()]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
     folder = f"{settings.output.rstrip('/')}/trials/{readable}-{digest}"
-    evaluate = EvaluateSettings.of(
+    evaluate = EvaluateSettings.from_mapping(
         settings.evaluate.model_dump() | {"models": {}, "output": f"{folder}/results"}, where="evaluate"
     )
     if train is not None:
@@ -235,12 +236,12 @@ def _trial(
     return Trial(row, model, seed, train, evaluate, untrained)
 
 
-def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
-    """A backbone as it is, reading texts as its trainings do: a gain is not one of prompts or lengths.
+def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
+    """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths.
 
     Args:
-        train: what the trainings of the sweep have in common.
-        backbone: directory or hub name.
+        train: Settings of all trainings of the sweep.
+        backbone: Directory or hub name.
     """
     names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
     reads: dict[str, Any] = {name: getattr(train, name) for name in names}
@@ -249,4 +250,4 @@ def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
         instructed = render(train.template or "instruction_first", "{instruction}", "{query}")
         reads |= {"instructed_query": before + instructed, "plain_query": f"{before}{{query}}"}
         reads["passage"] = f"{train.passage_prefix or ''}{{passage}}"
-    return RetrieverSettings(model=backbone, **reads)
+    return EncoderSettings(model=backbone, **reads)

@@ -1,4 +1,4 @@
-"""The rule filter of generated instructions and queries (paper, appendix B.1)."""
+"""Rule filter of generated instructions and queries (paper, appendix B.1)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Literal
 Generated = Literal["instruction", "query"]
 
 SPELLINGS = {"cpp": "c++", "csharp": "c#", "golang": "go", "js": "javascript", "ts": "typescript"}
-"""File-name spellings of programming languages -> what people write."""
+"""Programming languages as in file names -> their usual spelling."""
 
 FEWEST_WORDS: dict[Generated, int] = {"instruction": 3, "query": 1}
 
 
 def first_line(text: str) -> str:
-    """The text up to its first newline, which removes what a model adds after its answer (appendix B.1)."""
+    """Return the text up to its first newline, which removes what a model adds after its answer (appendix B.1)."""
     return text.split("\n", 1)[0].strip()
 
 
 def fault(kind: Generated, line: str, poisons: str | None = None, language: str | None = None) -> str | None:
-    """Why a generated line is useless, or None if it is fit.
+    """Return why a generated line is useless; None if it is usable.
 
     Args:
-        kind: what it is meant to be.
+        kind: what the line should be.
         line: the text up to its first newline.
         poisons: the positive instruction or query that it must differ from.
         language: the programming language that an instruction must name (appendix B.2).
@@ -42,14 +42,14 @@ def fault(kind: Generated, line: str, poisons: str | None = None, language: str 
 
 
 def repeats(text: str, original: str) -> bool:
-    """Is it the same text, but for case, white space and final punctuation?"""
+    """Return whether two texts are equal apart from case, white space and final punctuation."""
     return _plain(text) == _plain(original)
 
 
 def names(text: str, language: str) -> bool:
-    """Is a programming language named in a text, as a word of its own and in any version?
+    """Return whether a text names a programming language, as a separate word and in any version.
 
-    `Java` is not named by JavaScript, nor `C` by C++ or C#; `python3` is by Python.
+    JavaScript does not name `Java`, nor C++ or C# `C`; Python names `python3`.
     """
     plain = language.casefold().rstrip(" .0123456789") or language.casefold()
     spellings = {plain, SPELLINGS.get(plain, plain)}

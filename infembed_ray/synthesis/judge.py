@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from infembed_ray.synthesis.chat import Malformed
+from infembed_ray.llm.chat import Malformed
 
 ORDER = ("negative_query", "negative_instruction", "positive")
-"""The scenarios, the likeliest to fail first: all three cost the same, and the first failure ends the row.
+"""The scenarios, the most likely to fail first: all three cost the same, and the first failure ends the row.
 
-The positive passage was found relevant by people, and its instruction was written from it. A negative passage was
-written to order and may miss its order; with a poisoned query it must leave the subject as well.
+People found the positive passage relevant, and its instruction was written from it. A negative passage was generated for
+its instruction and query and may miss them; with a poisoned query it must also change the subject.
 """
 
 DISTRACTOR = "distractor"
@@ -22,15 +22,15 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Lineup:
-    """The candidates of one scenario in the order in which the judge sees them."""
+    """The candidates of one scenario, in the order in which the judge sees them."""
 
     names: tuple[str, ...]
-    """Of each candidate: a scenario's name for its right answer, or DISTRACTOR."""
+    """Per candidate: the scenario whose right answer it is, or DISTRACTOR."""
     passages: tuple[str, ...]
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What an answer may be."""
+        """The valid answers."""
         return (*(str(number) for number in range(1, len(self.names) + 1)), NONE)
 
     def __str__(self) -> str:
@@ -38,13 +38,13 @@ class Lineup:
 
 
 def lineup(documents: Mapping[str, str], pool: Sequence[str], distractors: int, *seed: object) -> Lineup:
-    """The row's own passages and random distractors, shuffled.
+    """Shuffle the row's own passages and random distractors.
 
     Args:
         documents: scenario -> the passage that is its right answer.
         pool: distinct passages to draw from, more than `distractors`; the row's positive is never drawn.
         distractors: how many to draw.
-        seed: same values, same draw and order, on every machine.
+        seed: equal values give equal draws and orders on every machine.
     """
     rng = random.Random("\0".join(map(str, seed)))
     drawn = (pool[index] for index in rng.sample(range(len(pool)), distractors + 1))
@@ -56,10 +56,10 @@ def lineup(documents: Mapping[str, str], pool: Sequence[str], distractors: int, 
 
 
 def verdict(text: str, candidates: Lineup) -> str:
-    """The name of the candidate that an answer picks, or NONE; the last `Answer:` counts, reasoning may precede it.
+    """Return the name of the candidate that an answer picks, or NONE. The last `Answer:` counts, after any reasoning.
 
     Raises:
-        Malformed: there is no answer in it, or its number is no candidate's.
+        Malformed: the text has no answer, or its number is no candidate's.
     """
     answers: list[str] = re.findall(r"\bAnswer[ \t*]*:[ \t*\[]*(none\b|\d{1,9})", text, re.IGNORECASE)
     if not answers:

@@ -1,7 +1,7 @@
-"""Seeds as a stream of (query, relevant passage) pairs, from tables of any kind or from data sets as published.
+"""Seeds: (query, relevant passage) pairs, streamed from tables or from data sets as published.
 
-Memory grows with the number of seeds by a digest of each id only: rows are read in small blocks, and the passages that
-the judge's distractors are drawn from are a sample of bounded size. A source can be read again and again.
+Memory grows only by a digest of each id: rows are read in small blocks, and the judge's distractors come from a sample of
+bounded size. A source can be iterated any number of times.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from infembed_ray import records
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.llm.chat import replace_surrogates
 from infembed_ray.records import Seed
-from infembed_ray.storage import existing
-from infembed_ray.synthesis.chat import sound
+from infembed_ray.storage import resolve_input
 
 POOL_SIZE = 10_000
-"""Most passages that distractors are drawn from."""
+"""Most passages to draw distractors from."""
 
 _DIGEST_BYTES = 16
 
 LeftOut = str
-"""Why a row of a published data set holds no pair: not a fault, but counted."""
+"""Reason why a row of a published data set holds no pair. This is no error, but it is counted."""
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What a source holds, known before anything is asked."""
+class SeedSurvey:
+    """Contents of a source, known before any request is sent."""
 
     seeds: int
     pool: tuple[str, ...]
-    """Passages to draw distractors from: all distinct ones in the order of the seeds, or a sample of POOL_SIZE."""
+    """Passages to draw distractors from: all distinct ones in seed order, or a sample of POOL_SIZE."""
     left_out: Mapping[LeftOut, int]
 
 
 class Source:
-    """The seeds of a run. Each iteration reads them anew, in the same order.
+    """The seeds of a run. Each iteration reads the files again, in the same order.
 
-    A seed's query or passage may be empty: then the row is for the dead letters, not a reason to stop all others.
+    A seed with an empty query or passage becomes a dead letter; it does not stop the others.
 
     Args:
-        settings: `seeds` says where, `format`, `columns` and `split` say what they are; `limit` and `passage_words`
-            how much of it to take.
+        settings: `seeds` names the files; `format`, `columns` and `split` describe them; `limit` and `passage_words`
+            bound what is taken.
 
     Raises:
-        InputError: nothing there, nothing readable, or a column is missing.
+        InputError: a file is missing or unreadable, or lacks a column.
     """
 
     def __init__(self, settings: SynthesizeSettings) -> None:
         self._settings = settings
-        self.path = existing(settings.seeds, "seeds")
+        self.path = resolve_input(settings.seeds, "seeds")
         if settings.columns and settings.format != "table":
             raise InputError(
                 f"columns={settings.columns}: format={settings.format} has its own; leave columns out or set format=table"
@@ -67,18 +67,18 @@ class Source:
         self._items = _robust04(self.path) if settings.format == "robust04" else self._tables()
 
     def __iter__(self) -> Iterator[Seed]:
-        """The seeds, up to the settings' limit."""
+        """Iterate over the seeds, up to the limit."""
         return islice((item for item in self._all() if isinstance(item, Seed)), self._settings.limit)
 
-    def survey(self) -> Survey:
-        """Read all seeds once; their passages beyond the limit count, so that another limit asks the judge the same.
+    def survey(self) -> SeedSurvey:
+        """Read all seeds once. Passages beyond the limit are in the pool too, so the judge's requests do not depend on it.
 
         Raises:
-            InputError: a damaged file, an id that is missing or stands twice, no seeds.
+            InputError: a file is damaged, an id is missing or occurs twice, or there are no seeds.
         """
         left_out: Counter[LeftOut] = Counter()
         ids: set[bytes] = set()
-        pool = _Pool(POOL_SIZE)
+        pool = _PassageSample(POOL_SIZE)
         for item in self._all():
             if isinstance(item, str):
                 left_out[item] += 1
@@ -89,14 +89,14 @@ class Source:
                 )
             digest = hashlib.blake2b(item.id.encode(), digest_size=_DIGEST_BYTES).digest()
             if digest in ids:
-                raise InputError(f"seeds={self.path}: id {item.id} stands twice; ids must be unique")
+                raise InputError(f"seeds={self.path}: id {item.id} occurs twice; ids must be unique")
             ids.add(digest)
             if item.passage.strip():
                 pool.add(item.passage)
         if not ids:
             why = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "it has no rows"
             raise InputError(f"seeds={self.path}: no seeds in it as format={self._settings.format} ({why}); give some")
-        return Survey(min(len(ids), self._settings.limit or len(ids)), pool.passages(), left_out)
+        return SeedSurvey(min(len(ids), self._settings.limit or len(ids)), pool.passages(), left_out)
 
     def _all(self) -> Iterator[Seed | LeftOut]:
         words = self._settings.passage_words
@@ -106,31 +106,31 @@ class Source:
                 continue
             passage = item.passage if words is None else _cut(item.passage, words)
             texts: dict[str, Any] = {**vars(item), "passage": passage}
-            yield Seed(**{name: text and sound(text) for name, text in texts.items()})
+            yield Seed(**{name: text and replace_surrogates(text) for name, text in texts.items()})
 
     def _tables(self) -> Callable[[], Iterator[Seed | LeftOut]]:
-        files = records.data_files(self.path, "seeds", self._settings.split)
         readers = []
-        for file in files:
+        for file in records.data_files(self.path, "seeds", self._settings.split):
             first = next(records.raw_rows(file, "seeds"), None)
             if first is not None:
                 readers.append((file, self._reader(file, first)))
 
         def read() -> Iterator[Seed | LeftOut]:
             for file, seeds_of in readers:
-                split = records.split_of(file)
                 for number, row in enumerate(records.raw_rows(file, "seeds"), start=1):
                     for item in seeds_of(row, number):
-                        if isinstance(item, Seed):
-                            item = replace(item, split=item.split or split)
-                            if self._settings.split not in (None, item.split):
-                                item = f"not of split {self._settings.split}"
-                        yield item
+                        yield self._with_split(item, records.split_of(file)) if isinstance(item, Seed) else item
 
         return read
 
+    def _with_split(self, seed: Seed, split: str | None) -> Seed | LeftOut:
+        """Give a seed its file's split if it has none; leave it out if it is not of the wanted split."""
+        seed = replace(seed, split=seed.split or split)
+        wanted = self._settings.split
+        return seed if wanted in (None, seed.split) else f"not of split {wanted}"
+
     def _reader(self, file: Path, first: Mapping[str, Any]) -> RowReader:
-        """What makes seeds of a file's rows, whose first one has all columns."""
+        """Return the function that makes seeds of a file's rows; `first` is the first row, which has all columns."""
         layout = self._settings.format
         if layout == "table":
             columns = records.mapping(first, Seed, file, "seeds", self._settings.columns)
@@ -147,21 +147,23 @@ class Source:
             try:
                 yield from read(row, f"{file.stem}-{number}")
             except (LookupError, TypeError, AttributeError) as error:
-                raise InputError(f"seeds={file}: row {number} is not as {layout} is published ({error!r})") from error
+                raise InputError(
+                    f"seeds={file}: row {number} does not have the layout of {layout} ({error!r}); check format={layout}"
+                ) from error
 
         return seeds_of
 
 
 RowReader = Callable[[Mapping[str, Any], int], Iterator[Seed | LeftOut]]
-"""Makes seeds of a row, given its number in its file from 1."""
+"""Makes seeds of a row; its number counts from 1 in its file."""
 
 
-class _Pool:
-    """The distinct passages whose hashes are smallest: the same sample whatever their order, in bounded memory."""
+class _PassageSample:
+    """The distinct passages with the smallest hashes: a sample in bounded memory that does not depend on the order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._largest: list[tuple[int, int, str]] = []  # (minus the hash, minus its place, passage): a heap
+        self._largest: list[tuple[int, int, str]] = []  # heap of (-hash, -position, passage)
         self._hashes: set[int] = set()
         self._added = 0
 
@@ -180,12 +182,12 @@ class _Pool:
         self._hashes.add(digest)
 
     def passages(self) -> tuple[str, ...]:
-        """In the order in which they were added first."""
+        """Return the sample in the order in which its passages were first added."""
         return tuple(passage for _, _, passage in sorted(self._largest, key=lambda entry: -entry[1]))
 
 
 def _cut(text: str, words: int) -> str:
-    """The text up to its N-th word, white space as it was."""
+    """Return the text up to its N-th word, with its white space."""
     end = next(islice(re.finditer(r"\S+", text), words - 1, None), None)
     return text if end is None else text[: end.end()]
 
@@ -202,7 +204,7 @@ def _table(row: Mapping[str, Any], columns: Mapping[str, str]) -> Iterator[Seed]
 
 
 def _msmarco(row: Mapping[str, Any], _: str) -> Iterator[Seed | LeftOut]:
-    """MS MARCO v2.1: a query, about ten passages, and which of them people selected; a seed for each selected one."""
+    """MS MARCO v2.1: a query and about ten passages, some selected by people; a seed for each selected passage."""
     passages = row["passages"]
     selected = [place for place, chosen in enumerate(passages["is_selected"]) if chosen]
     for place in selected:
@@ -216,7 +218,7 @@ _LANGUAGES = {"java": "Java", "c++": "C++", "python": "Python", "javascript": "J
 
 
 def _leetcode(row: Mapping[str, Any], _: str) -> Iterator[Seed | LeftOut]:
-    """LeetCode: a problem and a solution in each of some languages; a seed for each solution (appendix B.2)."""
+    """LeetCode: a problem and its solutions in several languages; a seed for each solution (appendix B.2)."""
     for column, language in _LANGUAGES.items():
         if (row.get(column) or "").strip():
             key = f"{row['id']}-{column}"
@@ -228,7 +230,7 @@ def _leetcode(row: Mapping[str, Any], _: str) -> Iterator[Seed | LeftOut]:
 
 
 def _metamath(row: Mapping[str, Any], place: str) -> Iterator[Seed]:
-    """MetaMathQA: a problem and its worked solution (appendix B.2); rows have no id of their own."""
+    """MetaMathQA: a problem and its worked solution (appendix B.2); the row's place is its id."""
     yield Seed(place, row["query"] or "", row["response"] or "", "metamath", topic=row.get("type"))
 
 
@@ -237,31 +239,21 @@ _PUBLISHED: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], str
     "leetcode": (("id", "content", "python"), _leetcode),
     "metamath": (("query", "response"), _metamath),
 }
-"""Format -> the columns it needs, and what makes seeds of a row (given a name for it, too)."""
+"""Format -> its required columns, and a function of (row, place) that makes seeds."""
 
 
 def _robust04(directory: Path) -> Callable[[], Iterator[Seed | LeftOut]]:
     """TREC Robust 2004: a seed for each topic's title and each document judged relevant to it.
 
     Args:
-        directory: holds one file with `topics` or `testset` in its name, one with `qrels`, and, in directories below,
-            the documents of TREC disks 4 and 5 in SGML, plain or .gz.
+        directory: holds one file with `topics` or `testset` in its name, one with `qrels`, and in subdirectories the
+            documents of TREC disks 4 and 5 in SGML, plain or .gz.
     """
     if not directory.is_dir():
         raise InputError(f"seeds={directory}: format=robust04 is a directory of topics, qrels and documents; give that")
-    topics_file, qrels_file = _only(directory, "topics", "testset"), _only(directory, "qrels")
+    topics_file, qrels_file = _single_file(directory, "topics", "testset"), _single_file(directory, "qrels")
     titles = _topics(topics_file)
-    wanted: dict[str, list[str]] = defaultdict(list)
-    for number, line in enumerate(_lines(qrels_file), start=1):
-        judged = line.split()
-        if not judged:
-            continue
-        if len(judged) != 4 or not judged[3].lstrip("-").isdigit():
-            raise InputError(f"seeds={qrels_file}: line {number} is no judgement; write `topic 0 document relevance`")
-        if int(judged[3]) > 0:
-            if judged[0] not in titles:
-                raise InputError(f"seeds={qrels_file}: line {number}: topic {judged[0]} is not in {topics_file.name}")
-            wanted[judged[2]].append(judged[0])
+    relevant = _relevant(qrels_file, titles, topics_file.name)
     files = [
         file
         for file in sorted(directory.rglob("*"))
@@ -275,16 +267,16 @@ def _robust04(directory: Path) -> Callable[[], Iterator[Seed | LeftOut]]:
         found: set[str] = set()
         for file in files:
             for name, text in _documents(file):
-                for topic in wanted.get(name, ()):
+                for topic in relevant.get(name, ()):
                     yield Seed(f"{topic}-{name}", titles[topic], text, "robust04", topic=topic)
-                found |= {name} & wanted.keys()
-        yield from ("a relevant document that is not in the directory" for _ in range(len(wanted) - len(found)))
+                found |= {name} & relevant.keys()
+        yield from ("a relevant document that is not in the directory" for _ in range(len(relevant) - len(found)))
 
     return read
 
 
-def _only(directory: Path, *names: str) -> Path:
-    """The one file at the top of a directory that has one of some words in its name."""
+def _single_file(directory: Path, *names: str) -> Path:
+    """Return the one file at the top of a directory that has one of some words in its name."""
     found = [f for f in sorted(directory.iterdir()) if f.is_file() and any(name in f.name.lower() for name in names)]
     if len(found) != 1:
         raise InputError(
@@ -293,8 +285,24 @@ def _only(directory: Path, *names: str) -> Path:
     return found[0]
 
 
+def _relevant(qrels: Path, topics: Mapping[str, str], topics_file: str) -> dict[str, list[str]]:
+    """Read the judgements: document -> topics that it is relevant to."""
+    relevant: dict[str, list[str]] = defaultdict(list)
+    for number, line in enumerate(_lines(qrels), start=1):
+        judged = line.split()
+        if not judged:
+            continue
+        if len(judged) != 4 or not judged[3].lstrip("-").isdigit():
+            raise InputError(f"seeds={qrels}: line {number} is no judgement; write `topic 0 document relevance`")
+        if int(judged[3]) > 0:
+            if judged[0] not in topics:
+                raise InputError(f"seeds={qrels}: line {number}: topic {judged[0]} is not in {topics_file}; add it")
+            relevant[judged[2]].append(judged[0])
+    return relevant
+
+
 def _topics(file: Path) -> dict[str, str]:
-    """Number -> title of TREC topics, whose fields have no end tags."""
+    """Read TREC topics, whose fields have no end tags: number -> title."""
     titles: dict[str, str] = {}
     for topic in "".join(_lines(file)).split("<top>")[1:]:
         number = re.search(r"<num>\s*(?:Number:)?\s*(\d+)", topic)
@@ -308,7 +316,7 @@ def _topics(file: Path) -> dict[str, str]:
 
 
 def _documents(file: Path) -> Iterator[tuple[str, str]]:
-    """(DOCNO, headline and text) of the documents of an SGML file."""
+    """Yield (DOCNO, headline and text) of the documents of an SGML file."""
     document: list[str] | None = None
     for line in _lines(file):
         if line.startswith("<DOC>"):
@@ -330,7 +338,7 @@ _ENTITY = re.compile(r"&[A-Za-z]+;")
 
 
 def _text(markup: str) -> str:
-    known = _COMMENT.sub(" ", markup).replace("&blank;", " ").replace("&hyph;", "-")  # not what HTML means by them
+    known = _COMMENT.sub(" ", markup).replace("&blank;", " ").replace("&hyph;", "-")  # they mean something else in HTML
     parts = (_TAG.sub(" ", part) for _, part in _READ.findall(known))
     return "\n".join(" ".join(_ENTITY.sub(" ", html.unescape(part)).split()) for part in parts).strip()
 

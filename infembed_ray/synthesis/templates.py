@@ -1,8 +1,8 @@
-"""The prompts: files with a version, rendered to chat requests.
+"""Prompt templates: files with a version, rendered to chat requests.
 
-A prompt file is a front matter with its `version` and the format of its `answer`, then the text of one user message
-with `{fields}`. `sources/<source>/` holds what some of them say in addition for seeds of that source. The versions are
-part of the journal's key: a changed prompt is asked anew.
+A prompt file has a front matter with its `version` and the format of its `answer`, then the text of one user message with
+`{fields}`. `sources/<source>/` holds additions for seeds of that source. The versions are part of the journal's key, so a
+changed prompt is asked again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from infembed_ray.config import ChatModel
-from infembed_ray.synthesis.chat import Malformed, Request
-from infembed_ray.synthesis.formats import AnswerFormat
+from infembed_ray.config.llm import ChatModel
+from infembed_ray.llm.chat import Malformed, Request
+from infembed_ray.llm.structured_output import AnswerFormat
 
 DIRECTORY = Path(__file__).with_name("prompts")
 _SOURCES = DIRECTORY / "sources"
@@ -28,21 +28,24 @@ _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL
 
 @dataclass(frozen=True)
 class Template:
-    """One prompt, with what it says in addition for one source."""
+    """One prompt, with its addition for one source."""
 
     version: str
-    """Name and version of each file it is made of: `query_poisoning=1 leetcode/query_poisoning=1`."""
+    """Name and version of each of its files: `query_poisoning=1 leetcode/query_poisoning=1`."""
     text: str
     answer: AnswerFormat
 
     def request(
         self, model: ChatModel, step: str, row: str, values: Mapping[str, str], choices: Sequence[str] = ()
     ) -> Request:
-        """The request that asks `model` this prompt with its fields filled in.
+        """Render the request that asks `model` this prompt.
 
         Args:
-            values: field -> text; those the prompt does not have are left out.
-            choices: the only answers there are, where they are few.
+            model: the model and its parameters.
+            step: the pipeline's step.
+            row: the seed's id.
+            values: field -> text; fields that the prompt lacks are ignored.
+            choices: the only valid answers, where they are few.
         """
         parameters: dict[str, Any] = {
             "temperature": model.temperature,
@@ -63,18 +66,18 @@ class Template:
 
     @property
     def fields(self) -> set[str]:
-        """The names that `request` must be given."""
+        """The fields that `request` needs."""
         return {field for _, field, _, _ in Formatter().parse(self.text) if field} - {"answer"}
 
 
 def load(name: str, source: str = "") -> Template:
-    """The prompt `name`, with what it says in addition for seeds of `source`, if anything."""
+    """Return the prompt `name` with its addition for seeds of `source`, if there is one."""
     source = source.casefold()
     return _load(name, source if source in _sources() else "")
 
 
 def repair(request: Request, answer: str, fault: Malformed) -> Request:
-    """The request that goes on after a malformed answer: says what is wrong with it, and asks for it again."""
+    """Return the request that follows a malformed answer: it says what is wrong and asks for the answer again."""
     header, text = _read(DIRECTORY / "repair.md")
     return replace(
         request,
@@ -105,7 +108,7 @@ def _load(name: str, source: str) -> Template:
 
 @cache
 def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """Front matter and text of a prompt file."""
+    """Return front matter and text of a prompt file."""
     parts = _FRONT_MATTER.fullmatch(file.read_text(encoding="utf-8"))
     assert parts is not None, f"{file} has no front matter"
     return yaml.safe_load(parts["header"]), parts["text"].strip()

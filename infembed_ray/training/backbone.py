@@ -1,10 +1,10 @@
-"""The encoder that a run starts from. Without DeepSpeed, so that a driver can look at it before any work."""
+"""The encoder that a run starts from. It does not import DeepSpeed, so that a driver can check the model first."""
 
 from __future__ import annotations
 
 import torch
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
 
@@ -12,12 +12,13 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 def load_encoder(
     settings: TrainSettings, device: torch.device | str = "cpu", quantized: bool = False
 ) -> InstructionEncoder:
-    """The encoder of a run, in fp32: DeepSpeed casts it and keeps fp32 master weights.
+    """Load the encoder of a run in fp32; DeepSpeed casts it and keeps fp32 master weights.
 
     Args:
-        settings: of the run.
-        device: where it goes; `meta`: no weights are read, for a look at whether all settings fit the model.
-        quantized: the backbone in 4 bits, under adapters. What is exported is not: adapters are merged into all bits.
+        settings: Settings of the run.
+        device: Device to load it to; on `meta`, no weights are read, to check the settings against the model.
+        quantized: Whether to quantize the backbone to 4 bits under the adapters (QLoRA). The exported model is not
+            quantized: the adapters are merged into the full weights.
     """
     encoder = InstructionEncoder.from_pretrained(
         settings.model,
@@ -35,5 +36,5 @@ def load_encoder(
         quantized=quantized,
     )
     if settings.lora is not None:
-        adapters.add(encoder, settings.lora)
+        adapters.add(encoder.backbones, settings.lora)
     return encoder

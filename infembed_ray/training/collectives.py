@@ -1,4 +1,4 @@
-"""Gathering across workers. Without a process group, or with one worker, everything is already here."""
+"""Collectives across workers. Without a process group, or with one worker, they return their input."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
-    """(rank, world size) of this worker."""
+    """Return (rank, world size) of this worker."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate rows of all workers; the backward pass sums what every worker's loss says of this one's rows."""
+    """Differentiable all-gather: the backward pass sums the gradients of all workers with respect to this worker's rows."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor, sizes: list[int]) -> Tensor:
@@ -33,15 +33,14 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """(B, ...) of every worker -> (sum of `sizes`, ...), in rank order.
+    """Concatenate the rows of all workers in rank order: (B, ...) per worker -> (sum of `sizes`, ...).
 
-    Differentiable. Where each worker minimises the mean loss of its own rows times `Batch.share`, and parameter
-    gradients are averaged over workers, as DeepSpeed does, the sum in the backward pass makes that average the
-    gradient of the mean over all rows.
+    Differentiable. If each worker minimizes the mean loss of its own rows times `Batch.share`, and parameter gradients
+    are averaged over workers, as DeepSpeed does, that average is the gradient of the mean over all rows.
 
     Args:
-        rows: of this worker; as many as `sizes` says of its rank.
-        sizes: B of every worker, in rank order.
+        rows: Rows of this worker, as many as `sizes` gives for its rank.
+        sizes: Number of rows of every worker, in rank order.
     """
     if world()[1] == 1:
         return rows
@@ -51,7 +50,7 @@ def gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _all_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    missing = max(sizes) - len(rows)  # all_gather wants equal shapes
+    missing = max(sizes) - len(rows)  # all_gather needs equal shapes
     filled = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
     parts = [torch.empty_like(filled) for _ in sizes]
     dist.all_gather(parts, filled)
@@ -59,7 +58,7 @@ def _all_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def from_first(value: T) -> T:
-    """Worker 0's value, on every worker."""
+    """Return worker 0's value on every worker."""
     values = [value]
     if world()[1] > 1:
         dist.broadcast_object_list(values, src=0)
@@ -67,7 +66,7 @@ def from_first(value: T) -> T:
 
 
 def from_all(value: T) -> list[T]:
-    """Every worker's value, in rank order, on every worker."""
+    """Return the values of all workers, in rank order, on every worker."""
     values = [value] * world()[1]
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -75,7 +74,10 @@ def from_all(value: T) -> list[T]:
 
 
 def mean_over_workers(values: Tensor) -> Tensor:
-    """Element-wise mean over workers, without gradient; of means times `Batch.share`, the mean over all rows."""
+    """Return the element-wise mean over workers, without gradient.
+
+    For means over a worker's rows times `Batch.share`, this is the mean over all rows.
+    """
     values = values.detach().clone()
     if world()[1] > 1:
         dist.all_reduce(values)
@@ -83,8 +85,8 @@ def mean_over_workers(values: Tensor) -> Tensor:
     return values
 
 
-def most_of_workers(count: int, device: torch.device) -> int:
-    """The highest count of any worker."""
+def max_over_workers(count: int, device: torch.device) -> int:
+    """Return the highest count of any worker."""
     most = torch.tensor(count, device=device)
     if world()[1] > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The records of a run as a memory-mapped Arrow file, which every worker opens by its path."""
+"""Dataset: the records of a run in a memory-mapped Arrow file, which every worker opens by its path."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
+from infembed_ray import durable
 from infembed_ray.records import Record, columns_of
 from infembed_ray.storage import fingerprint
 
 RECORDS = "records.arrow"
 _ROWS = 1024
-"""Of every batch of the file but the last."""
+"""Rows per record batch of the file; the last batch may have fewer."""
 _TOKENS = "tokens"
 _COLUMNS = [f.name for f in fields(Record)]
 
 
 class Dataset(Sequence[Record]):
-    """Records of a file that `write` made, opened when first read. Only what is read comes into memory; a pickle is the path.
-
-    Args:
-        path: of the file.
-    """
+    """Records of a file that `write` wrote; the file is opened on the first read, and a pickle holds only its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,26 +39,24 @@ class Dataset(Sequence[Record]):
     def write(
         cls, path: Path, records: Iterable[Record], count: Callable[[Sequence[Record]], Sequence[int]] | None = None
     ) -> Dataset:
-        """Write a file, in bounded memory, and open it. It is either there in whole or not at all.
+        """Write a file atomically, in bounded memory, and open it.
 
         Args:
-            path: of the file.
-            records: in the order in which they are to be numbered.
-            count: gives the tokens of each of some records, which are written beside them.
+            path: Path of the file.
+            records: Records in the order of their row numbers.
+            count: Function that counts the tokens of each of some records; the counts are written beside them.
         """
         schema = pa.schema([(name, pa.string()) for name in _COLUMNS])
         if count is not None:
             schema = schema.append(pa.field(_TOKENS, pa.int32()))
-        partial = path.with_name(f"{path.name}.partial")
         rest = iter(records)
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with durable.replacing(path) as sink, pa.ipc.new_file(sink, schema) as writer:
             while some := list(islice(rest, _ROWS)):
                 rows = [columns_of(record) for record in some]
                 columns = {name: [row[name] for row in rows] for name in _COLUMNS}
                 if count is not None:
                     columns[_TOKENS] = list(count(some))
                 writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
-        partial.replace(path)
         return cls(path)
 
     def __reduce__(self) -> tuple[type[Dataset], tuple[Path]]:
@@ -89,12 +84,12 @@ class Dataset(Sequence[Record]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the contents, the same in whatever format the records came."""
+        """Fingerprint of the contents (16 hex digits), whatever the format of the input."""
         return fingerprint(self.path)
 
     @cached_property
     def tokens(self) -> np.ndarray | None:
-        """(len) tokens of each record, as they were counted; None if they were not."""
+        """Token count of each record, shape (len,); None if they were not counted."""
         if not self._batches or _TOKENS not in self._batches[0].schema.names:
             return None
         return np.concatenate([batch.column(_TOKENS).to_numpy() for batch in self._batches])

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
-from ray.train.v2._internal.exceptions import InsufficientClusterResourcesError, WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.context import get_train_context
 
-from infembed_ray.config import TrainSettings
-from infembed_ray.distributed import connect, on_a_cluster
+from infembed_ray import ray_compat
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
+from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.records import Record
 from infembed_ray.storage import STATES
 
@@ -28,24 +27,19 @@ RAY_TRAIN_LOGS = "ray_train"
 
 
 def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> None:
-    """Let all workers train to the end.
-
-    Args:
-        settings: of the run.
-        rows: its records.
-        directory: shared by all workers.
+    """Train on a Ray cluster to the end, with `directory` as the output that all workers share.
 
     Raises:
-        InputError: the cluster has no room for the workers, or a worker cannot work with its input.
-        RuntimeError: the run failed once more than `max_failures` allows; it says how the last time.
+        InputError: the cluster lacks resources for the workers, or a worker rejected its input.
+        RuntimeError: the run failed more than `max_failures` times; the message holds the last failure.
     """
     grows = on_a_cluster()
     connect()
     if short := _shortage(settings):
         if not grows:
             raise InputError(short)
-        say(f"train: waiting {settings.placement_timeout_s:g} s for room: {short}")
-    # Ray Train counts a wait for room as a failure of its own kind, so all of them together may take the time-out.
+        say(f"train: waiting up to {settings.placement_timeout_s:g} s for resources: {short}")
+    # Ray Train counts each wait for resources as a failure, so all waits together take the time-out.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(
         settings.placement_timeout_s / (1 + settings.max_failures)
     )
@@ -62,7 +56,7 @@ def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> Non
             placement_strategy=settings.placement,
         ),
         run_config=RunConfig(
-            name=f"{time.time_ns()}",  # never an earlier attempt's: resuming is ours, from our own states
+            name=f"{time.time_ns()}",  # a new name for each attempt, because runs resume from our own checkpoints
             storage_path=str(directory / STATES / RAY_TRAIN_LOGS),
             failure_config=FailureConfig(
                 max_failures=settings.max_failures, controller_failure_limit=settings.max_failures
@@ -83,12 +77,15 @@ def _per_worker(settings: TrainSettings) -> dict[str, float]:
 
 
 def _shortage(settings: TrainSettings) -> str | None:
-    """What the workers ask for and what the cluster has, if it has less."""
-    asked = {name: amount * settings.workers for name, amount in _per_worker(settings).items()}
-    has = {name: ray.cluster_resources().get(name, 0.0) for name in asked}
-    if all(has[name] >= amount for name, amount in asked.items()):
+    """Return what the workers need and the cluster has, if it has less; otherwise None."""
+    needed = {name: amount * settings.workers for name, amount in _per_worker(settings).items()}
+    has = {name: ray.cluster_resources().get(name, 0.0) for name in needed}
+    if all(has[name] >= amount for name, amount in needed.items()):
         return None
-    return f"workers={settings.workers}: they ask for {_listed(asked)}, the cluster has {_listed(has)}; set fewer workers, or less for each"
+    return (
+        f"workers={settings.workers}: they need {_listed(needed)}, but the cluster has {_listed(has)}; set fewer workers, or "
+        "less for each"
+    )
 
 
 def _listed(resources: dict[str, float]) -> str:
@@ -96,34 +93,32 @@ def _listed(resources: dict[str, float]) -> str:
 
 
 def _explained(error: TrainingFailedError, settings: TrainSettings) -> Exception:
-    """What became of a run that Ray Train has given up, in one line."""
+    """Return an error of one line for a run that Ray Train gave up."""
     if isinstance(error, ControllerError):
-        no_room = (WorkerGroupStartupTimeoutError, InsufficientClusterResourcesError)
-        if not isinstance(error.controller_failure, no_room):
+        if not isinstance(error.controller_failure, ray_compat.placement_errors()):
             return error
-        asked, free = _per_worker(settings), ray.available_resources()
+        needed, free = _per_worker(settings), ray.available_resources()
         return InputError(
-            f"placement_timeout_s={settings.placement_timeout_s:g}: no room for workers={settings.workers} of "
-            f"{_listed(asked)} each (placement={settings.placement}); free now: "
-            f"{_listed({name: free.get(name, 0.0) for name in asked})}; set fewer workers, or wait longer"
+            f"placement_timeout_s={settings.placement_timeout_s:g}: no resources for workers={settings.workers} of "
+            f"{_listed(needed)} each (placement={settings.placement}); free now: "
+            f"{_listed({name: free.get(name, 0.0) for name in needed})}; set fewer workers, or wait longer"
         )
     failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     if not failures:
         return error
-    # without the traceback that Ray Train made its message of
-    causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures.items()}
+    causes = {rank: ray_compat.worker_error(failure) for rank, failure in failures.items()}
     rank, cause = min(causes.items(), key=lambda item: _remoteness(item[1]))
     if isinstance(cause, InputError):
         return cause
     what = " ".join(str(cause).split())
     return RuntimeError(
-        f"worker {rank} of {settings.workers} failed, max_failures={settings.max_failures} before it: "
-        f"{type(cause).__name__}: {what}; the same command resumes from the last state"
+        f"worker {rank} of {settings.workers} failed, after max_failures={settings.max_failures} earlier failures: "
+        f"{type(cause).__name__}: {what}; run the same command again to resume from the last checkpoint"
     )
 
 
 def _remoteness(failure: Exception) -> int:
-    """How far a worker's failure is from what went wrong: one that lost the others in a collective only followed them."""
+    """Rank a failure by its distance from the cause: a worker that lost the others in a collective failed after them."""
     if isinstance(failure, InputError):
         return 0
     lost = isinstance(failure, dist.DistError) or (isinstance(failure, RuntimeError) and "gloo" in str(failure).lower())
@@ -131,25 +126,22 @@ def _remoteness(failure: Exception) -> int:
 
 
 def _worker(config: dict[str, Any]) -> str | None:
-    """What Ray Train runs on every worker; returns why the run was ended, if not by its last step."""
-    # Imported here, on the workers: DeepSpeed looks for accelerators and talks about them when it is imported.
-    from infembed_ray.training.loop import train_worker
+    """Train as a Ray Train worker; return the InputError that ended the run, or None after its last step."""
+    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators and logs on import
 
-    settings = TrainSettings.of(config["settings"])
+    settings = TrainSettings.from_mapping(config["settings"])
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     try:
-        train_worker(settings, ray.get(config["records"]), Path(config["directory"]), get_device(), _preempted)
+        train_worker(
+            settings,
+            ray.get(config["records"]),
+            Path(config["directory"]),
+            get_device(),
+            ray_compat.preemption_announced,
+        )
     except InputError as error:
         if dist.is_initialized():
-            raise  # others may be waiting for this worker
-        return str(error)  # all have ended alike, as they would again: nothing to be tried once more
+            raise  # the other workers may wait for this one
+        return str(error)  # all workers ended alike and would do so again, so Ray Train must not retry
     return None
-
-
-def _preempted() -> bool:
-    """Has Ray told this worker that a machine of the run is about to go?
-
-    Not by `ray.train.get_preemption_info`, which is a collective, hence a cost in every step.
-    """
-    return get_train_context().preemption_context.preemption_info is not None

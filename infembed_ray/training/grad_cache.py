@@ -1,19 +1,18 @@
-"""The forward and backward passes of a step: with every graph kept, or by GradCache (Gao et al., arXiv 2101.06983).
+"""Forward and backward passes of a step: with all graphs kept, or by gradient caching (GradCache, arXiv 2101.06983).
 
-A contrastive loss needs all embeddings at once, their graphs it does not. GradCache embeds without graph, takes the
-loss's gradient with respect to the embeddings (and the learned temperature), then repeats pass after pass with graph
-and back-propagates `embeddings . gradient`, whose gradient is that of the loss: the memory of one pass, whatever the
-batch.
+A contrastive loss needs all embeddings at once, but not their graphs. GradCache embeds without graph, takes the
+gradient of the loss with respect to the embeddings (and the learned temperature), then repeats each pass with graph and
+back-propagates `embeddings . gradient`, whose gradient is that of the loss. It needs the memory of a single pass,
+whatever the batch size.
 
-Dropout is seeded anew for each pass, so that the repeated pass drops what the first one dropped, and both classes,
-given the same layouts, draw the same: their gradients are equal.
+Dropout is seeded for each pass, so that a repeated pass drops the same elements. Both classes, given the same layouts,
+draw the same seeds: their gradients are equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,31 +20,17 @@ from torch import Tensor
 from infembed_ray.modeling.layout import Layout
 
 Forward = Callable[[Layout], tuple[Tensor, Tensor | None]]
-"""A layout -> its (texts, d) embeddings and the learned temperature, if there is one."""
+"""Layout -> its (texts, d) embeddings, and the learned temperature if there is one."""
 Backward = Callable[[Tensor, bool], None]
-"""Back-propagates a scalar; True for the last time in a step."""
-
-
-class Passes(Protocol):
-    """What a step asks of its passes.
-
-    Attributes:
-        temperature: the learned one, with gradient, once something is encoded; None if it is not learned.
-    """
-
-    temperature: Tensor | None
-
-    def encode(self, layouts: Sequence[Layout]) -> Tensor:
-        """(texts, d) embeddings of all texts of the layouts, in their order, for the loss to depend on."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss of everything encoded since the last call."""
-        ...
+"""Back-propagate a scalar; True for the last time in a micro-batch."""
 
 
 class KeptGraphs:
-    """Keeps the graphs of all passes for one backward pass."""
+    """Keep the graphs of all passes for a single backward pass.
+
+    Attributes:
+        temperature: The learned temperature with gradient, once something is encoded; None if it is not learned.
+    """
 
     def __init__(self, forward: Forward, backward: Backward) -> None:
         self._forward = forward
@@ -53,7 +38,7 @@ class KeptGraphs:
         self.temperature: Tensor | None = None
 
     def encode(self, layouts: Sequence[Layout]) -> Tensor:
-        """See `Passes.encode`."""
+        """Return (texts, d) embeddings of all texts of the layouts, in their order, for the loss to depend on."""
         parts = []
         for layout in layouts:
             torch.manual_seed(_next_seed())
@@ -62,7 +47,7 @@ class KeptGraphs:
         return torch.cat(parts)
 
     def backward(self, loss: Tensor) -> None:
-        """See `Passes.backward`."""
+        """Add the gradients of a loss of everything encoded since the last call."""
         self.temperature = None
         self._backward(loss, True)
 
@@ -72,26 +57,23 @@ class _Pass:
     layout: Layout
     seed: int
     embeddings: Tensor
-    """A leaf, where the loss leaves its gradient."""
+    """A leaf that receives the gradient of the loss."""
 
 
-class GradCache:
-    """Repeats the passes one by one for the backward passes.
+class GradCache(KeptGraphs):
+    """Repeat the passes one by one for the backward passes.
 
-    All but the newest: that one keeps its graph, and is the first to be back-propagated, so that there is still never
-    more than one graph. Every worker embeds as many layouts as the others (see `Engine.encode`), hence goes through
-    equally many forward and backward passes, as ZeRO's collectives demand.
+    The newest pass is the exception: it keeps its graph and is back-propagated first, so that there is never more than
+    one graph. Every worker runs equally many passes (see `Engine.encode`), as ZeRO's collectives require.
     """
 
     def __init__(self, forward: Forward, backward: Backward) -> None:
-        self._forward = forward
-        self._backward = backward
+        super().__init__(forward, backward)
         self._passes: list[_Pass] = []
         self._newest: tuple[Tensor, Tensor | None] | None = None
-        self.temperature: Tensor | None = None
 
     def encode(self, layouts: Sequence[Layout]) -> Tensor:
-        """See `Passes.encode`."""
+        """See `KeptGraphs.encode`."""
         self._newest = None
         done = len(self._passes)
         for n, layout in enumerate(layouts, start=1):
@@ -105,7 +87,7 @@ class GradCache:
         return torch.cat([p.embeddings for p in self._passes[done:]])
 
     def backward(self, loss: Tensor) -> None:
-        """See `Passes.backward`."""
+        """See `KeptGraphs.backward`."""
         loss.backward()
         while self._passes:
             cached = self._passes.pop()
@@ -119,7 +101,7 @@ class GradCache:
         surrogate = (embeddings * (torch.zeros_like(embeddings) if gradient is None else gradient)).sum()
         if temperature is not None and self.temperature is not None and self.temperature.grad is not None:
             surrogate = surrogate + (temperature * self.temperature.grad).sum()
-            self.temperature = None  # one pass takes all of its gradient
+            self.temperature = None  # one pass back-propagates all of its gradient
         self._backward(surrogate, last)
 
     def _run(self, layout: Layout, seed: int) -> tuple[Tensor, Tensor | None]:

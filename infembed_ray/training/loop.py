@@ -1,4 +1,4 @@
-"""The training loop of one worker. Knows nothing of Ray: torchrun or a plain call run it as well."""
+"""Training loop of one worker. It does not import Ray: torchrun or a plain call run it as well."""
 
 from __future__ import annotations
 
@@ -6,33 +6,32 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from infembed_ray.config import TrainSettings
+from infembed_ray import durable
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.records import Record
-from infembed_ray.storage import STATES, write_json
+from infembed_ray.storage import STATES
 from infembed_ray.training.backbone import load_encoder
+from infembed_ray.training.checkpoints.manager import CheckpointManager
+from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
 from infembed_ray.training.engine import Engine, export
-from infembed_ray.training.events import EventLog
-from infembed_ray.training.metrics import Meter, measure, read_metrics, rounded
-from infembed_ray.training.monitor import Monitor
-from infembed_ray.training.objectives import Objective, marginal_loss
-from infembed_ray.training.run_log import RunLog
+from infembed_ray.training.losses import Objective, marginal_loss
+from infembed_ray.training.observability.anomalies import Monitor
+from infembed_ray.training.observability.events import EventLog
+from infembed_ray.training.observability.metrics import Meter, RunLog, measure, read_metrics, rounded
 from infembed_ray.training.sampler import Sampler
-from infembed_ray.training.schedule import learning_rate
 from infembed_ray.training.scores import Scores, score_batch
-from infembed_ray.training.states import States
 from infembed_ray.training.teacher import Teacher
-from infembed_ray.training.tuples import Batch, collate
 from infembed_ray.training.validation import EXPORTED, Validation
 
 
@@ -43,146 +42,239 @@ def train_worker(
     device: torch.device,
     preempted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train to the end, resuming from the newest whole state under `directory`, and export the checkpoint.
+    """Train to the end, resuming from the newest valid checkpoint in `directory`, and export the model.
 
-    Every worker calls it; worker 0 writes `metrics.jsonl` and `samples.jsonl` (one line a step) and the exported checkpoint.
+    Every worker calls it. Worker 0 writes the logs (one line per step) and the exported model.
 
     Args:
-        settings: of the run.
-        records: all of them, in the same order on every worker.
-        directory: shared by all workers.
-        device: of this worker.
-        preempted: has this worker heard that a machine of the run is about to go? If any has, all save a state at the
-            end of that step.
+        settings: Settings of the run.
+        records: All records, in the same order on every worker.
+        directory: Output of the run, shared by all workers.
+        device: Device of this worker.
+        preempted: Return whether this worker has a notice that a node of the run will be taken away. If any worker has,
+            all save a checkpoint at the end of the step.
+
+    Raises:
+        InputError: an anomaly stopped the run, or no checkpoint of the last step could be saved.
     """
-    objective = Objective.of(settings)
-    torch.manual_seed(settings.seed)
-    encoder = load_encoder(settings, device, quantized=settings.lora is not None and settings.lora.quantized)
-    engine = Engine(encoder, settings)
-    teacher = None
-    if settings.teacher is not None:
-        teacher = Teacher(InstructionEncoder.from_pretrained(settings.teacher, device=device), settings)
-    rank, _ = world()
-    sampler = Sampler.of(settings, records, encoder)
-    states = States(directory / STATES, settings, sampler)
-    progress = states.resume(engine)
-    events = EventLog(directory, progress.step, writes=rank == 0)
-    log = RunLog(settings, directory, progress.step, events) if rank == 0 else None
-    before = read_metrics(directory) if rank == 0 else []  # it may be cutting the log that others would read
-    losses = from_first([line["loss"] for line in before if line["without_negatives"] != 1])
-    monitor = Monitor(settings, events, losses)
-    meter = Meter(device, encoder.dtype)
-    validation = Validation(settings)
-    engine.train()
-    steps = -(-sampler.steps // settings.accumulation)
-    told = False
-    for step, batches in enumerate(_of_steps(sampler, settings.accumulation, progress.step), start=progress.step):
-        if validation.over(progress):
-            break
-        meter.begin()
-        rate = learning_rate(settings, step, steps)
+    trainer = _Trainer(settings, records, directory, device, preempted)
+    trainer.train()
+    trainer.finish()
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all workers know of a step before its last backward pass, the same on each.
+
+    Attributes:
+        ids: Ids of the records, of all workers in rank order.
+        means: Measures, averaged over all rows of the step.
+        work: Slots, tokens and FLOPs, averaged over workers; see `flops.Workload`.
+        preempted: Whether any worker has a preemption notice.
+        approved: Whether the step may update the weights.
+        temperature: Temperature of the similarities.
+    """
+
+    ids: list[str]
+    means: dict[str, float]
+    work: tuple[float, float, float]
+    preempted: bool
+    approved: bool
+    temperature: float
+
+
+class _Trainer:
+    """One worker of a run; see `train_worker` for the arguments."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        records: Sequence[Record],
+        directory: Path,
+        device: torch.device,
+        preempted: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._records = records
+        self._directory = directory
+        self._preempted = preempted
+        self._objective = Objective.from_settings(settings)
+        torch.manual_seed(settings.seed)
+        quantized = settings.lora is not None and settings.lora.quantized
+        self._encoder = load_encoder(settings, device, quantized=quantized)
+        self._engine = Engine(self._encoder, settings)
+        self._teacher = None
+        if settings.teacher is not None:
+            self._teacher = Teacher(InstructionEncoder.from_pretrained(settings.teacher, device=device), settings)
+        self._rank, _ = world()  # the engine connects the workers
+        self._sampler = Sampler.from_settings(settings, records, self._encoder)
+        self._steps = -(-self._sampler.steps // settings.accumulation)
+        self._checkpoints = CheckpointManager(directory / STATES, settings, self._sampler)
+        self._progress = self._checkpoints.resume(self._engine)
+        events = EventLog(directory, self._progress.step, writes=self._rank == 0)
+        self._log = RunLog(settings, directory, self._progress.step, events) if self._rank == 0 else None
+        logged = read_metrics(directory) if self._rank == 0 else []  # other workers could read it while it is rewritten
+        losses = from_first([line["loss"] for line in logged if line["without_negatives"] != 1])
+        self._monitor = Monitor(settings, events, losses)
+        self._meter = Meter(device, self._encoder.dtype)
+        self._validation = Validation(settings)
+        self._preemption_noticed = False
+
+    def train(self) -> None:
+        """Run the steps that are left."""
+        self._engine.train()
+        for batches in self._batches_of_steps():
+            if self._validation.exhausted(self._progress):
+                break
+            self._train_step(batches)
+            if self._monitor.stopped is not None:
+                break
+
+    def _batches_of_steps(self) -> Iterator[list[list[list[int]]]]:
+        """Yield the micro-batches of each step that is left; the last step of the run may have fewer."""
+        accumulation = self._settings.accumulation
+        batches = self._sampler.rows(self._progress.step * accumulation)
+        while of_step := list(islice(batches, accumulation)):
+            yield of_step
+
+    def _train_step(self, batches: Sequence[list[list[int]]]) -> None:
+        self._meter.begin()
+        rate = learning_rate(self._settings, self._progress.step, self._steps)
+        agreed = self._forward_backward(batches)
+        norm = self._engine.update(rate)
+        if agreed.approved:
+            self._monitor.check_gradients(self._progress.step + 1, norm, agreed.ids)
+        if self._monitor.stopped is None:
+            self._log_step(agreed, rate, norm)
+            self._save_if_due(agreed.preempted)
+
+    def _forward_backward(self, batches: Sequence[list[list[int]]]) -> _Agreed:
+        """Back-propagate the micro-batches of a step; before the last backward pass, the workers agree on the step."""
         sums, ids = torch.zeros(()), []
         for number, rows in enumerate(batches):
-            seed = f"{settings.seed}/{step * settings.accumulation + number}"
-            # Seeded anew for each batch and worker, so that a resumed run draws the dropout masks (on CPU and GPU) that
-            # the uninterrupted one would have drawn. No generator's state need be saved.
-            torch.manual_seed(random.Random(f"{seed}/{rank}").getrandbits(63))
-            with meter.data():
-                shares = [[records[r] for r in share] for share in rows]
-                batch = collate(
-                    encoder,
-                    shares,
-                    rank,
-                    objective,
-                    instruction_negatives=settings.instruction_negatives,
-                    iq_negatives=settings.iq_negatives,
-                    seed=seed,
-                )
+            seed = f"{self._settings.seed}/{self._progress.step * self._settings.accumulation + number}"
+            # Seeded anew for each micro-batch and worker: a resumed run draws the same dropout masks as one that was not
+            # interrupted, so that no generator's state need be saved.
+            torch.manual_seed(random.Random(f"{seed}/{self._rank}").getrandbits(63))
+            with self._meter.data():
+                shares = [[self._records[r] for r in share] for share in rows]
+                batch = self._collate(shares, seed)
             ids += [record.id for share in shares for record in share]
-            queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
-            scores = score_batch(objective, batch, queries, passages, settings.same_tower_negatives)
-            if teacher is not None:
-                scores = teacher.screen(scores, shares, rank)
-            temperature = engine.temperature
-            compared = [scores, *_shorter(settings, objective, batch, queries, passages, scores)]
-            loss = torch.stack([_loss(settings, objective, c, temperature) for c in compared]).mean()
-            share = batch.share / len(batches)
+            loss, scores, temperature = self._forward(batch, shares)
+            weight = batch.share / len(batches)
             measured = {"loss": loss.detach(), **measure(scores, temperature)}
-            sums = sums + share * torch.stack(list(measured.values()))
-            last = number == len(batches) - 1
-            if last:
-                # All that workers have to agree on, by one collective; before the gradients are complete, because a
-                # step that is not approved is one whose gradients are NaN: no ZeRO stage makes an update from them.
-                heard = sums.new_tensor([float(preempted())])
-                agreed = mean_over_workers(torch.cat([sums, engine.work.take(), heard])).tolist()
-                *_, slots, tokens, flops, of_workers = agreed
-                means = dict(zip(measured, map(rounded, agreed), strict=False))
-                approved = monitor.approves(step + 1, means, ids)
-                share = share if approved else math.nan
-            engine.backward(loss * share, last)
-        norm = engine.update(rate)
-        if approved:
-            monitor.check_gradients(step + 1, norm, ids)
-        if monitor.stopped is not None:
-            break
-        took = meter.end(slots, tokens, flops)
-        progress = replace(progress, step=step + 1, consumed=progress.consumed + len(ids), score=None)
-        progress, validated = validation.after(progress, steps, engine)
-        if log is not None:
-            log.write(
-                step + 1,
-                ids,
+            sums = sums + weight * torch.stack(list(measured.values()))
+            if number < len(batches) - 1:
+                self._engine.backward(loss * weight, last=False)
+        agreed = self._agree(list(measured), sums, ids, float(temperature))
+        self._engine.backward(loss * weight, last=True, discard=not agreed.approved)
+        return agreed
+
+    def _collate(self, shares: Sequence[Sequence[Record]], seed: str) -> Batch:
+        settings = self._settings
+        return collate(
+            self._encoder,
+            shares,
+            self._rank,
+            self._objective,
+            instruction_negatives=settings.instruction_negatives,
+            iq_negatives=settings.iq_negatives,
+            seed=seed,
+        )
+
+    def _forward(self, batch: Batch, shares: Sequence[Sequence[Record]]) -> tuple[Tensor, Scores, Tensor | float]:
+        """Return loss, scores and temperature of a micro-batch."""
+        queries, passages = self._engine.encode(batch.queries), self._engine.encode(batch.passages)
+        same_tower = self._settings.same_tower_negatives
+        scores = score_batch(self._objective, batch, queries, passages, same_tower)
+        if self._teacher is not None:
+            scores = self._teacher.screen(scores, shares, self._rank)
+        compared = [scores]
+        for dimensions in self._settings.matryoshka:  # leading components, contrasted with the same negatives
+            cut = [truncate(embeddings, dimensions) for embeddings in (queries, passages)]
+            shorter = score_batch(self._objective, batch, cut[0], cut[1], same_tower)
+            negatives = {v: replace(n, mask=scores.negatives[v].mask) for v, n in shorter.negatives.items()}
+            compared.append(replace(shorter, negatives=negatives))
+        temperature = self._engine.temperature
+        loss = torch.stack([self._loss(c, temperature) for c in compared]).mean()
+        return loss, scores, temperature
+
+    def _loss(self, scores: Scores, temperature: Tensor | float) -> Tensor:
+        return marginal_loss(
+            self._objective,
+            scores.positive,
+            scores.negatives,
+            temperature,
+            self._settings.count_positive_once,
+            self._settings.term_weights,
+            self._settings.label_smoothing,
+        )
+
+    def _agree(self, names: Sequence[str], sums: Tensor, ids: list[str], temperature: float) -> _Agreed:
+        """Exchange in one collective everything that the workers must know alike, and judge the step."""
+        preempted = sums.new_tensor([float(self._preempted())])
+        parts = (sums, self._engine.work.take(), preempted)
+        agreed = mean_over_workers(torch.cat(parts)).split([len(part) for part in parts])
+        means, (slots, tokens, flops), (notices,) = (part.tolist() for part in agreed)
+        measures = dict(zip(names, map(rounded, means), strict=True))
+        approved = self._monitor.approves(self._progress.step + 1, measures, ids)
+        return _Agreed(ids, measures, (slots, tokens, flops), notices > 0, approved, temperature)
+
+    def _log_step(self, agreed: _Agreed, rate: float, norm: float) -> None:
+        """Advance the progress, evaluate if it is time, and log the step."""
+        seconds_and_memory = self._meter.end(*agreed.work)
+        consumed = self._progress.consumed + len(agreed.ids)
+        self._progress = replace(self._progress, step=self._progress.step + 1, consumed=consumed, score=None)
+        self._progress, validated = self._validation.after(self._progress, self._steps, self._engine)
+        if self._log is not None:
+            self._log.write(
+                self._progress.step,
+                agreed.ids,
                 time=int(time.time()),
                 learning_rate=rate,
-                temperature=float(temperature),
+                temperature=agreed.temperature,
                 grad_norm=norm,
-                **means,
-                **took,
+                **agreed.means,
+                **seconds_and_memory,
                 **validated,
             )
-        just_told, told = of_workers > 0 and not told, of_workers > 0
-        due = progress.step % settings.checkpoint_every == 0 or progress.step == steps
-        if due or just_told or validation.keeps(progress):
-            states.save(engine, progress)
-    if log is not None:
-        log.close()
-    states.settle()
-    if monitor.stopped is None:
-        states.require_saved(progress)
-    engine.close()
-    if monitor.stopped is not None:
-        raise InputError(monitor.stopped)
-    if rank == 0:
-        state, made = states.result()
-        export(state, load_encoder(settings), directory)
-        write_json(directory / EXPORTED, {"step": made.step, "score": made.score})
+
+    def _save_if_due(self, preempted: bool) -> None:
+        step = self._progress.step
+        due = step % self._settings.checkpoint_every == 0 or step == self._steps
+        newly_preempted = preempted and not self._preemption_noticed
+        self._preemption_noticed = preempted
+        if due or newly_preempted or self._validation.needs_checkpoint(self._progress):
+            self._checkpoints.save(self._engine, self._progress)
+
+    def finish(self) -> None:
+        """Close the logs, wait for uploads and export the model.
+
+        Raises:
+            InputError: an anomaly stopped the run, or the last checkpoint could not be saved.
+        """
+        if self._log is not None:
+            self._log.close()
+        self._checkpoints.settle()
+        if self._monitor.stopped is None:
+            self._checkpoints.require_saved(self._progress)
+        self._engine.close()
+        if self._monitor.stopped is not None:
+            raise InputError(self._monitor.stopped)
+        if self._rank == 0:
+            checkpoint, exported = self._checkpoints.result()
+            export(checkpoint, load_encoder(self._settings), self._directory)
+            durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
 
 
-def _of_steps(sampler: Sampler, accumulation: int, start: int) -> Iterator[list[list[list[int]]]]:
-    """The batches of every step from `start` on: as many as accumulate, in the last one of the run maybe fewer."""
-    batches = sampler.rows(start * accumulation)
-    while of_step := list(islice(batches, accumulation)):
-        yield of_step
+def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
+    """Return the learning rate of step `step` (0-based) of `steps`.
 
-
-def _loss(settings: TrainSettings, objective: Objective, scores: Scores, temperature: Tensor | float) -> Tensor:
-    return marginal_loss(
-        objective,
-        scores.positive,
-        scores.negatives,
-        temperature,
-        settings.count_positive_once,
-        settings.term_weights,
-        settings.label_smoothing,
-    )
-
-
-def _shorter(
-    settings: TrainSettings, objective: Objective, batch: Batch, queries: Tensor, passages: Tensor, scores: Scores
-) -> Iterator[Scores]:
-    """The scores of the leading components of the embeddings, among the same negatives (Matryoshka)."""
-    for dimensions in settings.matryoshka:
-        cut = [truncate(embeddings, dimensions) for embeddings in (queries, passages)]
-        shorter = score_batch(objective, batch, cut[0], cut[1], settings.same_tower_negatives)
-        negatives = {v: replace(n, mask=scores.negatives[v].mask) for v, n in shorter.negatives.items()}
-        yield replace(shorter, negatives=negatives)
+    Linear warm-up to the peak, then linear decay to 0 (the paper's, appendix), half a cosine to 0, or constant.
+    """
+    warmup = int(settings.warmup_fraction * steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    share = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
+    return settings.learning_rate * share[settings.schedule]

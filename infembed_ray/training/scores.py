@@ -1,4 +1,4 @@
-"""From the embeddings of a batch to the similarities and masks an objective needs."""
+"""Similarities and masks of a batch: what an objective needs from its embeddings."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infembed_ray.config import Variable
+from infembed_ray.config.training import Variable
+from infembed_ray.training.collate import Batch
 from infembed_ray.training.collectives import gather_rows
-from infembed_ray.training.objectives import Negatives, Objective
-from infembed_ray.training.tuples import Batch
+from infembed_ray.training.losses import Negatives, Objective
 
 _ODD = 0x5851F42D4C957F2D
-"""A multiplier that keeps (query, passage) apart from (passage, query), and from any other pair."""
+"""Odd multiplier that gives (query, passage) another hash than (passage, query)."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `objectives.marginal_loss` takes: (B,) positives and the candidates of every variable."""
+    """Input of `losses.marginal_loss`: (B,) positives and the candidates of every variable."""
 
     positive: Tensor
     negatives: dict[Variable, Negatives]
@@ -27,21 +27,21 @@ class Scores:
 def score_batch(
     objective: Objective, batch: Batch, queries: Tensor, passages: Tensor, same_tower_negatives: bool = False
 ) -> Scores:
-    """Compare the embeddings of a batch (paper, section 5.2).
+    """Compute the similarities of a batch and mask its in-batch negatives (paper, section 5.2).
 
-    Passages and (instruction, query) pairs are those of all workers. A candidate is a negative of a row unless the
-    tuple it forms is a known positive: a tuple of the step, of whichever worker, token for token. So a passage is no
-    negative for an instruction and query that it answers in another row, nor the pair of another row for a passage it
-    shares, nor an instruction under which another row has the same query and passage. The row's own tuple is the first
-    of the known ones. Of `nce{PIQ}` every tuple but the row's own is a negative, as Eq. 1 has it.
+    Passages and (instruction, query) pairs are those of all workers. A candidate is a negative of a row unless the tuple
+    that it forms is a known positive: a tuple of the micro-batch, on any worker, with equal tokens. So a passage is not a
+    negative of an instruction and query that it answers in another row, nor is a pair of another row with the same
+    passage, nor an instruction for which another row has the same query and passage. For `nce{PIQ}`, every tuple but the
+    row's own is a negative, as in Eq. 1.
 
     Args:
-        objective: which variables.
-        batch: what was embedded.
+        objective: Objective, whose variables decide the candidates.
+        batch: This worker's share of the micro-batch.
         queries: (n, d) unit vectors of `batch.queries`.
         passages: (B, d) unit vectors of `batch.passages`.
-        same_tower_negatives: the pairs of the other rows join the candidates of P, as similarities iq_ii . iq_kk
-            (SamToNe, Moiseev et al., arXiv 2306.02516).
+        same_tower_negatives: Whether the pairs of the other rows join the candidates of P, as similarities
+            iq_ii . iq_kk (SamToNe, arXiv 2306.02516).
     """
     device = queries.device
     own_rows = torch.tensor(batch.own, device=device)
@@ -56,9 +56,9 @@ def score_batch(
         return ~torch.isin(_tuple_ids(queries_of, passages_of), known)
 
     def paired(candidates: list[list[int]]) -> Negatives:
-        """Similarities (B, most) of p_i with the queries named for each row."""
+        """Return the similarities (B, most) of p_i with the candidate queries of each row."""
         most = max(map(len, candidates))
-        # Rows with fewer are filled up with their own positive, which is no negative.
+        # Shorter rows are padded with their own positive, which is masked.
         filled = [row + [mine] * (most - len(row)) for row, mine in zip(candidates, batch.own, strict=True)]
         index = torch.tensor(filled, dtype=torch.long, device=device)
         return Negatives((passages @ queries.T).gather(1, index), unknown(query_ids[index], passage_ids.unsqueeze(1)))
@@ -87,22 +87,21 @@ def score_batch(
 
 
 def _tuple_ids(query_ids: Tensor, passage_ids: Tensor) -> Tensor:
-    """Identities of (instruction, query, passage) from those of their texts; they wrap around, being hashes."""
+    """Hash (instruction, query, passage) from the hashes of its texts; integers wrap around."""
     return query_ids * _ODD + passage_ids
 
 
 def screened(negatives: Negatives, teacher: Tensor, teacher_positive: Tensor, margin: float, kept: Tensor) -> Negatives:
-    """Drop the negatives that a teacher finds similar.
+    """Mask false negatives: those with a teacher similarity of at least that of the row's positive minus `margin`.
 
-    A candidate whose teacher similarity is at least that of the row's positive less `margin` (both cosines) is no
-    negative: the absolute margin of GISTEmbed and NV-Retriever.
+    This is the absolute margin of GISTEmbed and NV-Retriever, on cosines.
 
     Args:
         negatives: (B, N) candidates.
-        teacher: (B, N) the teacher's similarities of the same candidates.
-        teacher_positive: (B,) the teacher's similarities of the positives.
-        margin: 0 drops those as similar as the positive; more drops more.
-        kept: (B, N) bool, candidates that the teacher has no say in.
+        teacher: (B, N) similarities of the candidates by the teacher.
+        teacher_positive: (B,) similarities of the positives by the teacher.
+        margin: Margin; a higher one masks more.
+        kept: (B, N) bool, candidates that the teacher does not screen.
     """
     similar = teacher >= teacher_positive.unsqueeze(1) - margin
     return Negatives(negatives.similarities, negatives.mask & (kept | ~similar))

@@ -1,4 +1,4 @@
-"""A frozen encoder that finds false negatives among the texts of other records."""
+"""False-negative screening: a frozen teacher encoder masks in-batch negatives that it finds similar."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from dataclasses import replace
 
 import torch
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
-from infembed_ray.training.objectives import Objective
+from infembed_ray.training.collate import ROWS, collate
+from infembed_ray.training.losses import Objective
 from infembed_ray.training.scores import Scores, score_batch, screened
-from infembed_ray.training.tuples import ROWS, collate
 
 _ROWS_AS_CANDIDATES = Objective("multi", ("P", "IQ"))
 
 
 class Teacher:
-    """Screens the candidates of P and IQ, where those are the rows of the step.
+    """Screens the candidates of P and IQ that are rows of other records.
 
-    The candidates of I, and the queries of `iq_negatives=ik`, are left as they are; so are the other two rows of the
-    row's own record: they were judged to be negatives when they were written, and a teacher that does not follow
-    instructions would find just these the most similar.
+    The candidates of I, the queries of `iq_negatives=ik`, and the other two rows of the row's own record are not
+    screened. Those two rows were judged negatives when they were written, and a teacher that does not follow instructions
+    would find them the most similar.
 
     Args:
-        encoder: on this worker's device, with a tokenizer and template of its own.
-        settings: of the run.
+        encoder: Teacher on this worker's device, with its own tokenizer and template.
     """
 
     def __init__(self, encoder: InstructionEncoder, settings: TrainSettings) -> None:
@@ -35,11 +34,11 @@ class Teacher:
 
     @torch.no_grad()
     def screen(self, scores: Scores, shares: Sequence[Sequence[Record]], rank: int) -> Scores:
-        """The same scores with fewer negatives; every worker must call it.
+        """Return the scores with fewer negatives; every worker must call it.
 
         Args:
-            scores: of the model in training, for `shares` and `rank`.
-            shares, rank: see `tuples.collate`.
+            scores: Scores of the model in training, for `shares` and `rank`.
+            shares, rank: See `collate`.
         """
         batch = collate(self._encoder, shares, rank, _ROWS_AS_CANDIDATES)
         device = scores.positive.device

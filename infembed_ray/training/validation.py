@@ -1,4 +1,4 @@
-"""Evaluation on held-out records during training, and when it is time to stop: `infembed evaluate` by all workers."""
+"""Validation on held-out records during training, and early stopping. All workers evaluate together."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from infembed_ray import config
 from infembed_ray import records as tables
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.records import MADE_ID, Passage, Record
-from infembed_ray.storage import existing
+from infembed_ray.storage import resolve_input
 from infembed_ray.training.collectives import from_first, gather_rows, world
 
-if TYPE_CHECKING:  # a driver that only checks its input needs no DeepSpeed
+if TYPE_CHECKING:  # a driver that only checks its input does not import DeepSpeed
+    from infembed_ray.training.checkpoints.checkpoint import Progress
     from infembed_ray.training.engine import Engine
-    from infembed_ray.training.states import Progress
 
 T = TypeVar("T")
 
 EXPORTED = "exported.json"
-"""Of a run: after which step it was exported, and the score then."""
+"""File in the output of a run: the step of the exported checkpoint, and its validation score."""
 PREFIX = "validation_"
-"""How the names of the figures begin in the log of a run."""
+"""Prefix of the validation figures in the log of a run."""
 
 
 class Validation:
-    """The held-out task of a run, and the patience with it. A run without one has no scores, and ends with its steps.
-
-    Args:
-        settings: of the run.
-    """
+    """Validation task of a run, and its early stopping. A run without validation has no scores and never stops early."""
 
     def __init__(self, settings: TrainSettings) -> None:
         self._settings = settings.validation
         self._task = None if settings.validation is None else held_out(settings.validation)[1]
 
     def after(self, progress: Progress, steps: int, engine: Engine) -> tuple[Progress, dict[str, float]]:
-        """Evaluate, if it is time, after a step of a run of so many; every worker must call it.
+        """Evaluate after a step if it is time; every worker must call it.
+
+        Args:
+            progress: Progress after the step.
+            steps: Steps of the run.
+            engine: Model in training.
 
         Returns:
-            the progress, with what became of the score, and the figures for the log.
+            The progress with the score, and the figures for the log.
         """
         if self._settings is None or (progress.step % self._settings.every and progress.step < steps):
             return progress, {}
         figures = self.figures(engine)
-        return _judged(progress, figures[f"{PREFIX}{self._settings.metric}"]), figures
+        return _with_score(progress, figures[f"{PREFIX}{self._settings.metric}"]), figures
 
-    def over(self, progress: Progress) -> bool:
-        """Is the patience at its end?"""
+    def exhausted(self, progress: Progress) -> bool:
+        """Return whether the patience is exhausted, so that training stops."""
         patience = None if self._settings is None else self._settings.patience
         return patience is not None and progress.stale >= patience
 
-    def keeps(self, progress: Progress) -> bool:
-        """Must there be a state of this step: is it the best so far, or the last?"""
-        return self.over(progress) or (progress.score is not None and progress.stale == 0)
+    def needs_checkpoint(self, progress: Progress) -> bool:
+        """Return whether this step must be saved, because it is the best so far or the last."""
+        return self.exhausted(progress) or (progress.score is not None and progress.stale == 0)
 
     def figures(self, engine: Engine) -> dict[str, float]:
-        """Evaluate the model as it is; every worker must call it, and embeds its part of the texts.
+        """Evaluate the model; every worker must call it and embeds its part of the texts.
 
-        Nothing is drawn: what is trained afterwards is what would have been trained without it.
+        No random number is drawn, so that validation does not change the training.
         """
         assert self._task is not None
         task, encoder = self._task, engine.encoder
@@ -83,7 +83,7 @@ class Validation:
 
 
 def _figures(task: Task, queries: np.ndarray, passages: np.ndarray) -> dict[str, float]:
-    """Those of `infembed evaluate`, of these embeddings; nDCG in the mean over the three kinds of queries."""
+    """Compute the figures of `infembed evaluate`; nDCG is the mean over the three kinds of queries."""
     if not (np.isfinite(queries).all() and np.isfinite(passages).all()):
         return dict.fromkeys((f"{PREFIX}p_mrr", f"{PREFIX}ndcg_at_10"), math.nan)
     rankings = exact_search(queries, passages, task.corpus["id"].to_pylist())
@@ -93,8 +93,8 @@ def _figures(task: Task, queries: np.ndarray, passages: np.ndarray) -> dict[str,
     return {f"{PREFIX}p_mrr": value["p-MRR"], f"{PREFIX}ndcg_at_10": fmean(value[kind] for kind in kinds)}
 
 
-def _judged(progress: Progress, score: float) -> Progress:
-    """With its score, the best one so far, and how many evaluations ago that was."""
+def _with_score(progress: Progress, score: float) -> Progress:
+    """Return the progress with this score, the best score and the evaluations since the best."""
     if not math.isfinite(score):
         return replace(progress, stale=progress.stale + 1)
     if progress.best is None or score > progress.best:
@@ -102,17 +102,17 @@ def _judged(progress: Progress, score: float) -> Progress:
     return replace(progress, score=score, stale=progress.stale + 1)
 
 
-def held_out_files(settings: config.Validation) -> dict[str, Path]:
-    """Setting -> the file or directory that it names; InputError if it is not there."""
+def held_out_files(settings: ValidationSettings) -> dict[str, Path]:
+    """Return setting -> file or directory that it names; InputError if it does not exist."""
     named = {"records": settings.records, "distractors": settings.distractors}
-    return {name: existing(path, f"validation.{name}") for name, path in named.items() if path is not None}
+    return {name: resolve_input(path, f"validation.{name}") for name, path in named.items() if path is not None}
 
 
-def held_out(settings: config.Validation) -> tuple[list[Record], Task]:
-    """The held-out records, and what is asked of them.
+def held_out(settings: ValidationSettings) -> tuple[list[Record], Task]:
+    """Read the held-out records and build their retrieval task.
 
     Raises:
-        InputError: the files cannot be used, or the metric has nothing to measure.
+        InputError: a file cannot be used, or the metric has nothing to measure.
     """
     files = held_out_files(settings)
     rows = tables.read(files["records"], Record, "validation.records", split=settings.split)
@@ -120,14 +120,14 @@ def held_out(settings: config.Validation) -> tuple[list[Record], Task]:
     task = instruction_following(rows, others, settings.max_distractors)
     if settings.metric == "p_mrr" and not any(change.documents for change in task.changes):
         raise InputError(
-            "validation.metric=p_mrr: in these records no passage ceases to be right when the instruction changes; "
+            "validation.metric=p_mrr: in these records no passage becomes irrelevant when the instruction changes; "
             "set validation.metric=ndcg_at_10"
         )
     return rows, task
 
 
 def overlapping(training: Iterable[Record], held: Sequence[Record]) -> int:
-    """How many held-out records share their id, their query or their right passage with a record of the training."""
+    """Count the held-out records that share their id, query or positive passage with a training record."""
     seen: dict[tuple[str, str], list[int]] = {}
     for number, record in enumerate(held):
         for mark in _marks(record):
@@ -143,8 +143,10 @@ def _marks(record: Record) -> Iterable[tuple[str, str]]:
 
 
 def _part(items: Sequence[T]) -> tuple[list[T], torch.Tensor]:
-    """This worker's part, as large as the others' (some have the last item once more), and where each item then is
-    among all workers' parts in rank order."""
+    """Return this worker's part of the items, and the index of each item in the parts of all workers in rank order.
+
+    All parts have the same size; some repeat the last item.
+    """
     rank, workers = world()
     size = -(-len(items) // workers)
     part = [items[min(n * workers + rank, len(items) - 1)] for n in range(size)]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infembed_ray import records
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.records import SCENARIOS, Record, columns_of
 from infembed_ray.storage import Step
 

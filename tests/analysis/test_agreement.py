@@ -1,4 +1,3 @@
-import json
 import math
 import random
 
@@ -11,6 +10,7 @@ from sklearn.metrics import cohen_kappa_score
 from infembed_ray.analysis.agreement import agreements, read, sheet
 from infembed_ray.errors import InputError
 from tests.analysis.samples import record
+from tests.support.files import write_jsonl
 
 answers = st.lists(st.tuples(st.sampled_from("0123"), st.sampled_from("0123")), min_size=2, max_size=60)
 
@@ -20,7 +20,7 @@ def raters(pairs, names=("a", "b")):
 
 
 @given(answers)
-def test_kappa_is_sklearns(pairs):
+def test_kappa_equals_sklearns(pairs):
     (found,) = agreements(raters(pairs), 100, 0)
     one, other = zip(*pairs, strict=True)
     if len({*one, *other}) == 1:
@@ -31,7 +31,7 @@ def test_kappa_is_sklearns(pairs):
     assert found.alike == pytest.approx(np.mean([a == b for a, b in pairs]))
 
 
-def test_the_interval_is_that_of_resampled_items():
+def test_the_interval_equals_that_of_resampled_items():
     rng = random.Random(5)
     pairs = [(a, a if rng.random() < 0.7 else rng.choice("0123")) for a in rng.choices("0123", k=120)]
     (found,) = agreements(raters(pairs), 4000, 0)
@@ -51,14 +51,11 @@ def test_the_same_seed_gives_the_same_interval():
     assert agreements(raters(pairs), 300, 1) == agreements(raters(pairs), 300, 1)
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_answers_of_several_files_are_joined_by_item(tmp_path):
-    one = write(tmp_path / "one.jsonl", [{"item_id": "i1", "query": "q", "ann": 2}, {"item_id": "i2", "ann": None}])
-    two = write(tmp_path / "two.jsonl", [{"item_id": "i2", "ben": "0"}, {"item_id": "i1", "ben": "2"}])
+    one = write_jsonl(
+        tmp_path / "one.jsonl", [{"item_id": "i1", "query": "q", "ann": 2}, {"item_id": "i2", "ann": None}]
+    )
+    two = write_jsonl(tmp_path / "two.jsonl", [{"item_id": "i2", "ben": "0"}, {"item_id": "i1", "ben": "2"}])
     assert read([one, two], "agreement") == {"ann": {"i1": "2"}, "ben": {"i2": "0", "i1": "2"}}
 
 
@@ -66,28 +63,28 @@ def test_answers_of_several_files_are_joined_by_item(tmp_path):
     ("rows", "message"),
     [
         ([{"ann": 1, "ben": 2}], "row 1: item_id is missing"),
-        ([{"item_id": "i", "ann": 1, "ben": 1}, {"item_id": "i", "ann": 1, "ben": 1}], "item_id i stands twice"),
-        ([{"item_id": "i", "ann": 1, "query": "q"}], "1 raters; agreement needs two"),
+        ([{"item_id": "i", "ann": 1, "ben": 1}, {"item_id": "i", "ann": 1, "ben": 1}], "item_id i is repeated"),
+        ([{"item_id": "i", "ann": 1, "query": "q"}], "1 raters; agreement needs at least two"),
     ],
 )
 def test_answers_that_cannot_be_compared_are_refused(tmp_path, rows, message):
     with pytest.raises(InputError, match=message):
-        read([write(tmp_path / "one.jsonl", rows)], "agreement")
+        read([write_jsonl(tmp_path / "one.jsonl", rows)], "agreement")
 
 
 def test_one_rater_in_two_files_is_refused(tmp_path):
     rows = [{"item_id": "i", "ann": 1, "ben": 1}]
-    with pytest.raises(InputError, match="rater ann is in another file too"):
-        read([write(tmp_path / name, rows) for name in ("one.jsonl", "two.jsonl")], "agreement")
+    with pytest.raises(InputError, match="rater ann is also in another file"):
+        read([write_jsonl(tmp_path / name, rows) for name in ("one.jsonl", "two.jsonl")], "agreement")
 
 
-def test_the_two_raters_of_the_development_items_agree_as_their_readme_says(shared_data):
+def test_the_development_items_have_the_kappa_of_their_readme(shared_data):
     found = agreements(read([shared_data / "infir_mini" / "agreement.jsonl"], "agreement"), 2000, 0)
     assert [(each.one, each.other, each.items) for each in found] == [("rater_a", "rater_b", 120)]
     assert round(found[0].kappa, 3) == 0.959
 
 
-def test_a_sheet_holds_random_items_whose_key_names_the_passage_that_answers_them(tmp_path):
+def test_a_sheet_has_random_items_and_its_key_the_right_passages(tmp_path):
     rows = [record(f"r{n}") for n in range(30)]
     items, key = sheet(rows, 20, 3)
     assert len({item["instruction"] + item["query"] for item in items}) == 20
@@ -104,8 +101,10 @@ def test_a_sheet_holds_random_items_whose_key_names_the_passage_that_answers_the
     assert len({right["pipeline"] for right in key}) > 2
     assert sheet(rows, 20, 3) == (items, key)
     assert sheet(rows, 20, 4) != (items, key)
-    files = [write(tmp_path / "ann.jsonl", [{**i, "ann": k["pipeline"]} for i, k in zip(items, key, strict=True)])]
-    files.append(write(tmp_path / "key.jsonl", key))
+    files = [
+        write_jsonl(tmp_path / "ann.jsonl", [{**i, "ann": k["pipeline"]} for i, k in zip(items, key, strict=True)])
+    ]
+    files.append(write_jsonl(tmp_path / "key.jsonl", key))
     assert math.isclose(agreements(read(files, "agreement"), 100, 0)[0].kappa, 1.0)
 
 

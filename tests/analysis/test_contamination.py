@@ -10,7 +10,7 @@ from infembed_ray.errors import InputError
 words = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9).map(" ".join)
 
 
-def test_equal_texts_and_shared_runs_of_words_are_found_whatever_their_case_and_punctuation():
+def test_equal_texts_and_shared_ngrams_are_found_in_any_case_and_punctuation():
     ours = {
         "query": ["How tall is it?", "how wide is it"],
         "passage": ["He said: the cat sat on the mat, then left.", "nothing of the kind stands anywhere here"],
@@ -34,13 +34,13 @@ def test_it_finds_what_a_comparison_of_all_pairs_finds(ours, theirs, length):
 
 
 @given(st.text())
-def test_normalising_is_done_once_and_for_all(text):
+def test_normalising_twice_changes_nothing(text):
     plain = normalised(text)
     assert normalised(plain) == plain
     assert "  " not in plain
 
 
-def test_all_strings_of_an_evaluation_but_ids_are_read_whatever_their_columns(tmp_path):
+def test_all_strings_of_an_evaluation_set_except_ids_are_read(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({"_id": "1", "text": "t", "n": 3, "more": ["x", {"y": "z"}]}))
     (tmp_path / "a.tsv").write_text("query\tpassage\nq\tp\n")
     assert list(read(tmp_path, "evaluations.e")) == ["q", "p", "t", "x", "z"]

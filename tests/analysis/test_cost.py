@@ -1,7 +1,7 @@
 import pytest
 
 from infembed_ray.analysis.cost import cost
-from infembed_ray.analysis.material import read
+from infembed_ray.analysis.inputs import read
 from infembed_ray.storage import resolve
 from tests.analysis.samples import ROWS, Rows, kept, publish
 
@@ -10,7 +10,7 @@ def analyse(tmp_path, rows=ROWS):
     return cost(read(resolve(publish(tmp_path / "out", rows)), "records"))
 
 
-def test_lost_rows_are_paid_by_the_kept_ones(tmp_path):
+def test_the_cost_per_kept_record_includes_lost_rows(tmp_path):
     found = analyse(tmp_path)
     assert (found.total.rows, found.total.prompt_tokens, found.total.completion_tokens) == (7, 7000, 600)
     assert (found.kept.usd, found.rejected.usd, found.dead_letter.usd) == (

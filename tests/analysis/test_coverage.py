@@ -27,7 +27,7 @@ def test_the_plane_does_not_depend_on_the_order_of_the_texts():
     assert principal_plane(vectors[order])[0] == pytest.approx(principal_plane(vectors)[0][order])
 
 
-def test_every_set_is_put_into_one_square_and_its_cells_are_counted():
+def test_sets_share_one_square_and_their_cells_are_counted():
     sets = {"wide": cloud(3), "narrow": cloud(3)[:20] * 0.05}
     found = coverage("query", sets)
     points = {each.label: each.points for each in found.sets}

@@ -29,7 +29,7 @@ def test_one_text_has_no_pairs():
     assert average_pairwise_similarity(np.ones((1, 3))) is None
 
 
-def test_equal_texts_are_as_similar_as_can_be():
+def test_equal_texts_have_similarity_one():
     assert average_pairwise_similarity(np.tile([0.6, 0.8], (5, 1))) == pytest.approx(1.0)
 
 
@@ -43,23 +43,23 @@ def test_ngram_frequencies_count_texts_not_occurrences(of_set, order):
 
 
 @given(texts)
-def test_ingf_is_the_mean_of_different_ngrams_over_one_and_the_spread_of_their_frequencies(of_set):
+def test_ingf_equals_its_formula(of_set):
     frequencies = [ngram_frequencies(of_set, order)[0] for order in (1, 2, 3)]
     ratios = [len(f) / (1 + statistics.pstdev(f.values())) if f else 0.0 for f in frequencies]
     assert inter_sample_ngram_frequency(frequencies) == pytest.approx(statistics.fmean(ratios))
 
 
 @given(texts)
-def test_ingf_of_a_set_that_stands_twice_is_not_higher(of_set):
+def test_repeating_a_set_does_not_raise_its_ingf(of_set):
     once, twice = ([ngram_frequencies(each, k)[0] for k in (1, 2, 3)] for each in (of_set, of_set * 2))
     assert inter_sample_ngram_frequency(twice) <= inter_sample_ngram_frequency(once)
 
 
-def test_case_and_punctuation_make_no_other_ngram():
+def test_ngrams_ignore_case_and_punctuation():
     assert ngram_frequencies(["A b, c", "a B c."], 3) == ({("a", "b", "c"): 2}, 2)
 
 
-def test_texts_from_one_template_are_less_diverse_than_texts_of_their_own():
+def test_texts_of_one_template_are_less_diverse():
     rng = np.random.default_rng(0)
     words = [f"w{n}" for n in range(500)]
     template = ["this is what a user wants to see about " + " ".join(rng.choice(words, 6)) for _ in range(200)]
@@ -69,7 +69,7 @@ def test_texts_from_one_template_are_less_diverse_than_texts_of_their_own():
     assert all(one < other for one, other in zip(*(m.distinct_share for m in measured), strict=True))
 
 
-def test_counts_are_of_the_whole_set_and_figures_of_the_sample():
+def test_counts_cover_the_whole_set_and_measures_the_sample():
     every = ["One two", "one  TWO", "three four five", "six"]
     found = diversity("mine", "query", every, every[:2], np.eye(2, dtype=np.float32))
     assert (found.texts, found.distinct, found.mean_words, found.sampled) == (4, 3, 2.0, 2)

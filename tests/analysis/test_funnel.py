@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from infembed_ray.analysis.funnel import STEPS, Flow, Loss, Verdicts, funnel, verdicts
-from infembed_ray.analysis.material import read
+from infembed_ray.analysis.inputs import read
 from infembed_ray.storage import resolve
-from infembed_ray.synthesis import steps
+from infembed_ray.synthesis import pipeline
 from tests.analysis.samples import ROWS, publish
 
 
@@ -14,7 +14,7 @@ def material(tmp_path):
     return read(resolve(publish(tmp_path / "out")), "records")
 
 
-def test_the_funnel_says_where_every_seed_went(material):
+def test_the_funnel_counts_every_seed(material):
     found = funnel(material)
     assert (found.seeds, found.kept, found.rejected, found.dead_letter, found.unaccounted) == (7, 3, 3, 1, 0)
     assert found.rejections == [
@@ -24,7 +24,7 @@ def test_the_funnel_says_where_every_seed_went(material):
     assert found.errors == [Loss("instruction_positive", "refused: <b>no</b>", 1)]
 
 
-def test_seeds_that_went_nowhere_are_counted(tmp_path):
+def test_unaccounted_seeds_are_counted(tmp_path):
     assert funnel(read(resolve(publish(tmp_path / "out", seeds=9)), "records")).unaccounted == 2
 
 
@@ -37,10 +37,10 @@ def test_verdicts_are_counted_by_scenario_over_kept_and_rejected_rows(material):
 
 
 def test_the_steps_are_those_of_synthesis_in_their_order():
-    assert ["seed", *(step for step in steps.STEPS if "complement" not in step)] == list(STEPS)
+    assert ["seed", *(step for step in pipeline.STEPS if "complement" not in step)] == list(STEPS)
 
 
-def test_each_step_passes_on_what_it_does_not_lose_and_the_last_what_is_kept(material):
+def test_each_step_passes_on_the_rows_that_it_does_not_lose(material):
     flow = funnel(material).steps
     assert flow[1] == Flow("instruction_positive", reached=7, rejected=0, dead_letter=1, passed=6)
     assert flow[3] == Flow("query_negative", reached=6, rejected=1, dead_letter=0, passed=5)
@@ -48,7 +48,7 @@ def test_each_step_passes_on_what_it_does_not_lose_and_the_last_what_is_kept(mat
     assert [one.passed for one in flow[:-1]] == [other.reached for other in flow[1:]]
 
 
-def test_complements_are_counted_with_the_reasons_why_some_are_of_no_use(tmp_path, material):
+def test_complements_are_counted_with_the_reasons_of_rejections(tmp_path, material):
     assert (funnel(material).complements, funnel(material).complement_faults) == (0, [])
     faults = ["the judge picked none", None, "the judge picked none", None, None, "fewer than 3 words"]
     rows = replace(ROWS, complements=tuple({"id": f"r{n}", "fault": fault} for n, fault in enumerate(faults)))

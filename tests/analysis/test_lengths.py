@@ -6,7 +6,7 @@ from infembed_ray.analysis.lengths import lengths
 from tests.analysis.samples import record
 
 
-def test_lengths_are_words_between_white_space_pooled_and_by_column():
+def test_lengths_are_white_space_separated_words_by_kind_and_by_column():
     queries = [" ".join(["word"] * n) for n in (1, 2, 3, 4, 10)]
     rows = [record(f"r{n}", query_positive=q, query_negative="two\n words ") for n, q in enumerate(queries)]
     found = {(n.kind, n.column): n for n in lengths(rows)}
@@ -20,7 +20,7 @@ def test_lengths_are_words_between_white_space_pooled_and_by_column():
     assert found["query", "query_negative"].p95 == 2
 
 
-def test_the_papers_means_stand_beside():
+def test_lengths_have_the_papers_means():
     papers = {n.kind: n.paper_mean for n in lengths([record("a")]) if n.column is None}
     assert papers == {"instruction": 35.57, "query": 8.06, "passage": 55.2}  # Table 1
 

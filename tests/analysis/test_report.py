@@ -3,10 +3,11 @@ import json
 import pytest
 
 from infembed_ray.analysis.report import run
-from infembed_ray.config import AnalyzeSettings
+from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records import columns_of
 from tests.analysis.samples import publish, record
+from tests.support.files import write_jsonl
 
 
 def settings(tmp_path, records):
@@ -31,7 +32,7 @@ def test_the_report_of_a_synthesis_output_is_published_and_printed(tmp_path, cap
     assert ["60.0", "% pass the judge, positive"] in printed
     assert ["7,600", "tokens"] in printed
     assert ["23.33", "USD per 1,000 kept records"] in printed
-    assert ["4.25", "s within which 99 % of the requests were answered"] in printed
+    assert ["4.25", "p99 latency of the requests (s)"] in printed
 
 
 def test_a_second_run_does_nothing(tmp_path, capsys):
@@ -53,7 +54,7 @@ def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
     assert "USD" not in out
 
 
-def test_the_real_development_records_have_the_lengths_counted_apart(shared_data, tmp_path):
+def test_the_development_records_have_independently_counted_lengths(shared_data, tmp_path):
     file = shared_data / "infir_mini" / "dev.jsonl"
     published = run(settings(tmp_path, file))
     with file.open(encoding="utf-8") as lines:
@@ -70,21 +71,24 @@ def test_missing_records_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def _lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_a_report_beside_other_sets_holds_all_that_was_asked_for(tmp_path, capsys):
+def test_a_report_with_other_sets_has_all_comparisons(tmp_path, capsys):
     wanted = AnalyzeSettings(
         records=str(publish(tmp_path / "synthesis")),
         output=str(tmp_path / "report"),
-        compare={"other": _lines(tmp_path / "other.jsonl", [{"text": f"only for {who}"} for who in ("cooks", "all")])},
+        compare={
+            "other": str(
+                write_jsonl(tmp_path / "other.jsonl", [{"text": f"only for {who}"} for who in ("cooks", "all")])
+            )
+        },
         compare_columns={"instruction": "text"},
         agreement=(
-            _lines(tmp_path / "answers.jsonl", [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]),
+            str(
+                write_jsonl(
+                    tmp_path / "answers.jsonl", [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]
+                )
+            ),
         ),
-        evaluations={"bench": _lines(tmp_path / "bench.jsonl", [{"q": "QUERY of a!"}])},
+        evaluations={"bench": str(write_jsonl(tmp_path / "bench.jsonl", [{"q": "QUERY of a!"}]))},
         annotate=2,
     )
     published = run(wanted)
@@ -100,9 +104,10 @@ def test_a_report_beside_other_sets_holds_all_that_was_asked_for(tmp_path, capsy
     assert {c["kind"]: c["equal"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
     for name in ("annotate.jsonl", "annotate_key.jsonl"):
         assert len((published.path / name).read_text().splitlines()) == 2
-    assert "1  of 6 query texts are in bench in whole or part" in capsys.readouterr().out
+    assert "1  of 6 query texts match bench, in whole or in part" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 def test_an_encoder_adds_similarity_and_coverage(tmp_path, minilm, shared_data):
     mini = shared_data / "infir_mini"
     wanted = AnalyzeSettings(
@@ -131,14 +136,14 @@ def test_a_set_that_cannot_be_read_is_refused_before_anything_is_published(tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"compare": {"records": "x"}}, r"compare.records: is what the records are called"),
+        ({"compare": {"records": "x"}}, r"compare.records: is also the label of the records"),
         ({"compare": {"b": "nowhere"}}, r"compare.b=nowhere: no such file"),
         ({"evaluations": {"e": "nowhere"}}, r"evaluations.e=nowhere: no such file"),
         ({"agreement": ("nowhere",)}, r"agreement=nowhere: no such file"),
         ({"encoder": "/nowhere"}, r"encoder=/nowhere"),
     ],
 )
-def test_inputs_that_are_not_there_are_refused_before_anything_is_written(tmp_path, change, message):
+def test_missing_inputs_are_refused_before_anything_is_written(tmp_path, change, message):
     base = settings(tmp_path, publish(tmp_path / "synthesis"))
     with pytest.raises(InputError, match=message):
         run(base.model_copy(update=change))

@@ -1,36 +1,33 @@
-import json
-
+import numpy as np
 import pytest
 
-from infembed_ray.analysis.texts import TextSet, of_records, read, samples
+from infembed_ray.analysis.texts import TextSet, compare, from_records, read, samples
 from infembed_ray.errors import InputError
 from infembed_ray.records import columns_of
 from tests.analysis.samples import publish, record
+from tests.support.files import write_jsonl
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_records_are_read_alike_from_memory_from_a_file_and_from_a_synthesis_output(tmp_path):
+def test_records_give_equal_sets_from_memory_file_and_synthesis_output(tmp_path):
     rows = [record(name) for name in "abc"]
-    wanted = of_records("s", rows)
+    wanted = from_records("s", rows)
     assert {kind: len(texts) for kind, texts in wanted.texts.items()} == {"instruction": 6, "query": 6, "passage": 9}
-    for path in (write(tmp_path / "r.jsonl", map(columns_of, rows)), publish(tmp_path / "out")):
+    for path in (write_jsonl(tmp_path / "r.jsonl", map(columns_of, rows)), publish(tmp_path / "out")):
         found = read("s", path if path.is_file() else next(path.glob("*/records.parquet")).parent, "compare.s", {})
         assert {kind: sorted(texts) for kind, texts in found.texts.items()} == {
             kind: sorted(texts) for kind, texts in wanted.texts.items()
         }
 
 
-def test_a_set_of_one_kind_is_read_from_the_column_that_is_named(tmp_path):
-    path = write(tmp_path / "i.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": " "}, {"text": "two"}])
+def test_a_set_of_one_kind_is_read_from_the_named_column(tmp_path):
+    path = write_jsonl(tmp_path / "i.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": " "}, {"text": "two"}])
     assert read("s", path, "compare.s", {"instruction": "text"}) == TextSet("s", {"instruction": ["one", "two"]})
 
 
-def test_columns_called_after_their_kind_and_older_names_need_no_naming(tmp_path):
-    path = write(tmp_path / "i.jsonl", [{"query": "q", "passage": "p"}, {"document": "d", "document_positive": "e"}])
+def test_columns_named_after_their_kind_and_older_names_are_found(tmp_path):
+    path = write_jsonl(
+        tmp_path / "i.jsonl", [{"query": "q", "passage": "p"}, {"document": "d", "document_positive": "e"}]
+    )
     assert read("s", path, "compare.s", {}).texts == {"query": ["q"], "passage": ["p", "e"]}
 
 
@@ -38,16 +35,16 @@ def test_columns_called_after_their_kind_and_older_names_need_no_naming(tmp_path
     ("columns", "message"),
     [
         ({}, r"compare.s=.*no column with instructions, queries or passages \(found: _id, text\)"),
-        ({"instruktion": "text"}, "compare_columns.instruktion: no kind of text: did you mean instruction"),
+        ({"instruktion": "text"}, "compare_columns.instruktion: no such kind of text; did you mean instruction"),
     ],
 )
-def test_what_holds_no_texts_is_refused(tmp_path, columns, message):
-    path = write(tmp_path / "i.jsonl", [{"_id": "1", "text": "one"}])
+def test_a_file_without_texts_is_refused(tmp_path, columns, message):
+    path = write_jsonl(tmp_path / "i.jsonl", [{"_id": "1", "text": "one"}])
     with pytest.raises(InputError, match=message):
         read("s", path, "compare.s", columns)
 
 
-def test_samples_are_equally_large_drawn_once_each_and_the_same_again():
+def test_samples_have_equal_sizes_no_repetition_and_are_reproducible():
     sets = [
         TextSet("large", {"query": [f"l{n}" for n in range(50)], "passage": ["p"]}),
         TextSet("small", {"query": [f"s{n}" for n in range(7)]}),
@@ -59,3 +56,35 @@ def test_samples_are_equally_large_drawn_once_each_and_the_same_again():
     assert samples(sets, "passage", 20, 0) == {"large": ["p"]}
     assert samples(sets, "instruction", 20, 0) == {}
     assert {len(texts) for texts in samples(sets, "query", 3, 0).values()} == {3}
+
+
+SETS = [
+    TextSet("one", {"instruction": ["for nurses only", "for all but nurses", "for engineers"], "query": ["dose"]}),
+    TextSet("two", {"instruction": ["for cooks", "for bakers and cooks"]}),
+]
+
+
+def embed(texts):
+    vectors = np.array([[len(text), text.count("e"), 1.0] for text in texts])
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_every_kind_is_compared_among_the_sets_that_have_it():
+    diversities, coverages = compare(SETS, 10, 0, embed)
+    assert [(d.kind, d.label, d.texts, d.sampled) for d in diversities] == [
+        ("instruction", "one", 3, 2),
+        ("instruction", "two", 2, 2),
+        ("query", "one", 1, 1),
+    ]
+    assert [(c.kind, [s.label for s in c.sets]) for c in coverages] == [
+        ("instruction", ["one", "two"]),
+        ("query", ["one"]),
+    ]
+    a, b = embed(SETS[1].texts["instruction"])
+    assert diversities[1].aps == pytest.approx(a @ b)
+
+
+def test_without_an_encoder_there_are_only_measures_of_words():
+    diversities, coverages = compare(SETS, 10, 0, None)
+    assert [d.aps for d in diversities] == [None, None, None]
+    assert coverages == []

@@ -1,4 +1,4 @@
-"""Made-up seeds, no two alike."""
+"""Made-up seeds, all different."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = [
 
 
 def write_seeds(file: Path, number: int) -> Path:
-    """Write so many seeds, with passages of 40 words; returns the file."""
+    """Write `number` seeds with passages of 40 words; return the file."""
     rng = random.Random(0)
     with file.open("w", encoding="utf-8") as stream:
         for index in range(number):

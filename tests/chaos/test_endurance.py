@@ -1,4 +1,4 @@
-"""Many seeds with faults of every kind: all are accounted for, and memory does not grow with them."""
+"""20,000 seeds with faults of every kind: every seed has an outcome, and memory does not grow."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""SIGKILL at random moments, then resume: nothing is lost, nothing is paid twice that a client can help, same output.
+"""SIGKILL at random moments, then resume: nothing is lost, no answered request is repeated, and the output is the same.
 
-By the server's own log no request may be answered twice, where `answered` means that the client took the answer from
-its end of the connection (see stand_in_llm.py). An answer that was on its way to a process when it died is lost to any
-client; only the endpoint can save it, if it remembers what it answered under an `Idempotency-Key`. With one, a request
-is answered once, whatever dies. Without one, there remains what a process had taken from its connection and not yet
-written to its journal when it was killed: some answers of that very moment, a millisecond or so of an actor's work.
+By the server's log no request may be answered twice; `answered` means that the client received the answer (see
+tests/support/stand_in_llm.py). No client can keep an answer that was on its way when the client died. Only the endpoint
+can, if it remembers its answers under an `Idempotency-Key`; with that header a request is answered once, whatever dies.
+Without it, a killed process loses what it had received but not yet written to its journal, about a millisecond of work.
 
-Actors drain after the death of their driver, so a kill of the driver repeats no answered request at all. Workers outlive
-their raylet by a second or two, in which they go on and journal; their end is what counts.
+Actors drain after their driver's death, so killing the driver repeats no answered request at all. Workers outlive their
+raylet by a second or two, in which they send and journal; the test counts from their end.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ import pytest
 
 from infembed_ray import records, storage
 from tests.chaos.seeds import write_seeds
-from tests.stand_in_llm import StandIn, stand_in
+from tests.support.stand_in_llm import StandIn
+from tests.support.stand_in_llm import stand_in_process as stand_in
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
 BEHAVIOUR = {"latency_s": 0.05, "jitter_s": 0.1, "mistaken": 0.2, "refusal": 0.01, "server_error": 0.01}
 IN_FLIGHT = 16
 ON_THE_WAY_S = 0.5
-"""An answer that was sent less than so long before a process died may not have been in its journal yet."""
+"""Seconds before a process's death in which an answer may have been sent without reaching its journal."""
 WORKERS_OUTLIVE_RAYLET_S = 3.0
 SEEDS = 400
 
@@ -77,11 +77,11 @@ def uninterrupted(seeds: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 Kill = tuple[float, float]
-"""When the signal was sent, and when the processes that it ended were all gone."""
+"""Time of the signal, and time at which all killed processes had ended."""
 
 
 def check(what: str, header: str | None, server: StandIn, kills: list[Kill]) -> None:
-    """What the server's log says after some kills."""
+    """Check the server's log after some kills."""
     log = server.log()
     answered = Counter(entry["request"] for entry in log if entry["ended"] == "answered")
     twice = {request for request, times in answered.items() if times > 1}
@@ -98,7 +98,7 @@ def check(what: str, header: str | None, server: StandIn, kills: list[Kill]) -> 
 
 
 def after_random_share(server: StandIn, rng: random.Random) -> None:
-    """Wait until a random share of the answers of a whole run are there; at least some more than now."""
+    """Wait for a random number of further answers."""
     wanted = len(server.log("answered")) + rng.randint(20, SEEDS * 6 // 4)
     deadline = time.monotonic() + 120
     while len(server.log("answered")) < wanted and time.monotonic() < deadline:
@@ -106,15 +106,15 @@ def after_random_share(server: StandIn, rng: random.Random) -> None:
 
 
 def workers_of(journal: Path) -> Iterator[int]:
-    """Processes that write to a journal."""
+    """Yield the processes that write to a journal."""
     for segment in journal.glob("*.jsonl"):
         pid = int(segment.stem.split("-")[-2])
         if Path(f"/proc/{pid}").exists():
             yield pid
 
 
-def gone(journal: Path) -> None:
-    """Wait until nobody writes to a journal any more."""
+def wait_for_writers(journal: Path) -> None:
+    """Wait until no process writes to a journal."""
     while list(workers_of(journal)):
         time.sleep(0.02)
 
@@ -132,7 +132,7 @@ def test_a_driver_killed_at_random_moments(
             sent = time.time()
             process.kill()
             process.wait()
-            gone(tmp_path / "out" / "journal")
+            wait_for_writers(tmp_path / "out" / "journal")
             kills.append((sent, time.time()))
         assert driver(seeds, tmp_path / "out", server, header).wait() == 0
         check("driver", header, server, kills)
@@ -166,7 +166,7 @@ def test_nodes_killed_at_random_moments(
     from ray.cluster_utils import Cluster
 
     rng, kills = random.Random(f"node {header}"), list[Kill]()
-    # The driver joins the head, where the limits are kept; the actors find room on the other nodes only.
+    # The driver joins the head, which keeps the limits; the actors fit only on the other nodes.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(3)]
     try:

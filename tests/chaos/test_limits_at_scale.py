@@ -1,4 +1,4 @@
-"""Limits at full size, by the server's own count: eight actors, real processes, real HTTP."""
+"""Limits at full size, by the server's own count: eight actors in processes, over HTTP."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.llm import prices
 from infembed_ray.storage import Published
-from infembed_ray.synthesis import prices
 from infembed_ray.synthesis.distributed import run
 from tests.chaos.seeds import write_seeds
-from tests.stand_in_llm import StandIn, stand_in
+from tests.support.stand_in_llm import StandIn
+from tests.support.stand_in_llm import stand_in_process as stand_in
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,11 +29,11 @@ MODELS = {
 def synthesize(seeds: Path, output: Path, server: StandIn, **values: Any) -> Published:
     endpoint = {"base_url": server.url, "api_key_env": None, "timeout_s": 10}
     given = {"seeds": str(seeds), "output": str(output), "endpoint": endpoint, "actors": 8, "in_flight": 16}
-    return run(SynthesizeSettings.of({**given, **MODELS, **values}))
+    return run(SynthesizeSettings.from_mapping({**given, **MODELS, **values}))
 
 
 def spent_usd(log: list[dict[str, Any]]) -> float:
-    """What the server would charge: for all it said, whether it arrived or not."""
+    """Return the price of everything that the server answered, including answers that never arrived."""
     table = prices.load()
     usd = 0.0
     for entry in log:
@@ -60,7 +61,7 @@ def test_a_budget_for_1000_calls_holds_in_a_storm_of_429s(ray_cluster: None, tmp
         first = server.log()
         print(f"\nbudget {budget:.4f} USD (1,000 calls); the server counts {spent_usd(first):.4f}; {ended(first)}")
         print(stopped.value)
-        assert 0.75 * budget < spent_usd(first) <= budget  # answers that were cut off count at their worst
+        assert 0.75 * budget < spent_usd(first) <= budget  # truncated answers count at their worst case
         with pytest.raises(InputError, match="used up"):
             synthesize(seeds, out, server, limits={"budget_usd": budget})
         first = server.log()

@@ -1,4 +1,4 @@
-"""A node of a training run is about to be taken away: the run saves in time and goes on elsewhere."""
+"""Preemption of a node: the training saves a checkpoint on the notice and resumes on another node."""
 
 import json
 import threading
@@ -10,23 +10,23 @@ from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.records import columns_of
-from infembed_ray.training.events import read_events
 from infembed_ray.training.launch import run
-from infembed_ray.training.metrics import read_metrics
+from infembed_ray.training.observability.events import read_events
+from infembed_ray.training.observability.metrics import read_metrics
 from tests.modeling import backbones
-from tests.training.test_tuples import record
+from tests.training.test_collate import record
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 NOTICE_S = 15
 PREEMPTION = 2
-"""Ray's number for the reason of a drain."""
+"""Ray's number of the drain reason."""
 
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Three nodes of one CPU each, one more than the run needs."""
+    """A cluster of three nodes of one CPU each, one more than the run needs."""
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
     memory = {"object_store_memory": 80 * 2**20}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
@@ -39,7 +39,7 @@ def cluster(monkeypatch):
 
 
 def take_a_node_away(cluster, root, gone):
-    """After the first steps, give notice to a node with a worker, and kill it when the time is over."""
+    """After the first step, give notice to a node with a worker, and kill it at the deadline."""
     while not any(read_metrics(path.parent) for path in root.glob(".*.partial/metrics.jsonl")):
         time.sleep(0.2)
     free = available_resources_per_node()
@@ -52,7 +52,7 @@ def take_a_node_away(cluster, root, gone):
     gone.set()
 
 
-def test_a_preempted_run_saves_on_the_notice_and_resumes_there(cluster, tmp_path):
+def test_preempted_run_saves_on_notice_and_resumes(cluster, tmp_path):
     (tmp_path / "model").mkdir()
     model = backbones.write("qwen2", tmp_path / "model")
     records = tmp_path / "records.jsonl"
@@ -64,8 +64,8 @@ def test_a_preempted_run_saves_on_the_notice_and_resumes_there(cluster, tmp_path
         records_per_step=4,
         instruction_negatives=2,
         epochs=150,
-        checkpoint_every=10**6,  # all there is to resume from is what the notice makes it save
-        max_failures=0,  # a preemption is none
+        checkpoint_every=10**6,  # so that only the notice saves a checkpoint
+        max_failures=0,  # a preemption does not count as a failure
     )
     gone = threading.Event()
     threading.Thread(target=take_a_node_away, args=(cluster, tmp_path / "out", gone), daemon=True).start()

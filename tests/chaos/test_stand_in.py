@@ -1,4 +1,4 @@
-"""The stand-in's log tells what a client took from what it never got."""
+"""The stand-in's log distinguishes answers that a client received from lost ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 import time
 from urllib.parse import urlsplit
 
-from tests.stand_in_llm import StandIn, stand_in
-from tests.synthesis.exchanges import passage_request
+from tests.support.chat import passage_request
+from tests.support.stand_in_llm import StandIn, stand_in
 
 
 def send(server: StandIn, *headers: str, on: socket.socket | None = None) -> socket.socket:
-    """Send a request; returns its connection."""
+    """Send a request; return its connection."""
     body = json.dumps(passage_request("tea").body)
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: here", f"Content-Length: {len(body)}", *headers]
     connection = on or socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0))
@@ -21,7 +21,7 @@ def send(server: StandIn, *headers: str, on: socket.socket | None = None) -> soc
 
 
 def ends(server: StandIn, requests: int) -> list[str]:
-    """How the requests ended, once they all have and their connections are closed."""
+    """Return how the requests ended, once all have and their connections are closed."""
     deadline = time.monotonic() + 20
     while len(server.log()) < requests and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -36,7 +36,7 @@ def test_an_answer_that_was_read_is_answered() -> None:
         assert ends(server, 1) == ["answered"]
 
 
-def test_an_answer_that_lay_unread_when_the_client_died_is_undelivered() -> None:
+def test_an_answer_unread_when_the_client_died_is_undelivered() -> None:
     with stand_in() as server:
         with send(server) as connection:
             assert connection.recv(1 << 16)
@@ -45,7 +45,7 @@ def test_an_answer_that_lay_unread_when_the_client_died_is_undelivered() -> None
         assert ends(server, 2) == ["answered", "undelivered"]
 
 
-def test_a_request_whose_client_has_gone_is_abandoned() -> None:
+def test_a_request_whose_client_disconnected_is_abandoned() -> None:
     with stand_in(latency_s=0.5) as server:
         send(server).close()
         assert ends(server, 1) == ["abandoned"]

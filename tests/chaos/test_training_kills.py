@@ -1,7 +1,7 @@
-"""SIGKILL of a worker, then of the driver, at random steps of a training run: the model is the one it would have been.
+"""SIGKILL of a worker, then of the driver, at random steps of a training: the model must not change.
 
-Two workers on CPU, fp32, every ZeRO stage. A killed worker is replaced by Ray Train within the run; a killed driver is
-started again by hand, as a platform's job queue would. Neither may change a loss, the order of the data or a weight.
+Two workers on CPU, fp32, every ZeRO stage. Ray Train replaces a killed worker within the run. The test starts a killed
+driver again, as a job queue would. Neither may change a loss, the order of the data or a weight.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from safetensors.numpy import load_file
 
 from infembed_ray import storage
 from infembed_ray.records import columns_of
-from infembed_ray.training.metrics import read_metrics
-from tests.training.test_tuples import record
+from infembed_ray.training.observability.metrics import read_metrics
+from tests.training.test_collate import record
 
 STEPS, EVERY = 24, 3
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -33,7 +33,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 def records_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
     rows = [columns_of(record(n)) for n in range(STEPS)]
-    for n, row in enumerate(rows):  # long enough to be killed in, and uneven, so that the workers' batches differ
+    for n, row in enumerate(
+        rows
+    ):  # long enough to be killed during a step, and uneven, so that the workers' batches differ
         row["document_positive"] += " and so on" * (20 + 7 * (n % 5))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -51,7 +53,7 @@ def driver(records_file: Path, minilm: str, stage: int, output: Path) -> subproc
 
 
 def steps_of(output: Path) -> int:
-    """Steps in the log of a run that is going on."""
+    """Return the steps in the log of a running training."""
     return max((len(read_metrics(path)) for path in output.glob(".*.partial")), default=0)
 
 
@@ -69,7 +71,7 @@ def training_workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def outcome(output: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The logged curve, without what a clock or a machine decides, and the exported weights."""
+    """Return the logged curve, without timings, and the exported weights."""
     published = storage.resolve(output)
     decided = ("step", "loss", "grad_norm", "learning_rate", "records")
     curve = [{key: line[key] for key in decided if key in line} for line in read_metrics(published)]
@@ -78,7 +80,7 @@ def outcome(output: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_killed_at_random_steps_a_run_gives_the_model_of_the_undisturbed_one(
+def test_run_killed_at_random_steps_gives_the_same_model(
     stage: int, records_file: Path, minilm: str, tmp_path: Path
 ) -> None:
     outputs = [tmp_path / name / "out" for name in ("undisturbed", "disturbed")]

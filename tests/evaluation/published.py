@@ -8,17 +8,17 @@ mteb, read the very same files.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from infembed_ray.evaluation.tasks.task import Task
+from tests.support.files import write_jsonl, write_parquet
 
 TOPICS = (
     ("coffee and sleep", "caffeine delays the onset of deep sleep by about forty minutes"),
@@ -42,7 +42,7 @@ FOLLOWIR = {
     "news21": "mteb/News21InstructionRetrieval",
     "core17": "mteb/Core17InstructionRetrieval",
 }
-"""Task -> its repository, as mteb names it."""
+"""Task -> its repository in mteb."""
 MAIR_QUERIES, MAIR_DOCS = "MAIR-Bench/MAIR-Queries", "MAIR-Bench/MAIR-Docs"
 MAIR = {
     "dd-15": "DD_2015",
@@ -58,7 +58,7 @@ INSTRUCTIR = "mteb/InstructIR-mteb"
 
 @dataclass(frozen=True)
 class Document:
-    """One made-up text and what it is about."""
+    """A made-up text and its topic."""
 
     number: int
     topic: int
@@ -86,7 +86,7 @@ DOCUMENTS = tuple(
 
 
 def followir_like(root: Path) -> Path:
-    """The three tasks of FollowIR: candidates, two instructions a query, and the documents that the second excludes."""
+    """Write FollowIR's tasks: candidates, two instructions per query, and documents that the second excludes."""
     for shift, repository in enumerate(FOLLOWIR.values()):
         ids = {d: f"{1_000_000 + 7 * d.number}_{d.number % 3}" for d in DOCUMENTS}
         queries, instructions, qrels, ranked, differences = [], [], [], [], []
@@ -130,7 +130,7 @@ def followir_like(root: Path) -> Path:
 
 
 def mair_like(root: Path) -> Path:
-    """MAIR's five default tasks, and `Twofold`, which has a corpus for each of its two splits, as CQADupStack has."""
+    """Write MAIR's five default tasks, and `Twofold` with a corpus for each of two splits, like CQADupStack."""
     configs: dict[str, dict[str, dict[str, str]]] = {MAIR_QUERIES: {}, MAIR_DOCS: {}}
     for shift, config in enumerate(MAIR.values()):
         kept = [d for d in DOCUMENTS if d.number % 5 != shift]
@@ -148,7 +148,7 @@ def mair_like(root: Path) -> Path:
 
 
 def bright_like(root: Path, subsets: Sequence[str] = ("biology", "leetcode")) -> Path:
-    """Subsets of BRIGHT: posts as queries; in `leetcode` a query's own source may not stand in its ranking."""
+    """Write subsets of BRIGHT; in `leetcode` a query's own source is excluded from its ranking."""
     files: dict[str, dict[str, str]] = {"documents": {}, "examples": {}}
     for subset in subsets:
         ids = {d: f"{TOPICS[d.topic][0].replace(' ', '_')}/{subset}_{d.number}.txt" for d in DOCUMENTS}
@@ -170,14 +170,14 @@ def bright_like(root: Path, subsets: Sequence[str] = ("biology", "leetcode")) ->
             )
         documents = [{"id": ids[d], "content": d.text} for d in DOCUMENTS]
         for config, rows in (("documents", documents), ("examples", examples)):
-            _write_parquet(root / BRIGHT / config / f"{subset}-00000-of-00001.parquet", rows)
+            write_parquet(root / BRIGHT / config / f"{subset}-00000-of-00001.parquet", rows)
             files[config][subset] = f"{config}/{subset}-*"
     _write_card(root / BRIGHT, files)
     return root
 
 
 def instructir_like(root: Path) -> Path:
-    """InstructIR: the same query under several instructions, each of which has its own right document."""
+    """Write InstructIR: a query under several instructions, each with its own relevant document."""
     corpus = [{"_id": f"{7_865_137 + d.topic}_{d.number}", "title": "", "text": d.text} for d in DOCUMENTS]
     queries, instructions, qrels = [], [], []
     for topic, (name, _) in enumerate(TOPICS):
@@ -201,7 +201,7 @@ def instructir_like(root: Path) -> Path:
 
 
 def beir_like(directory: Path, instructions: bool = True) -> Path:
-    """A directory as BEIR lays it out, by itself: `corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`, `qrels/dev.tsv`."""
+    """Write a directory in BEIR's layout: `corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`, `qrels/dev.tsv`."""
     corpus = [{"_id": str(d.number), "title": d.title, "text": d.text, "metadata": {}} for d in DOCUMENTS]
     queries: list[dict[str, Any]] = [
         {"_id": f"q{topic}", "text": f"evidence about {name}"} for topic, (name, _) in enumerate(TOPICS)
@@ -209,8 +209,8 @@ def beir_like(directory: Path, instructions: bool = True) -> Path:
     for topic, query in enumerate(queries):
         if instructions and topic % 2 == 0:
             query["instruction"] = "Only official reports count."
-    _write_jsonl(directory / "corpus.jsonl", corpus)
-    _write_jsonl(directory / "queries.jsonl", queries)
+    write_jsonl(directory / "corpus.jsonl", corpus)
+    write_jsonl(directory / "queries.jsonl", queries)
     for split, topics in (("test", (0, 1, 2, 3)), ("dev", (4, 5))):
         rows = [f"q{d.topic}\t{d.number}\t{_grade(d)}" for d in DOCUMENTS if d.topic in topics and d.source < 2]
         path = directory / "qrels" / f"{split}.tsv"
@@ -220,16 +220,16 @@ def beir_like(directory: Path, instructions: bool = True) -> Path:
 
 
 def texts(task: Task) -> dict[str, str]:
-    """The corpus of a task: document id -> text."""
+    """Return the corpus of a task: document id -> text."""
     return dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
 
 
 def edit(file: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-    """Write a Parquet or JSONL file anew, with other rows."""
+    """Change the rows of a Parquet or JSONL file."""
     if file.suffix == ".parquet":
-        _write_parquet(file, change(pq.read_table(file).to_pylist()))
+        write_parquet(file, change(pq.read_table(file).to_pylist()))
     else:
-        _write_jsonl(file, change([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]))
+        write_jsonl(file, change([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]))
 
 
 def _grade(document: Document) -> int:
@@ -250,36 +250,26 @@ def _write_mair(root: Path, config: str, prefix: str, documents: Sequence[Docume
                 "labels": [{"id": f"{config}-{d.number}", "score": 2 if d.year > 2000 else 1} for d in right],
             }
         )
-    _write_jsonl(root / MAIR_QUERIES / config / f"{prefix}queries.jsonl", queries)
+    write_jsonl(root / MAIR_QUERIES / config / f"{prefix}queries.jsonl", queries)
     docs = [{"id": f"{config}-{d.number}", "doc": f"{d.title}\n{d.text}"} for d in documents]
-    _write_jsonl(root / MAIR_DOCS / config / f"{prefix}docs.jsonl", docs)
+    write_jsonl(root / MAIR_DOCS / config / f"{prefix}docs.jsonl", docs)
 
 
 def _write_mteb(directory: Path, configs: Mapping[str, tuple[str, list[dict[str, Any]]]]) -> None:
-    """Configuration -> its one split and the rows of it. The default one lies in `data/`, as `push_to_hub` puts it."""
+    """Write configuration -> (split, rows). The default one is in `data/`, where `push_to_hub` writes it."""
     card = {}
     for config, (split, rows) in configs.items():
         folder = "data" if config == "default" else config
-        _write_parquet(directory / folder / f"{split}-00000-of-00001.parquet", rows)
+        write_parquet(directory / folder / f"{split}-00000-of-00001.parquet", rows)
         card[config] = {split: f"{folder}/{split}-*"}
     _write_card(directory, card)
 
 
 def _write_card(directory: Path, configs: Mapping[str, Mapping[str, str]]) -> None:
-    """Configuration -> split -> the files that hold it."""
+    """Write a card from configuration -> split -> pattern of its files."""
     listed = [
         {"config_name": config, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
         for config, splits in configs.items()
     ]
     front = yaml.safe_dump({"language": ["en"], "configs": listed}, sort_keys=False)
     (directory / "README.md").write_text(f"---\n{front}---\n# {directory.name}\n\nMade by a test.\n", encoding="utf-8")
-
-
-def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-def _write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

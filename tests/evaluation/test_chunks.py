@@ -16,7 +16,7 @@ def corpus(count, batch):
 
 
 class Lengths:
-    """A retriever of both kinds whose numbers tell what it was given."""
+    """An encoder and reranker whose numbers reveal its inputs."""
 
     identity = "lengths"
 
@@ -36,7 +36,7 @@ def small(monkeypatch):
     monkeypatch.setattr(chunks, "PAIRS", 3)
 
 
-def test_a_shared_corpus_is_one_file_however_the_table_is_divided(tmp_path):
+def test_a_shared_corpus_is_one_file_for_any_chunks_of_the_table(tmp_path):
     file = share(corpus(10, 3), tmp_path)
     assert share(corpus(10, 10), tmp_path) == file
     assert share(corpus(9, 3), tmp_path) != file
@@ -44,13 +44,13 @@ def test_a_shared_corpus_is_one_file_however_the_table_is_divided(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_chunks_of_passages_and_queries_are_all_of_them_in_order(small, tmp_path):
+def test_chunks_cover_all_passages_and_queries_in_order(small, tmp_path):
     file = share(corpus(10, 3), tmp_path)
-    parts = Passages.of(file)
+    parts = Passages.divide(file)
     assert [part.size for part in parts] == [4, 4, 2]
     assert [text for part in parts for _, text in part.texts()] == corpus(10, 10)["text"].to_pylist()
     queries = [Query(str(n), "q" * n, "i" if n else None) for n in range(5)]
-    asked = Queries.of(queries)
+    asked = Queries.divide(queries)
     assert [q for part in asked for q in part.queries] == queries
     assert [row.tolist() for part in asked for row in part.compute(Lengths())] == [[n, min(n, 1)] for n in range(5)]
     assert [len(part.compute(Lengths())) for part in parts] == [4, 4, 2]
@@ -58,25 +58,25 @@ def test_chunks_of_passages_and_queries_are_all_of_them_in_order(small, tmp_path
 
 def test_pairs_do_not_depend_on_the_order_of_a_ranking(small, tmp_path):
     file = share(corpus(12, 5), tmp_path)
-    parts = Pairs.of(Query("1", "ab"), file, [9, 10, 0, 3])
-    assert parts == Pairs.of(Query("1", "ab"), file, [3, 0, 10, 9])
+    parts = Pairs.divide(Query("1", "ab"), file, [9, 10, 0, 3])
+    assert parts == Pairs.divide(Query("1", "ab"), file, [3, 0, 10, 9])
     assert [part.rows for part in parts] == [(0, 3, 9), (10,)]
     assert parts[1].texts() == [("pair", "ab", None, "text 10")]
     assert np.concatenate([part.compute(Lengths()) for part in parts]).tolist() == [12, 12, 12, 14]
 
 
-def test_pairs_are_read_from_a_corpus_that_fits_into_no_single_array(monkeypatch):
+def test_pairs_are_read_from_a_corpus_larger_than_one_array(monkeypatch):
     part = pa.array([f"{n:04}" * 1024 for n in range(1024)])
     large = pa.table({"text": pa.chunked_array([part] * 600)})  # 2.5 GB, of which 4 MB are there
     monkeypatch.setattr(chunks, "shared", lambda file: large)
     held = pa.total_allocated_bytes()
-    (pairs,) = Pairs.of(Query("1", "ab"), Path("corpus"), [5, 1024 * 599 + 7])
+    (pairs,) = Pairs.divide(Query("1", "ab"), Path("corpus"), [5, 1024 * 599 + 7])
     assert [text[:4] for *_, text in pairs.texts()] == ["0005", "0007"]
     assert pa.total_allocated_bytes() - held < 1 << 20
 
 
-def test_the_same_text_as_query_and_as_passage_is_two_things(small, tmp_path):
+def test_a_text_as_query_and_as_passage_has_two_embeddings(small, tmp_path):
     table = pa.table({"id": ["a"], "text": ["same"]}, schema=CORPUS)
-    (passage,), (query,) = Passages.of(share(table, tmp_path)), Queries.of([Query("q", "same")])
+    (passage,), (query,) = Passages.divide(share(table, tmp_path)), Queries.divide([Query("q", "same")])
     assert passage.texts() != query.texts()
-    assert Queries.of([Query("q", "same", "under one")])[0].texts() != query.texts()
+    assert Queries.divide([Query("q", "same", "under one")])[0].texts() != query.texts()

@@ -1,4 +1,4 @@
-"""Evaluation on a real Ray cluster with a real model, against the same figures computed without any of our code."""
+"""Evaluation on a Ray cluster with a real model, compared with figures computed without the package."""
 
 import json
 import math
@@ -15,20 +15,22 @@ import pytest
 import ray
 import torch
 
-from infembed_ray.config import EvaluateSettings
-from infembed_ray.errors import InputError
+from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.evaluation import results
-from infembed_ray.evaluation.chunks import TEXTS, Passages
-from infembed_ray.evaluation.distributed import Compute, Model, run
+from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
+from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
+from infembed_ray.evaluation.inputs import Model
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
 from tests.evaluation import published as layouts
 from tests.evaluation.tasks.test_infir import record
 from tests.modeling import backbones
+from tests.support.files import write_jsonl
 
 KINDS = ("positive", "negative_instruction", "negative_query")
 ANSWERS = ("document_positive", "hard_negative_document_1", "hard_negative_document_2")
@@ -44,23 +46,18 @@ def read_jsonl(path):
         return [json.loads(line) for line in lines]
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     directory = tmp_path_factory.mktemp("evaluation")
     topics = ("tides", "bread", "comets", "tax law", "the violin")
-    records = write_jsonl(directory / "records.jsonl", [columns_of(record(topic)) for topic in topics])
     noise = [{"id": str(n), "passage": f"a passage about something else, number {n}"} for n in range(60)]
-    return records, write_jsonl(directory / "distractors.jsonl", noise)
+    records = write_jsonl(directory / "records.jsonl", [columns_of(record(topic)) for topic in topics])
+    return str(records), str(write_jsonl(directory / "distractors.jsonl", noise))
 
 
 @pytest.fixture(scope="module")
 def query_first(minilm, tmp_path_factory):
-    """MiniLM as a checkpoint that carries another template."""
+    """MiniLM as a checkpoint with another template than the settings'."""
     path = tmp_path_factory.mktemp("checkpoint")
     InstructionEncoder.from_pretrained(minilm, template="query_first").save_pretrained(path)
     return str(path)
@@ -69,11 +66,11 @@ def query_first(minilm, tmp_path_factory):
 BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
 BENCHMARKS = ("bright/leetcode", "followir/core17")
 FIRST = 5
-"""So many documents of BM25 are ranked by rerankers where a task has no candidates."""
+"""Documents of BM25 that rerankers score for a task without candidates."""
 
 
 @pytest.fixture(scope="module")
-def settings(files, minilm, query_first, tmp_path_factory):
+def settings(files, query_first, tmp_path_factory):
     records, distractors = files
     mirror = tmp_path_factory.mktemp("mirror")
     layouts.followir_like(mirror)
@@ -82,7 +79,7 @@ def settings(files, minilm, query_first, tmp_path_factory):
         tasks=BENCHMARKS,
         data=str(mirror),
         records=records,
-        models={"base": minilm, "query first": query_first, "bm25": BM25, "chance": {"kind": "random"}},
+        models={"query first": query_first, "bm25": BM25, "chance": {"kind": "random"}},
         first_stage="bm25",
         rerank=FIRST,
         distractors=distractors,
@@ -99,14 +96,14 @@ def published(ray_cluster, settings):
 
 @contextmanager
 def small_chunks():
-    """Of passages and queries several, the last one short."""
+    """Several chunks of passages and of queries, the last one short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infembed_ray.evaluation.chunks.TEXTS", 32)
         yield
 
 
 def independent_scores(model, rows, distractors, template):
-    """Query -> (nDCG@10, MAP, p-MRR) with sentence-transformers; every query has one answer, so its rank tells all."""
+    """Query -> (nDCG@10, MAP, p-MRR) by sentence-transformers, from the rank of each query's only relevant passage."""
     from sentence_transformers import SentenceTransformer
 
     encoder = SentenceTransformer(str(model), device="cpu")
@@ -131,7 +128,7 @@ def independent_scores(model, rows, distractors, template):
 
 
 def per_query(published, model):
-    """Query -> (nDCG@10, MAP, p-MRR), as published."""
+    """Query -> (nDCG@10, MAP, p-MRR) as published."""
     scores = results.read(published.path).scores[model]["records"]
     kinds = [values for name, values in scores.items() if name.startswith("nDCG@10")]
     ndcg = {query: value for values in kinds for query, value in values.items()}
@@ -145,31 +142,30 @@ def assert_equal_scores(found, expected):
 
 
 @pytest.mark.ray
-def test_scores_equal_those_computed_apart_and_a_checkpoint_keeps_its_own_template(published, files, settings):
+def test_scores_equal_independent_ones_and_a_checkpoint_keeps_its_own_template(published, files, settings):
     rows, noise = map(read_jsonl, files)
-    distractors = [r["passage"] for r in noise[:50]]
-    for model, template in (("base", "{i} {q}"), ("query first", "{q} {i}")):
-        expected = independent_scores(settings.models[model], rows, distractors, template)
-        assert_equal_scores(per_query(published, model), expected)
-    assert per_query(published, "base") != per_query(published, "query first")
+    model, distractors = settings.models["query first"], [r["passage"] for r in noise[:50]]
+    assert_equal_scores(per_query(published, "query first"), independent_scores(model, rows, distractors, "{q} {i}"))
 
 
 @pytest.mark.ray
 def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(published, settings):
     found = results.read(published.path).scores
     loaded = {
-        name: baselines.load(baselines.resolve(name, settings.models[name])) for name in ("base", "bm25", "chance")
+        name: baselines.load(baselines.resolve(label, settings.models[label]))
+        for name, label in (("base", "query first"), ("bm25", "bm25"), ("chance", "chance"))
     }
     for name in BENCHMARKS:
         task = catalogue.load(name, settings.data)
         assert task.excluded or task.candidates
         for label, ranked in in_one_process(task, **loaded).items():
+            label = "query first" if label == "base" else label
             for figure, values in score(task, ranked).items():
                 assert found[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
 
 
 def in_one_process(task, base, bm25, chance):
-    """The rankings of three retrievers, in the simplest way."""
+    """Return the rankings of three retrievers, computed without chunks or Ray."""
     texts = dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
     products = base.encode_queries(task.queries) @ base.encode_passages(list(texts.values())).T
     rankings = {"base": {}, "bm25": bm25.rank(task, 1000), "chance": {}}
@@ -185,7 +181,7 @@ def in_one_process(task, base, bm25, chance):
 
 
 @pytest.mark.ray
-def test_what_is_published(published, settings):
+def test_published_counts_tasks_and_models(published, settings):
     found = results.read(published.path)
     counted = [asked.about for asked in found.tasks.values()]
     assert list(found.tasks) == [*BENCHMARKS, "records"]
@@ -193,29 +189,29 @@ def test_what_is_published(published, settings):
     totals = {name: sum(about[name] for about in counted) for name in ("queries", "passages")}
     assert published.manifest["counts"] == {"tasks": 3, **totals}
     assert published.manifest["figures"] == found.figures
-    for label in ("base", "query first"):
-        assert found.models[label]["model"] == settings.models[label]
+    assert found.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
 
 
 def stored(directory):
-    """Every array of a store -> when it was written."""
+    """Return every array of a store with its time of writing."""
     return {file: file.stat().st_mtime_ns for file in directory.rglob("*.npy")}
 
 
 @pytest.mark.ray
-def test_what_is_in_the_store_is_not_computed_again_and_what_is_damaged_is(published, settings, minilm, tmp_path):
+def test_stored_chunks_are_reused_and_damaged_ones_replaced(published, settings, query_first, tmp_path):
     root = Path(settings.output) / "embeddings"
-    before = stored(Store(root, baselines.identity(baselines.resolve("base", minilm, settings.template))).directory)
+    before = stored(Store(root, baselines.identity(baselines.resolve("x", query_first, settings.template))).directory)
     gone, cut, infinite, *_ = sorted(before)
     contents = {file: file.read_bytes() for file in before}
     gone.unlink()
     cut.write_bytes(contents[cut][:-100])
     Store.write(infinite, np.full_like(np.load(infinite), np.inf))
-    change = {"models": {"base": minilm}, "first_stage": None, "output": str(tmp_path), "embeddings": str(root)}
+    models = {"query first": query_first}
+    change = {"models": models, "first_stage": None, "output": str(tmp_path), "embeddings": str(root)}
     with small_chunks():
         again = run(settings.model_copy(update=change))
-    assert again.manifest["figures"]["base"] == published.manifest["figures"]["base"]
+    assert again.manifest["figures"]["query first"] == published.manifest["figures"]["query first"]
     assert {file: file.read_bytes() for file in before} == contents
     after = stored(root)
     assert {file for file in before if after[file] != before[file]} == {gone, cut, infinite}
@@ -236,19 +232,33 @@ def test_a_second_run_does_nothing_and_another_baseline_is_another_output(publis
 def test_a_node_that_does_not_see_the_embeddings_directory_says_so(ray_cluster, minilm, tmp_path):
     model = Model("base", baselines.resolve("base", minilm), {}, {})
     chunks = ray.put([Passages(tmp_path / "corpora" / "elsewhere.arrow", 0, 32)])
-    told = Compute(model, "identity", tmp_path, chunks, "cpu", 1024)({"id": 0})
+    row = ComputeChunk(model, "identity", tmp_path, chunks, "cpu", 1024)({"id": 0})
     assert re.match(
-        rf"embeddings={tmp_path}: node .* does not see .*; give a directory that all nodes share", told["fault"]
+        rf"embeddings={tmp_path}: node .* does not see .*; give a directory that all nodes share", row["fault"]
     )
 
 
 @pytest.mark.ray
-def test_figures_on_real_records_equal_those_computed_apart(ray_cluster, shared_data, minilm, tmp_path):
+def test_embeddings_that_are_not_finite_are_rejected_and_not_stored(ray_cluster, minilm, tmp_path):
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    with torch.no_grad():
+        next(encoder.backbone.parameters()).fill_(float("nan"))
+    encoder.save_pretrained(tmp_path / "diverged")
+    model = Model("diverged", baselines.resolve("diverged", str(tmp_path / "diverged")), {}, {})
+    chunks = ray.put(Queries.divide([Query("1", "what is bread")]))
+    row = ComputeChunk(model, "identity", tmp_path / "store", chunks, "cpu", 1024)({"id": 0})
+    assert re.match(r"models\.diverged=.*: its embedding of query 'what is bread' is not finite", row["fault"])
+    assert not stored(tmp_path / "store")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_figures_on_real_records_equal_independent_ones(ray_cluster, shared_data, minilm, tmp_path):
     rows = read_jsonl(shared_data / "infir_mini" / "dev.jsonl")[:20]
     seeds = shared_data / "msmarco_seeds" / "seeds.jsonl"
     published = run(
         EvaluateSettings(
-            records=write_jsonl(tmp_path / "records.jsonl", rows),
+            records=str(write_jsonl(tmp_path / "records.jsonl", rows)),
             models={"base": minilm},
             distractors=str(seeds),
             max_distractors=40,
@@ -260,57 +270,8 @@ def test_figures_on_real_records_equal_those_computed_apart(ray_cluster, shared_
     assert_equal_scores(per_query(published, "base"), independent_scores(minilm, rows, distractors, "{i} {q}"))
 
 
-@pytest.mark.ray
-def test_embeddings_that_are_not_finite_are_refused_and_nothing_is_published(ray_cluster, files, minilm, tmp_path):
-    encoder = InstructionEncoder.from_pretrained(minilm)
-    with torch.no_grad():
-        next(encoder.backbone.parameters()).fill_(float("nan"))
-    encoder.save_pretrained(tmp_path / "diverged")
-    settings = EvaluateSettings(
-        records=files[0], models={"diverged": str(tmp_path / "diverged")}, output=str(tmp_path / "out")
-    )
-    with pytest.raises(InputError, match=r"^models\.diverged=.*: its embedding of \w+ '.*' is not finite"):
-        run(settings)
-    assert not list((tmp_path / "out").glob("*/manifest.json"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"models": {}}, "models is empty"),
-        ({"models": {"base": "/no/such/model"}}, "/no/such/model: no such model directory"),
-        ({"records": None, "tasks": ()}, "tasks is empty"),
-        ({"records": None}, "they are for records, which is not set"),
-        ({"tasks": ("bright/biologie",)}, "bright/biolog"),
-        ({"records": "/no/such/records.jsonl"}, "records=/no/such/records.jsonl: no such file"),
-        ({"distractors": "/no/such/passages.jsonl"}, "distractors=/no/such/passages.jsonl: no such file"),
-        ({"split": "nowhere"}, "no row has split=nowhere"),
-        ({"embeddings": "s3://bucket/embeddings"}, "embeddings=s3://bucket/embeddings: must be a path"),
-        ({"rerank": 2000}, "rerank=2000: rankings end at depth=1000"),
-        ({"first_stage": "bm26"}, "first_stage=bm26: no label of models"),
-        (
-            {"first_stage": None},
-            "models.chance: a reranker, and bright/leetcode does not say which 1000 documents or fewer",
-        ),
-        ({"first_stage": "chance"}, "first_stage=chance: a reranker itself"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line_before_work_starts(settings, change, message, monkeypatch):
-    monkeypatch.setattr("infembed_ray.evaluation.distributed.connect", pytest.fail)
-    with pytest.raises(InputError) as error:
-        run(EvaluateSettings.of(settings.model_dump() | change))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_distractors_without_text_are_refused(settings, tmp_path):
-    file = write_jsonl(tmp_path / "passages.jsonl", [{"id": "1", "body": "words"}])
-    with pytest.raises(InputError, match=r"column text is missing .*columns?"):
-        run(settings.model_copy(update={"distractors": file}))
-
-
 def evaluate_on_nodes(root, task, model, kill):
-    """The files of a store after a run on three nodes, of which one may be killed when half of them are there."""
+    """Evaluate on three nodes, one of which may be killed at half of the chunks; return the files of the store."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})

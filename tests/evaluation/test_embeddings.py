@@ -2,7 +2,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.evaluation.embeddings import Store, digest
@@ -10,12 +10,13 @@ from infembed_ray.evaluation.embeddings import Store, digest
 texts = st.lists(st.none() | st.text(max_size=4), max_size=4)
 
 
+@settings(max_examples=30)
 @given(texts, texts)
-def test_texts_have_one_digest_exactly_if_they_are_the_same_in_the_same_order(one, other):
+def test_digests_are_equal_exactly_for_equal_texts_in_the_same_order(one, other):
     assert (digest(one) == digest(other)) == (one == other)
 
 
-def test_an_array_is_found_by_its_texts_and_its_model_alone(tmp_path):
+def test_an_array_is_keyed_by_texts_and_model(tmp_path):
     store = Store(tmp_path, "model a")
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     store.write(store.file(["x", "y"]), array)
@@ -48,7 +49,7 @@ def foreign(content):
 
 
 @pytest.mark.parametrize("damage", [without_checksum, other_bit, foreign, lambda _: b"", lambda c: c[:50]])
-def test_what_is_damaged_is_not_read(damage, tmp_path):
+def test_damaged_arrays_are_not_read(damage, tmp_path):
     store = Store(tmp_path, "model")
     file = store.file(["x"])
     store.write(file, np.ones((2, 3), dtype=np.float32))
@@ -56,7 +57,7 @@ def test_what_is_damaged_is_not_read(damage, tmp_path):
     assert store.read(file, 2) is None
 
 
-def test_what_is_not_finite_or_of_another_height_is_not_read(tmp_path):
+def test_arrays_not_finite_or_of_other_height_are_not_read(tmp_path):
     store = Store(tmp_path, "model")
     store.write(store.file(["x"]), np.array([1.0, np.nan]))
     assert store.read(store.file(["x"]), 2) is None

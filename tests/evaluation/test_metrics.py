@@ -1,5 +1,4 @@
-"""Measures against trec_eval, mteb, and definitions written out slowly, in double precision, by somebody who has not
-read the code."""
+"""Measures against trec_eval, mteb, and slow definitions in double precision, written independently of the code."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ def test_trec_measures_equal_their_definitions_with_ties_also_at_the_cut_off(jud
 
 @pytest.fixture(scope="module")
 def cranfield(shared_data):
-    """Judgements of Cranfield, and a run over it: TF-IDF, rounded so that there are ties, 100 documents a query."""
+    """Judgements of Cranfield and a TF-IDF run with ties, 100 documents per query."""
     folder = shared_data / "cranfield"
     qrels: dict[str, dict[str, int]] = {}
     for line in (folder / "cranqrel.trec.txt").read_text().splitlines():
@@ -121,7 +120,7 @@ def cranfield(shared_data):
 
 @pytest.fixture(scope="module")
 def chance():
-    """200 queries: graded judgements, none relevant or none at all, few or no results, ties, unjudged documents."""
+    """200 queries with graded, irrelevant or no judgements, few or no results, ties and unjudged documents."""
     rng = random.Random(0)
     documents = [f"d{n}" for n in range(60)]
     qrels, run = {}, {}
@@ -182,18 +181,18 @@ def test_a_query_without_results_or_without_relevant_documents_counts_zero():
         assert values == {"found": 1.0, "empty": 0.0, "absent": 0.0, "irrelevant": 0.0, "unjudged": 0.0}
 
 
-def test_scores_may_be_numpys_and_closer_ones_than_single_precision_tells_apart_are_ties():
+def test_numpy_scores_work_and_equal_in_single_precision_is_a_tie():
     run = {"q": {"a": np.float32(0.5), "b": np.float64(0.5) - 1e-12}}
     assert trec_measures({"q": {"a": 1}}, run, ["MRR@10"]) == {"q": {"MRR@10": 0.5}}
 
 
-def test_a_score_that_is_not_a_number_is_refused():
+def test_a_score_that_is_not_a_number_is_rejected():
     with pytest.raises(InputError, match=r"query q: .* document b is NaN"):
         trec_measures({"q": {"a": 1}}, {"q": {"a": 1.0, "b": float("nan")}}, ["MRR@10"])
 
 
 @pytest.mark.parametrize("measure", ["ndcg@10", "MAP", "MAP@all", "P@5", "nDCG@0", "MRR@0", "MRR@-1"])
-def test_an_unknown_measure_is_refused(measure):
+def test_an_unknown_measure_is_rejected(measure):
     with pytest.raises(ValueError, match=r"nDCG@k or MAP@k or recall@k or MRR@k"):
         trec_measures({"q": {"a": 1}}, {"q": {"a": 1.0}}, (measure,))
 
@@ -203,10 +202,11 @@ def test_an_unknown_measure_is_refused(measure):
 
 @pytest.fixture(scope="module")
 def mteb_metrics():
-    """mteb's measures, as its FollowIR and InstructIR tasks use them."""
+    """mteb's measures as its FollowIR and InstructIR tasks use them."""
     return pytest.importorskip("mteb._evaluators.retrieval_metrics", reason="pip install 'infembed-ray[mteb]'")
 
 
+@pytest.mark.integration
 def test_p_mrr_equals_that_of_mteb_in_1000_random_cases_with_ties_and_missing_documents(mteb_metrics):
     rng = random.Random(0)
     documents = [f"d{n}" for n in range(30)]
@@ -232,6 +232,7 @@ PROMOTED = {"0": 4.0, "1": 1.0, "2": 2.0, "3": 3.0}
 TIED = {"0": 0.5, "1": 0.5, "2": 0.5}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("before", "after", "value"),
     [
@@ -265,13 +266,13 @@ def test_p_mrr_of_one_document_by_hand(original, changed, value):
     assert rank_change(original, changed) == pytest.approx(value)
 
 
-def test_p_mrr_is_a_mean_over_documents_and_a_missing_document_stands_behind_the_last():
+def test_p_mrr_averages_documents_and_ranks_a_missing_document_last():
     run = {"og": {"a": 0.9, "b": 0.8, "c": 0.7}, "changed": {"c": 0.9, "b": 0.8}}
     # a: 1 -> missing from 2, so 3: 1 - 1/3. b: 2 -> 2: 0. c is not among the changed.
     assert p_mrr([Change("og", "changed", ("a", "b"))], run) == {"og": pytest.approx((2 / 3 + 0) / 2)}
 
 
-def test_queries_without_changed_documents_drop_out_and_a_missing_ranking_is_an_empty_one():
+def test_queries_without_changes_are_left_out_and_missing_rankings_are_empty():
     run = {"q1": {"a": 1.0, "b": 0.5}, "q2": {"b": 1.0, "a": 0.5}}
     assert p_mrr([Change("q1", "q2", ("a",)), Change("q2", "q1", ())], run) == {"q1": pytest.approx(0.5)}
     assert p_mrr([Change("q1", "q3", ("b",))], run) == p_mrr([Change("q1", "q3", ("b",))], run | {"q3": {}})
@@ -285,6 +286,7 @@ def test_ties_rank_by_document_id_descending_as_in_trec_eval():
         assert trec_measures({"q": {document: 1}}, {"q": tied}, ("MRR@10",))["q"]["MRR@10"] == pytest.approx(1 / place)
 
 
+@pytest.mark.integration
 def test_robustness_equals_that_of_mteb(mteb_metrics):
     rng = random.Random(0)
     documents = [f"d{n}" for n in range(20)]

@@ -1,4 +1,4 @@
-"""mteb and our own evaluation, side by side: its loaders and its measures over the same files, driving the same model."""
+"""mteb and our evaluation give the same values for the same files and models."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray import cli
-from infembed_ray.config import EvaluateSettings
+from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import distributed, mteb_adapter, results
 from infembed_ray.evaluation.metrics import trec_measures
-from infembed_ray.evaluation.results import Asked, Results
+from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
-from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.evaluation.tasks.task import Figure, Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
 
-mteb = pytest.importorskip("mteb", reason="pip install 'infembed-ray[mteb]'")
+pytestmark = pytest.mark.integration
 
 ROUNDING = 0.5e-5 + 1e-9
 """mteb rounds means of nDCG, MAP and recall to 5 decimals."""
@@ -37,16 +37,23 @@ ONE_OF_EACH = ["followir/core17", "mair/dd-15", "bright/leetcode", "instructir"]
 # ----------------------------------------------------------------------------------------------------- both sides
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _import_mteb():
+    """Import mteb, which takes seconds, only when a test runs."""
+    global mteb
+    mteb = pytest.importorskip("mteb", reason="pip install 'infembed-ray[mteb]'")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(minilm, tmp_path_factory):
-    """MiniLM with a template that is not mteb's."""
+    """MiniLM with another template than mteb's."""
     path = tmp_path_factory.mktemp("checkpoint") / "trained"
     InstructionEncoder.from_pretrained(minilm, template="instruct_query").save_pretrained(path)
     return str(path)
 
 
 class Remembering:
-    """Encodes a text once, whoever asks for it: mteb or we. Texts that differ at all are different ones."""
+    """Encodes each distinct text once, for mteb and for us."""
 
     def __init__(self, encoder):
         self.encoder = encoder
@@ -90,7 +97,7 @@ def mirror(tmp_path_factory):
 
 
 def mteb_task(original, directory, **changes):
-    """A task class of mteb that reads a local directory, and keeps what it saw: rankings, and values a query."""
+    """Make a task class of mteb that reads a local directory and keeps rankings and values per query."""
 
     class Local(original):
         metadata = original.metadata.model_copy(
@@ -114,7 +121,7 @@ def mteb_class(name):
 
 
 def mair(mirror):
-    """mteb has no MAIR: its own abstract task, over the published files of DD-15."""
+    """Make a task of mteb over the files of DD-15, because mteb has no MAIR."""
     from datasets import load_dataset
     from mteb.abstasks import AbsTaskRetrieval
     from mteb.abstasks.task_metadata import TaskMetadata
@@ -146,20 +153,20 @@ def mair(mirror):
 
 
 def in_mteb(name, mirror):
-    """The task of mteb over the files of one of ours."""
+    """Make mteb's task over the files of one of our tasks."""
     original = mair(mirror) if name == "mair/dd-15" else mteb_class(mteb_adapter.TASKS[name].name)
-    return mteb_task(original, mirror / catalogue.TASKS[name].sources[0].repository)()
+    return mteb_task(original, mirror / registry.TASKS[name].sources[0].repository)()
 
 
 def theirs(task, encoder):
-    """mteb's scores of a task, and the task, which has kept what it saw."""
+    """Run a task in mteb; return its scores and the task, which keeps rankings and values."""
     (result,) = mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False).task_results
     ((scores,),) = result.scores.values()
     return scores
 
 
 def ours(task, encoder):
-    """Our rankings and values of a task."""
+    """Run a task in one process; return rankings and values."""
     ids = [query.id for query in task.queries]
     rankings = exact_search(
         encoder.encoder.encode_queries(task.queries),
@@ -179,7 +186,7 @@ def assert_same_rankings(mine, other):
 
 
 def assert_same_values(task, run, seen):
-    """Per query, at full precision: every value that mteb has seen."""
+    """Return every value that mteb computed, per query."""
     names = {"nDCG@10": "ndcg_cut_10", "nDCG@5": "ndcg_cut_5", "MAP@1000": "map_cut_1000"}
     values = trec_measures(task.qrels, run, list(names))
     assert values.keys() == seen.keys()
@@ -191,7 +198,7 @@ def assert_same_values(task, run, seen):
 
 
 @pytest.mark.parametrize("name", FOLLOWIR)
-def test_followir_agrees_and_the_benchmarks_own_figures_are_those_that_mteb_calls_og(name, mirror, encoder):
+def test_followir_agrees_with_mteb(name, mirror, encoder):
     task = catalogue.load(name, str(mirror))
     other = in_mteb(name, mirror)
     scores = theirs(other, encoder)
@@ -222,7 +229,7 @@ def test_mair_agrees_with_a_task_of_mteb_over_the_same_files(mirror, encoder):
 
 
 @pytest.mark.parametrize("subset", ["biology", "leetcode"])
-def test_bright_agrees_with_version_1_1_of_mteb_excluded_documents_included(subset, mirror, encoder):
+def test_bright_agrees_with_version_1_1_of_mteb(subset, mirror, encoder):
     task = catalogue.load(f"bright/{subset}", str(mirror))
     other = in_mteb(f"bright/{subset}", mirror)
     scores = theirs(other, encoder)
@@ -234,9 +241,7 @@ def test_bright_agrees_with_version_1_1_of_mteb_excluded_documents_included(subs
     assert not any(task.excluded.get(query, frozenset()) & ranking.keys() for query, ranking in other.run.items())
 
 
-def test_the_first_version_of_bright_in_mteb_differs_in_that_it_ranks_excluded_documents_and_in_nothing_else(
-    mirror, encoder
-):
+def test_bright_differs_from_mtebs_first_version_only_in_excluded_documents(mirror, encoder):
     task = catalogue.load("bright/leetcode", str(mirror))
     other = mteb_task(mteb_class("BrightRetrieval"), mirror / published.BRIGHT, eval_langs={"leetcode": ["eng-Latn"]})()
     with pytest.warns(DeprecationWarning, match=r"v1\.1"):
@@ -261,9 +266,8 @@ def test_instructir_agrees(mirror, encoder):
 
 
 @pytest.mark.ray
-def test_infembed_evaluate_agrees_with_mteb_that_drives_the_same_checkpoint(
-    mirror, checkpoint, encoder, ray_cluster, tmp_path
-):
+@pytest.mark.slow
+def test_infembed_evaluate_agrees_with_mteb_on_the_same_checkpoint(mirror, checkpoint, encoder, ray_cluster, tmp_path):
     settings = {
         "tasks": ONE_OF_EACH,
         "data": str(mirror),
@@ -286,7 +290,7 @@ def test_infembed_evaluate_agrees_with_mteb_that_drives_the_same_checkpoint(
 
 
 class Recorder:
-    """An encoder that writes down what it is given."""
+    """An encoder that records its inputs."""
 
     identity = "0123456789abcdef"
 
@@ -302,7 +306,7 @@ class Recorder:
         return np.eye(len(texts), 3, dtype=np.float32)
 
 
-def test_query_and_instruction_come_apart_and_passages_are_those_that_our_task_has(tmp_path, monkeypatch):
+def test_mteb_passes_query_and_instruction_separately(tmp_path, monkeypatch):
     # Beside the other mirror's, these files would not be read: `datasets` goes by a directory's name.
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     published.followir_like(tmp_path)
@@ -322,7 +326,7 @@ def _meta():
     return mteb.get_model_meta("mteb/baseline-random-encoder")
 
 
-def test_texts_of_tasks_that_know_no_sides_are_queries_without_instruction():
+def test_texts_of_tasks_without_sides_are_queries():
     from torch.utils.data import DataLoader
 
     recorder = Recorder()
@@ -360,7 +364,7 @@ def test_mteb_run_from_the_shell_takes_a_checkpoint_of_ours(mirror, checkpoint, 
     assert result.get_score() == pytest.approx(means(found)["p-MRR"], abs=1e-6)
 
 
-def test_what_mteb_writes_of_a_checkpoint_is_true(loaded, checkpoint):
+def test_mtebs_description_of_a_checkpoint_is_correct(loaded, checkpoint):
     meta = loaded.mteb_model_meta
     model = loaded.encoder.encoder
     assert (meta.name, meta.revision) == ("infembed/trained", loaded.encoder.identity)
@@ -372,11 +376,11 @@ def test_what_mteb_writes_of_a_checkpoint_is_true(loaded, checkpoint):
     assert registered.to_dict()["loader"] == "infembed_ray"
 
 
-def test_our_figures_are_read_by_mteb_as_results_of_its_own(mirror, encoder, tmp_path):
+def test_mteb_reads_our_figures_as_its_own_results(mirror, encoder, tmp_path):
     tasks = {name: catalogue.load(name, str(mirror)) for name in ONE_OF_EACH}
     scores = {name: ours(task, encoder)[1] for name, task in tasks.items()}
     found = Results(
-        tasks={name: Asked.of(task, name) for name, task in tasks.items()},
+        tasks={name: TaskSummary.from_task(task, name) for name, task in tasks.items()},
         models={"ours": {"identity": "abc"}},
         scores={"ours": scores},
         depth=1000,
@@ -395,11 +399,11 @@ def test_our_figures_are_read_by_mteb_as_results_of_its_own(mirror, encoder, tmp
     mteb.models.ModelMeta.model_validate_json_resolved(file.read_text())
 
 
-def test_means_over_nothing_are_no_results_that_mteb_reads(tmp_path):
+def test_figures_without_values_are_left_out_of_mtebs_results(tmp_path):
     figures = {name: (Figure("p-MRR", "p-MRR"), Figure("MAP@1000", "MAP@1000", "og")) for name in FOLLOWIR}
     values = {name: {"p-MRR": {"1-og": 0.5}, "MAP@1000": {"1-og": 0.25}} for name in FOLLOWIR}
     values["followir/news21"]["MAP@1000"] = values["followir/core17"]["p-MRR"] = {}
-    asked = {name: Asked(figures=of_task, groups={}) for name, of_task in figures.items()}
+    asked = {name: TaskSummary(figures=of_task, groups={}) for name, of_task in figures.items()}
     mteb_adapter.write(tmp_path, Results(asked, {"ours": {}}, {"ours": values}, 1000))
     (of_model,) = mteb.ResultCache(tmp_path).load_results(validate_and_filter=True).model_results
     read = {result.task_name: result for result in of_model.task_results}
@@ -408,12 +412,12 @@ def test_means_over_nothing_are_no_results_that_mteb_reads(tmp_path):
     assert "og" not in read["News21InstructionRetrieval"].scores["test"][0]
 
 
-def test_mtebs_names_of_our_tasks_are_those_of_mteb():
+def test_names_of_our_tasks_in_mteb_are_mtebs():
     for name, there in mteb_adapter.TASKS.items():
         metadata = mteb.get_task(there.name).metadata
         assert there.split in metadata.eval_splits, name
         assert there.main_score == metadata.main_score, name
-        (source,) = catalogue.TASKS[name].sources
+        (source,) = registry.TASKS[name].sources
         assert {"path": source.repository, "revision": source.revision} == metadata.dataset, name
 
 
@@ -423,27 +427,27 @@ def test_mtebs_names_of_our_tasks_are_those_of_mteb():
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["-m", "random"], "model=random: no encoder"),
+        (["-m", "random"], "model=random: not an encoder"),
         (["-m", "./absent"], "no such model directory"),
-        ([], "-m is not"),
+        ([], "-m is missing"),
         (["-m", "./absent", "--model-revision", "abc"], "--model-revision abc: give -m the directory of that revision"),
         (["-m", "./absent", "-t", "Core17InstructionRetrival"], "Did you mean: 'Core17InstructionRetrieval'"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(arguments, fault, capsys):
+def test_bad_arguments_are_rejected_in_one_line(arguments, fault, capsys):
     assert cli.main(["mteb", "run", "-t", "Core17InstructionRetrieval", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert fault in line
 
 
-def test_without_arguments_mteb_tells_what_it_takes(capsys):
+def test_without_arguments_mteb_prints_its_help(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["mteb"])
     assert ended.value.code == 0
     assert "available-tasks" in capsys.readouterr().out
 
 
-def test_without_mteb_the_module_loads_writes_and_says_what_is_missing(monkeypatch, tmp_path):
+def test_without_mteb_the_module_still_writes_results(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "mteb", None)
     spec = importlib.util.spec_from_file_location("without_mteb", mteb_adapter.__file__)
     module = importlib.util.module_from_spec(spec)
@@ -452,7 +456,7 @@ def test_without_mteb_the_module_loads_writes_and_says_what_is_missing(monkeypat
     for call in (lambda: module.load("x"), lambda: module.run(["available-tasks"])):
         with pytest.raises(InputError, match=r"infembed-ray\[mteb\]"):
             call()
-    asked = Asked(figures=(Figure("Robustness@10", "Robustness@10"),), groups={})
+    asked = TaskSummary(figures=(Figure("Robustness@10", "Robustness@10"),), groups={})
     values = {"instructir": {"Robustness@10": {"1": 0.5}}}
     module.write(tmp_path, Results({"instructir": asked}, {"ours": {}}, {"ours": values}, 1000))
     assert json.loads(next(tmp_path.rglob("InstructIR.json")).read_text())["task_name"] == "InstructIR"

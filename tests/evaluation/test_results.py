@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import CONVENTIONS, Change
-from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Asked, Results
+from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 
@@ -31,7 +31,10 @@ RUNS = {
 
 def made(**change):
     scores = {label: {"small": score(TASK, run)} for label, run in RUNS.items()}
-    values = {"tasks": {"small": Asked.of(TASK, "0f3a")}, "models": {"base": {"model": "m"}, "ours": {"model": "n"}}}
+    values = {
+        "tasks": {"small": TaskSummary.from_task(TASK, "0f3a")},
+        "models": {"base": {"model": "m"}, "ours": {"model": "n"}},
+    }
     return Results(**(values | {"scores": scores, "depth": 1000} | change))
 
 
@@ -83,9 +86,9 @@ def test_the_file_names_the_conventions_of_its_measures_and_no_others(written):
     }
 
 
-def test_a_figure_over_nothing_is_null(tmp_path):
+def test_a_figure_without_values_is_null(tmp_path):
     nothing = {label: {"small": {"p-MRR": {}}} for label in RUNS}
-    asked = Asked(TASK.figures[:1], {})
+    asked = TaskSummary(TASK.figures[:1], {})
     results.write(tmp_path, made(tasks={"small": asked}, scores=nothing))
     assert json.loads((tmp_path / RESULTS_FILE).read_text())["figures"]["base"]["small"]["p-MRR"] is None
     assert results.read(tmp_path).scores == nothing
@@ -95,12 +98,12 @@ def test_a_figure_over_nothing_is_null(tmp_path):
 def test_values_survive_to_the_last_bit(tmp_path_factory, values):
     directory = tmp_path_factory.mktemp("results")
     scores = {"m": {"t": {"nDCG@10": {str(n): value for n, value in enumerate(values)}}}}
-    asked = {"t": Asked((Figure("nDCG@10", "nDCG@10"),), {})}
+    asked = {"t": TaskSummary((Figure("nDCG@10", "nDCG@10"),), {})}
     results.write(directory, Results(asked, {"m": {}}, scores, 10))
     assert results.read(directory).scores == scores
 
 
-def test_another_format_is_refused(written):
+def test_another_format_is_rejected(written):
     edit(written, format="infembed-results/0")
     with pytest.raises(
         InputError, match=r"results.json: format is 'infembed-results/0', expected 'infembed-results/1'"
@@ -108,7 +111,7 @@ def test_another_format_is_refused(written):
         results.read(written)
 
 
-def test_another_convention_is_refused_by_name(written):
+def test_another_convention_is_rejected_by_name(written):
     ours = dict(json.loads((written / RESULTS_FILE).read_text())["conventions"])
     edit(written, conventions=ours | {"MAP": "cut at 10"})
     with pytest.raises(
@@ -120,13 +123,13 @@ def test_another_convention_is_refused_by_name(written):
         results.read(written)
 
 
-def test_a_convention_that_no_figure_uses_is_no_reason_to_refuse(written):
+def test_conventions_of_unused_measures_do_not_matter(written):
     ours = json.loads((written / RESULTS_FILE).read_text())["conventions"]
     edit(written, conventions=ours | {"Robustness": "another"})
     assert results.read(written) == made()
 
 
-def test_a_measure_of_another_version_is_refused(written):
+def test_a_measure_of_another_version_is_rejected(written):
     plain = json.loads((written / RESULTS_FILE).read_text())
     plain["tasks"]["small"]["figures"][0]["measure"] = "ERR@20"
     edit(written, **plain)
@@ -135,7 +138,7 @@ def test_a_measure_of_another_version_is_refused(written):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_a_value_that_is_no_number_is_named(written, value):
+def test_a_value_that_is_not_finite_is_named(written, value):
     replace_rows(written, lambda rows: [*rows[:-1], rows[-1] | {"value": value}])
     with pytest.raises(
         InputError, match=r"per_query.parquet: model 'ours', task 'small', figure 'MAP@1000', query '2'"
@@ -143,9 +146,9 @@ def test_a_value_that_is_no_number_is_named(written, value):
         results.read(written)
 
 
-def test_a_value_given_twice_is_named(written):
+def test_a_duplicate_value_is_named(written):
     replace_rows(written, lambda rows: [*rows, rows[0]])
-    with pytest.raises(InputError, match="model 'base', task 'small', figure 'p-MRR', query '1-og': stands twice"):
+    with pytest.raises(InputError, match="model 'base', task 'small', figure 'p-MRR', query '1-og': has two values"):
         results.read(written)
 
 
@@ -163,14 +166,14 @@ def test_a_mean_that_is_not_that_of_its_values_is_named(written):
         results.read(written)
 
 
-def test_rows_of_a_model_that_the_results_do_not_name_are_refused(written):
+def test_rows_of_a_model_that_the_results_do_not_name_are_rejected(written):
     replace_rows(written, lambda rows: [*rows, rows[0] | {"model": "other"}])
     with pytest.raises(InputError, match=r"results\.json has no model 'other'"):
         results.read(written)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "infembed-results/1"}'])
-def test_a_damaged_file_is_refused_in_one_line(written, content):
+def test_a_damaged_file_is_rejected_in_one_line(written, content):
     (written / RESULTS_FILE).write_text(content)
     with pytest.raises(InputError) as caught:
         results.read(written, "results.0")
@@ -178,7 +181,7 @@ def test_a_damaged_file_is_refused_in_one_line(written, content):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_files_are_refused(written):
+def test_missing_files_are_rejected(written):
     (written / PER_QUERY_FILE).write_bytes(b"PAR1")
     with pytest.raises(InputError, match="not the values of results"):
         results.read(written)
@@ -186,5 +189,5 @@ def test_missing_files_are_refused(written):
     with pytest.raises(InputError, match=r"per_query\.parquet: no such file"):
         results.read(written)
     (written / RESULTS_FILE).unlink()
-    with pytest.raises(InputError, match="no results there"):
+    with pytest.raises(InputError, match=r"no results\.json there"):
         results.read(written)

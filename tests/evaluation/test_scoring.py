@@ -23,7 +23,7 @@ def test_a_perfect_ranking_scores_one_and_a_swap_of_the_answers_shows_in_p_mrr()
     assert means(score(TASK, run)) == {"p-MRR": pytest.approx(0.5), **dict.fromkeys(NDCG, 1.0), "MAP@1000": 1.0}
 
 
-def test_a_ranking_that_ignores_the_instruction_has_p_mrr_zero():
+def test_p_mrr_is_0_for_rankings_that_ignore_the_instruction():
     ranking = {POSITIVE: 0.9, POISONED: 0.8, OTHER: 0.7}
     scores = score(TASK, {POSITIVE: ranking, POISONED: ranking, OTHER: ranking})
     assert scores["p-MRR"] == {POSITIVE: 0.0, POISONED: 0.0}  # no document depends on the instruction of the third
@@ -32,7 +32,7 @@ def test_a_ranking_that_ignores_the_instruction_has_p_mrr_zero():
     assert means(scores)["MAP@1000"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
 
 
-def test_p_mrr_is_unknown_where_nothing_changes_and_what_is_not_found_counts_zero():
+def test_p_mrr_is_null_without_changes_and_0_without_results():
     task = instruction_following([replace(record("r"), hard_negative_document_1="answer of r")])
     found = means(score(task, {q.id: {} for q in task.queries}))
     assert found["p-MRR"] is None

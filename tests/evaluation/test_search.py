@@ -11,7 +11,7 @@ from infembed_ray.evaluation.search import exact_search
 
 
 def by_lexsort(queries, corpus, ids, depth):
-    """All scores at once, sorted with numpy by (score, id), both descending."""
+    """Rank by a full sort with numpy by (score, id), both descending."""
     found = []
     id_order = np.argsort(np.argsort(np.array(ids)))
     for row in queries @ corpus.T:
@@ -24,7 +24,7 @@ sizes = (st.integers(1, 7), st.integers(1, 40), st.integers(1, 50), st.integers(
 
 
 def small_whole_numbers(n, m, seed):
-    """Inner products are exact, and many are equal or zero."""
+    """Draw integer vectors: inner products are exact, and many are equal or zero."""
     rng = np.random.default_rng(seed)
     queries = rng.integers(-2, 3, (n, 3)).astype(np.float32)
     corpus = rng.integers(-2, 3, (m, 3)).astype(np.float32)
@@ -50,7 +50,7 @@ def test_exact_search_equals_a_full_sort_with_ties_in_any_blocks(n, m, depth, qu
 
 @given(*sizes, st.integers(0, 99))
 @settings(deadline=None)
-def test_candidates_alone_are_ranked_excluded_documents_never(n, m, depth, query_block, corpus_block, seed):
+def test_only_candidates_are_ranked_and_excluded_documents_never(n, m, depth, query_block, corpus_block, seed):
     rng, queries, corpus, ids = small_whole_numbers(n, m, seed)
     candidates, excluded = ([[d for d in ids if rng.random() < p] for _ in range(n)] for p in (0.6, 0.2))
     found = in_blocks(query_block, corpus_block, queries, corpus, ids, depth, candidates=candidates, excluded=excluded)
@@ -63,13 +63,13 @@ def test_candidates_alone_are_ranked_excluded_documents_never(n, m, depth, query
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 9), st.integers(0, 99))
 @settings(deadline=None)
-def test_a_corpus_that_comes_in_pieces_is_the_same_corpus(pieces, corpus_block, seed):
+def test_a_corpus_in_pieces_gives_the_same_rankings(pieces, corpus_block, seed):
     _, queries, corpus, ids = small_whole_numbers(2, sum(pieces), seed)
     stream = (part for part in np.split(corpus, np.cumsum(pieces)[:-1]) if pieces)
     assert in_blocks(2, corpus_block, queries, stream, ids, 5) == by_lexsort(queries, corpus, ids, 5)
 
 
-def test_of_a_corpus_that_comes_in_pieces_no_more_than_a_block_is_held():
+def test_search_holds_one_block_of_a_corpus_in_pieces():
     alive = []
 
     def pieces():
@@ -84,7 +84,7 @@ def test_of_a_corpus_that_comes_in_pieces_no_more_than_a_block_is_held():
     assert found == [{"159": 78.0, "158": 78.0}] * 3
 
 
-def test_ids_may_be_mapped_arrow_chunks_and_unknown_candidates_are_passed_over():
+def test_ids_may_be_arrow_chunks_and_unknown_candidates_are_ignored():
     _, queries, corpus, ids = small_whole_numbers(2, 9, 0)
     chunks = pa.chunked_array([ids[:4], [], ids[4:]], pa.string())
     assert exact_search(queries, corpus, chunks, 5) == exact_search(queries, corpus, ids, 5)

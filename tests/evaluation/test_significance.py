@@ -16,7 +16,7 @@ def values(queries, models, seed=0):
 
 
 def alone(table):
-    return Stratum.of(table, range(len(table)))
+    return Stratum.from_values(table, range(len(table)))
 
 
 def test_intervals_of_means_and_differences_are_scipys():
@@ -67,7 +67,7 @@ def test_p_values_of_many_queries_are_near_those_of_scipy():
     assert compare([alone(table)], resamples=20_000)[1].p == pytest.approx(theirs, abs=4 * (theirs / 20_000) ** 0.5)
 
 
-def test_groups_and_tasks_are_resampled_whole_as_in_the_enumeration_of_all_resamples():
+def test_groups_are_resampled_whole_as_in_an_enumeration():
     table, groups = values(7, 2, seed=1), ["a", "a", "b", "c", "c", "c", "d"]
     other, singles = values(3, 2, seed=2), ["x", "y", "z"]
     means = []
@@ -76,9 +76,9 @@ def test_groups_and_tasks_are_resampled_whole_as_in_the_enumeration_of_all_resam
         for second in product(range(3), repeat=3):
             means.append((table[rows].mean(0) + other[list(second)].mean(0)) / 2)
     means = np.array(means)
-    found = compare([Stratum.of(table, groups), Stratum.of(other, singles)], resamples=100_000)
+    found = compare([Stratum.from_values(table, groups), Stratum.from_values(other, singles)], resamples=100_000)
     drawn = significance._bootstrap(
-        [Stratum.of(table, groups), Stratum.of(other, singles)], 100_000, np.random.default_rng(0)
+        [Stratum.from_values(table, groups), Stratum.from_values(other, singles)], 100_000, np.random.default_rng(0)
     )
     assert drawn.mean(0) == pytest.approx(means.mean(0), abs=0.003)
     assert drawn.std(0) == pytest.approx(means.std(0), abs=0.003)
@@ -101,7 +101,7 @@ def test_equal_models_are_not_different():
     assert (same.difference.value, same.difference.low, same.difference.high, same.p) == (0, 0, 0, 1)
 
 
-def test_the_test_is_right_as_often_as_it_says():
+def test_the_test_has_its_nominal_error_rate():
     random = np.random.default_rng(5)
     p_values = [compare([alone(random.normal(size=(25, 2)))], resamples=199, seed=n)[1].p for n in range(600)]
     rejected = np.mean(np.array(p_values) <= 0.05)

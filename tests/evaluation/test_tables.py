@@ -3,11 +3,11 @@ import pytest
 
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.metrics import CONVENTIONS
-from infembed_ray.evaluation.results import Asked, Results
+from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
 from infembed_ray.evaluation.tables import as_markdown, as_text, cells, columns
 from infembed_ray.evaluation.tasks import infir
-from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
+from infembed_ray.evaluation.tasks.registry import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
 
 FIGURES = (Figure("p-MRR", "p-MRR"), Figure("nDCG@10 (I-,Q+)", "nDCG@10"))
@@ -15,7 +15,7 @@ QUERIES = [f"q{n}" for n in range(12)]
 
 
 def results(tasks, models, empty=()):
-    """Of random values; models later in the row have larger ones."""
+    """Make results of random values; later models have larger ones."""
     random = np.random.default_rng(0)
     scores = {
         model: {
@@ -29,7 +29,7 @@ def results(tasks, models, empty=()):
         }
         for rank, model in enumerate(models)
     }
-    asked = {task: Asked(tuple(figures), {}, {"queries": len(QUERIES)}) for task, figures in tasks.items()}
+    asked = {task: TaskSummary(tuple(figures), {}, {"queries": len(QUERIES)}) for task, figures in tasks.items()}
     return Results(asked, {model: {} for model in models}, scores, 1000)
 
 
@@ -55,12 +55,12 @@ def test_the_first_model_is_the_baseline_and_the_others_show_their_differences()
         assert ndcg == f"{means[model]['records']['nDCG@10 (I-,Q+)']:.3f}"
 
 
-def test_a_mark_stands_where_the_corrected_p_value_is_small():
+def test_differences_with_a_small_corrected_p_value_are_marked():
     found = results({"records": FIGURES}, ["a", "b", "c", "d"])
     (of_records,) = columns(found).values()
     p_mrr = cells(found, of_records[0])
     table = np.array([[found.scores[m]["records"]["p-MRR"][q] for m in "abcd"] for q in QUERIES])
-    expected = holm([c.p for c in compare([Stratum.of(table, QUERIES)])[1:]])
+    expected = holm([c.p for c in compare([Stratum.from_values(table, QUERIES)])[1:]])
     assert [p_mrr[m].adjusted for m in "bcd"] == pytest.approx(expected)
     marked = [m for m in "bcd" if tables.text(of_records[0], p_mrr[m]).endswith(tables.MARK)]
     assert marked == [m for m, p in zip("bcd", expected, strict=True) if p < 0.05]
@@ -77,7 +77,7 @@ def test_the_figures_of_records_fit_one_table_of_100_characters():
     assert len(as_text(found).split("\n\n")) == 2  # the table, and one line below it
 
 
-def test_columns_are_aligned_and_wide_tables_are_parted():
+def test_columns_are_aligned_and_wide_tables_are_split():
     text = as_text(followir(["base", "a model of a long name"]))
     *blocks, _ = text.split("\n\n")
     assert len(blocks) == 2  # 2 averages and 6 figures
@@ -114,7 +114,7 @@ def test_markdown_has_the_same_numbers_and_a_label_cannot_break_a_row():
     assert f"{mean} {difference}" in as_text(found)
 
 
-def test_markdown_says_what_the_tasks_are_and_how_the_figures_were_computed():
+def test_markdown_describes_tasks_and_conventions():
     markdown = as_markdown(results({"records": FIGURES}, ["base", "other"]))
     assert "- records: queries 12" in markdown
     assert f"- p-MRR: {CONVENTIONS['p-MRR']}" in markdown
@@ -123,6 +123,6 @@ def test_markdown_says_what_the_tasks_are_and_how_the_figures_were_computed():
     assert "Differences" not in as_markdown(results({"records": FIGURES}, ["base"]))
 
 
-def test_a_figure_over_nothing_is_not_available():
+def test_a_figure_without_values_is_not_available():
     found = results({"records": FIGURES}, ["base", "other"], empty=["p-MRR"])
     assert as_text(found).splitlines()[4].split()[:2] == ["other", "n/a"]

@@ -1,11 +1,10 @@
-"""A real Ray head of one's own, which demands a token, and `ray job submit` to it."""
+"""A private Ray head that requires a token, and `ray job submit` to it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
@@ -33,13 +34,13 @@ PORTS = (
 
 @dataclass(frozen=True)
 class Head:
-    """Where jobs are submitted to, and the environment (token included) of who may."""
+    """Address of the job API, and an environment with its token."""
 
     address: str
     environment: dict[str, str]
 
     def submit(self, verb: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Submit a script of jobs/ and follow it to its end; `environment` is changed on the submitter's side only."""
+        """Submit a script of jobs/ and wait for its end; `environment` changes the submitter's environment only."""
         command = [RAY, "job", "submit", "--address", self.address, "--working-dir", ROOT]
         return subprocess.run(
             [*command, "--", "python", f"jobs/{verb}.py", *overrides],
@@ -54,8 +55,8 @@ class Head:
 
 @contextlib.contextmanager
 def running_head(secrets: dict[str, str]) -> Iterator[Head]:
-    """Start a head, end it and all it started; `secrets` are in the environment of the node and so of every job."""
-    # Not pytest's tmp_path: Ray's Unix sockets lie there, and their paths may have 107 characters only.
+    """Run a head, and kill it with all its processes; `secrets` are in the environment of every job."""
+    # Not pytest's tmp_path: paths of Ray's Unix sockets may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         token, log = Path(directory, "auth_token"), Path(directory, "head.log")
         token.write_text("any-secret-of-at-least-thirty-two-characters", encoding="utf-8")
@@ -79,17 +80,8 @@ def running_head(secrets: dict[str, str]) -> Iterator[Head]:
             _wait_until_gone(directory)
 
 
-def free_ports(count: int) -> list[int]:
-    """Different free ports. The system gives them from far above 10002-19999, which are Ray's for its workers."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def _wait_until_up(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for the job API, and for its refusal of a stranger."""
+    """Wait until the job API answers, with 401 to a request without a token."""
     deadline = time.monotonic() + 90
     while (status := _status(f"{address}/api/jobs/")) is None:
         if time.monotonic() > deadline or head.poll() is not None:
@@ -99,7 +91,7 @@ def _wait_until_up(address: str, head: subprocess.Popen[bytes], log: Path) -> No
 
 
 def _status(url: str) -> int | None:
-    """The HTTP status of a page; None where nothing answers."""
+    """Return the HTTP status of a page; None if there is no answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return int(response.status)
@@ -110,7 +102,7 @@ def _status(url: str) -> int | None:
 
 
 def _wait_until_gone(directory: str) -> None:
-    """Workers end by themselves when they miss their raylet."""
+    """Wait for the workers, which end by themselves once their raylet is gone."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)

@@ -1,5 +1,5 @@
-"""cluster.yaml against Ray's own code: its schema and checks, what its autoscaler would launch, and what its launcher
-would run on a node (the shell, without the installs)."""
+"""cluster.yaml against Ray's own code: schema and checks, the nodes that the autoscaler launches, and the shell commands that
+the launcher runs on a node, without the installations."""
 
 import json
 import logging
@@ -17,11 +17,13 @@ from ray.autoscaler._private.resource_demand_scheduler import _default_utilizati
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 
-from infembed_ray.config import EvaluateSettings, IndexSettings, TrainSettings
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.training import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "jobs" / "configs"
-EC2 = {  # of Amazon's instance type pages
+EC2 = {  # from Amazon's pages of instance types
     "m6i.4xlarge": {"CPU": 16},
     "m6i.8xlarge": {"CPU": 32},
     "p4de.24xlarge": {"CPU": 96, "GPU": 8},
@@ -38,19 +40,19 @@ COMMANDS = (
 
 @pytest.fixture
 def written():
-    """The file as it is."""
+    """The parsed file."""
     return yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
 def prepared(written, caplog):
-    """The file as `ray up` completes it with its defaults."""
+    """The file with the defaults of `ray up`."""
     with caplog.at_level(logging.ERROR):
         return prepare_config(written)
 
 
 def launched(config, demands):
-    """Node type -> how many Ray's autoscaler would start for these demands, and the demands it cannot meet."""
+    """Return node type -> nodes that Ray's autoscaler would start for these demands, and the demands that it cannot meet."""
     to_add, unmet = get_nodes_for(
         config["available_node_types"],
         existing_nodes={config["head_node_type"]: 1},
@@ -93,7 +95,7 @@ def test_plain_tasks_start_cpu_nodes_and_never_gpu_nodes(prepared):
     assert launched(prepared, [{"CPU": 1}] * 64) == ({"cpu": 2}, [])
 
 
-def test_the_jobs_configs_get_the_gpus_they_ask_for(prepared):
+def test_the_jobs_configs_get_the_gpus_that_they_request(prepared):
     train = TrainSettings.load(str(CONFIGS / "train.yaml"))
     workers = [{"CPU": train.cpus_per_worker, "GPU": train.gpus_per_worker}] * train.workers
     assert launched(prepared, workers) == ({"a100": 1}, [])
@@ -105,21 +107,21 @@ def test_the_jobs_configs_get_the_gpus_they_ask_for(prepared):
         assert launched(prepared, encoders) == ({"a100": 1}, [])
 
 
-def test_more_than_the_pools_hold_stays_unmet(prepared):
+def test_demands_beyond_the_pools_stay_unmet(prepared):
     _, unmet = launched(prepared, [{"GPU": 8}] * 5)
     assert unmet == [{"GPU": 8}]
 
 
 def setup_of(prepared, node):
-    """Setup commands that Ray runs on a node of this type."""
+    """Return the setup commands that Ray runs on a node of this type."""
     if node == prepared["head_node_type"]:
         return prepared["head_setup_commands"]
     return AutoscalingConfig(prepared | {"file_mounts": {}}).get_worker_setup_commands(node)
 
 
 @pytest.mark.parametrize("node", ["head", "cpu", "a100"])
-def test_a_node_gets_the_one_faiss_that_fits_it(prepared, tmp_path, node):
-    """The setup commands, run for real in a home of their own, but for pip, which is a script that notes its arguments."""
+def test_a_node_gets_the_build_of_faiss_for_its_type(prepared, tmp_path, node):
+    """Run the setup commands in a temporary home, with a pip that only logs its arguments."""
     bin_directory, package = tmp_path / "infembed" / "venv" / "bin", tmp_path / "infembed" / "package"
     for directory in (bin_directory, package, tmp_path / ".ray"):
         directory.mkdir(parents=True)
@@ -140,7 +142,7 @@ def test_a_node_gets_the_one_faiss_that_fits_it(prepared, tmp_path, node):
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_commands_are_valid_shell_as_ray_wraps_them(prepared, kind):
+def test_commands_are_valid_shell_after_ray_wraps_them(prepared, kind):
     of_types = [command for node in prepared["available_node_types"].values() for command in node.get(kind, [])]
     for command in prepared[kind] + of_types:
         *_, quoted = _with_interactive(command)
@@ -150,7 +152,7 @@ def test_commands_are_valid_shell_as_ray_wraps_them(prepared, kind):
 
 
 def test_ray_starts_with_token_authentication_and_the_nodes_secrets(prepared, tmp_path):
-    """The setup commands that write the environment, run for real in a home of their own, then what Ray would see."""
+    """Run the setup commands that write the environment in a temporary home, then read what Ray would see."""
     (tmp_path / "infembed").mkdir()
     (tmp_path / "infembed" / "secrets.env").write_text("OPENAI_API_KEY=k1\nINFEMBED_API_KEYS=k2,k3\n")
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
@@ -178,6 +180,6 @@ def test_the_dashboard_listens_on_loopback_only(prepared):
     assert "--num-cpus=0" in start
 
 
-def test_no_node_falls_into_rays_default_security_group(prepared):
+def test_no_node_is_in_rays_default_security_group(prepared):
     for node in prepared["available_node_types"].values():
         assert node["node_config"]["SecurityGroupIds"]

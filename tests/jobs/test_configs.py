@@ -1,4 +1,4 @@
-"""The settings files of jobs/configs: valid, complete, and runnable on the cluster of cluster.yaml."""
+"""The settings files of jobs/configs load, and use the shared file system of cluster.yaml."""
 
 from pathlib import Path
 

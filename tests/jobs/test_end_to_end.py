@@ -1,16 +1,18 @@
-"""The jobs from synthesize to serve as a platform team runs them: `ray job submit`, twice each, to a real head with a token.
+"""The job scripts from synthesize to serve, each submitted once with `ray job submit` to a real head with a token.
 
-Where the development data lies beside the checkout, it is synthesized from, trained and evaluated on, and searched,
-with a stand-in for the LLM; else the bundled sample, whose answers are all in its journal.
+A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the development
+data beside the checkout, with a stand-in for the LLM, or else the bundled sample with its journal of responses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,50 +21,53 @@ from xml.etree import ElementTree
 import pytest
 
 from infembed_ray import records, storage
+from infembed_ray.cli import main
 from infembed_ray.quickstart import sample
 from infembed_ray.records import Record, columns_of
 from tests.conftest import SHARED
-from tests.jobs.head import Head, free_ports, running_head
-from tests.stand_in_llm import StandIn, stand_in
+from tests.jobs.head import Head, running_head
+from tests.support.files import read_jsonl, write_jsonl
+from tests.support.ports import free_port
+from tests.support.stand_in_llm import StandIn, stand_in
 
 pytestmark = [pytest.mark.ray, pytest.mark.end_to_end]
 
 LLM_KEY = "key-of-the-llm"
 API_KEY = "key-of-the-http-api"
-SEEDS = 12
-TRAINING_RECORDS = 16
-HELD_OUT_RECORDS = 12
-DOCUMENTS = 300
+SEEDS = 6
+TRAINING_RECORDS = 8
+HELD_OUT_RECORDS = 6
+DOCUMENTS = 60
 
 
 @dataclass(frozen=True)
-class Twice:
-    """A job submitted two times over, and what became of its output."""
+class Repeated:
+    """What a job printed, what its repetition printed, and their output."""
 
     first: str
     second: str
     output: Path
     untouched: bool
-    """The second run left every file of the output as it was."""
+    """Whether the repetition left every file of the output unchanged."""
 
     @property
     def manifest(self) -> dict[str, Any]:
         return storage.read_manifest(self.output, "output")
 
 
-def submit_twice(head: Head, verb: str, output: Path, **settings: Any) -> Twice:
+def submit_and_repeat(head: Head, verb: str, output: Path, **settings: Any) -> Repeated:
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()] + [f"output={output}"]
     first = head.submit(verb, *overrides)
     assert first.returncode == 0, first.stdout
     published = storage.resolve(output)
     before = {path: path.stat().st_mtime_ns for path in published.rglob("*")}
-    second = head.submit(verb, *overrides)
-    assert second.returncode == 0, second.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as second:
+        assert main([verb, *overrides]) == 0
     after = {path: path.stat().st_mtime_ns for path in published.rglob("*")}
-    return Twice(first.stdout, second.stdout, published, untouched=before == after)
+    return Repeated(first.stdout, second.getvalue(), published, untouched=before == after)
 
 
-# ------------------------------------------------------------------------------------------------- what they run on
+# ------------------------------------------------------------------------------------------------- data
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,6 @@ class Texts:
     corpus: Path
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    assert rows
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def cranfield(file: Path) -> list[dict[str, Any]]:
     documents = ElementTree.fromstring(f"<all>{file.read_text(encoding='utf-8')}</all>")
     return [{"id": doc.findtext("docno"), "text": " ".join(doc.findtext("text", "").split())} for doc in documents]
@@ -87,17 +86,14 @@ def cranfield(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the nodes of a cluster share."""
+    """Directory that all nodes share."""
     return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module")
-def texts(directory: Path, synthesized: Twice) -> Texts:
+def texts(directory: Path, synthesized: Repeated) -> Texts:
     if SHARED.is_dir():
-        training, held_out = (
-            [json.loads(line) for line in (SHARED / "infir_mini" / name).read_text(encoding="utf-8").splitlines()]
-            for name in ("train.jsonl", "dev.jsonl")
-        )
+        training, held_out = (read_jsonl(SHARED / "infir_mini" / name) for name in ("train.jsonl", "dev.jsonl"))
         corpus = cranfield(SHARED / "cranfield" / "cran.all.1400.xml")
     else:
         training, held_out = (
@@ -128,41 +124,41 @@ def llm() -> Iterator[StandIn]:
 
 
 @pytest.fixture(scope="module")
-def synthesized(head: Head, directory: Path, llm: StandIn) -> Twice:
+def synthesized(head: Head, directory: Path, llm: StandIn) -> Repeated:
     if SHARED.is_dir():
         source = {"seeds": SHARED / "msmarco_seeds" / "seeds.jsonl", "limit": SEEDS}
     else:
         source = {"seeds": sample.SEEDS, "replay": f"[{sample.JOURNAL}]"}
         source |= {"generator__model": sample.MODEL.model, "judge__model": sample.MODEL.model}
-    return submit_twice(head, "synthesize", directory / "records", endpoint__base_url=llm.url, **source)
+    return submit_and_repeat(head, "synthesize", directory / "records", endpoint__base_url=llm.url, **source)
 
 
 @pytest.fixture(scope="module")
-def analyzed(head: Head, directory: Path, synthesized: Twice) -> Twice:
-    return submit_twice(head, "analyze", directory / "analysis", records=synthesized.output)
+def analyzed(head: Head, directory: Path, synthesized: Repeated) -> Repeated:
+    return submit_and_repeat(head, "analyze", directory / "analysis", records=synthesized.output)
 
 
 @pytest.fixture(scope="module")
-def trained(head: Head, directory: Path, texts: Texts, minilm: str) -> Twice:
+def trained(head: Head, directory: Path, texts: Texts, minilm: str) -> Repeated:
     settings = {"records_per_step": 4, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
-    return submit_twice(head, "train", directory / "checkpoints", records=texts.training, model=minilm, **settings)
+    return submit_and_repeat(head, "train", directory / "checkpoints", records=texts.training, model=minilm, **settings)
 
 
 @pytest.fixture(scope="module")
-def evaluated(head: Head, directory: Path, texts: Texts, minilm: str, trained: Twice) -> Twice:
+def evaluated(head: Head, directory: Path, texts: Texts, minilm: str, trained: Repeated) -> Repeated:
     models = {"models__base": minilm, "models__trained": trained.output}
-    return submit_twice(head, "evaluate", directory / "results", records=texts.held_out, **models)
+    return submit_and_repeat(head, "evaluate", directory / "results", records=texts.held_out, **models)
 
 
 @pytest.fixture(scope="module")
-def indexed(head: Head, directory: Path, texts: Texts, trained: Twice) -> Twice:
-    # The directory under which checkpoints are published stands for the newest of them.
-    return submit_twice(head, "index", directory / "index", corpus=texts.corpus, model=trained.output.parent)
+def indexed(head: Head, directory: Path, texts: Texts, trained: Repeated) -> Repeated:
+    # The parent directory names the newest checkpoint.
+    return submit_and_repeat(head, "index", directory / "index", corpus=texts.corpus, model=trained.output.parent)
 
 
 @dataclass(frozen=True)
 class Served:
-    """The API that a job left on the cluster, and what that job and the same job again printed."""
+    """URL of the API that a job left on the cluster, and what that job and its repetition printed."""
 
     url: str
     first: str
@@ -170,8 +166,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(head: Head, indexed: Twice) -> Served:
-    (port,) = free_ports(1)
+def served(head: Head, indexed: Repeated) -> Served:
+    port = free_port()
     settings = f"index={indexed.output.parent}", f"port={port}", "wait=false"
     first, second = head.submit("serve", *settings), head.submit("serve", *settings)
     assert first.returncode == 0, first.stdout
@@ -193,7 +189,7 @@ def search(served: Served, body: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "token"])
-def test_a_submission_without_the_clusters_token_is_refused(head, tmp_path, mode):
+def test_a_submission_without_the_token_is_rejected(head, tmp_path, mode):
     (tmp_path / "auth_token").write_text("some-other-secret-of-at-least-thirty-two-characters")
     stranger = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "auth_token")}
     refused = head.submit("analyze", "records=r", "output=o", **stranger)
@@ -211,7 +207,7 @@ def test_bad_input_ends_a_job_in_one_line(head, directory):
 
 
 @pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "evaluated", "indexed"])
-def test_the_same_job_again_does_nothing_and_says_why(job, request):
+def test_a_repeated_job_does_nothing_and_says_why(job, request):
     done = request.getfixturevalue(job)
     reason = "nothing to do: same inputs and settings, output finished on "
     assert reason not in done.first
@@ -231,7 +227,7 @@ def test_every_seed_comes_out_and_no_request_is_sent_twice(synthesized, llm):
         assert counts["seeds"] == SEEDS
         assert counts["calls"] > 0
     else:
-        assert counts["calls"] == 0  # the journal of the sample has all the answers
+        assert counts["calls"] == 0  # the sample's journal has all responses
 
 
 def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
@@ -256,17 +252,17 @@ def test_the_evaluation_compares_base_and_checkpoint(evaluated, trained):
 
 
 def test_the_index_holds_the_corpus(indexed, texts):
-    assert indexed.manifest["counts"]["passages"] == len(texts.corpus.read_text(encoding="utf-8").splitlines())
+    assert indexed.manifest["counts"]["passages"] == len(read_jsonl(texts.corpus))
 
 
-def test_serving_the_same_again_does_nothing_and_says_why(served):
+def test_a_repeated_serve_does_nothing_and_says_why(served):
     reason = "serve: nothing to do: same index and settings, already served at "
     assert reason not in served.first
     assert f"{reason}{served.url}" in served.second
 
 
-def test_the_api_finds_a_passage_and_wants_a_key(served, texts):
-    wanted = json.loads(texts.corpus.read_text(encoding="utf-8").splitlines()[-1])
+def test_the_api_finds_a_passage_and_requires_a_key(served, texts):
+    wanted = read_jsonl(texts.corpus)[-1]
     question = {"query": wanted["text"], "instruction": "The text itself.", "top_k": 3}
     hits = search(served, question, API_KEY)["hits"]
     assert len(hits) == 3

@@ -1,19 +1,23 @@
-"""The recipes of jobs/configs/paper: they load, fit their backbones, and say what the planner says."""
+"""The recipes of jobs/configs/paper load, match their backbones, and state the memory that the planner computes."""
 
 import re
 
 import pytest
 import torch
 
-from infembed_ray.config import PlanTrainSettings, SweepSettings, TrainSettings
-from infembed_ray.evaluation.report.paper import COLUMNS, TABLES
-from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.config.planning import PlanTrainSettings
+from infembed_ray.config.sweeps import SweepSettings
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
+from infembed_ray.evaluation.tasks import registry
 from infembed_ray.planning.backbones import known, load
 from infembed_ray.planning.capacity import GIB
 from infembed_ray.planning.train import plan
 from infembed_ray.sweeps.trials import rows
-from infembed_ray.training.objectives import Objective
+from infembed_ray.training.losses import Objective
 from tests.jobs.test_configs import CONFIGS, SHARED_DIRECTORY
+
+pytestmark = pytest.mark.integration  # building a backbone takes seconds, also without its weights
 
 RECIPES = sorted(path for path in (CONFIGS / "paper").glob("*.yaml") if not path.stem.startswith("table"))
 SWEEPS = sorted((CONFIGS / "paper").glob("table*.yaml"))
@@ -24,10 +28,10 @@ def test_every_backbone_of_tables_2_and_5_has_a_recipe():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_backbone_and_its_header_is_the_planners(path):
+def test_a_recipe_matches_its_backbone_and_its_header_the_plan(path):
     settings = TrainSettings.load(str(path))
     assert settings.output == f"{SHARED_DIRECTORY}checkpoints/{path.stem}"
-    Objective.of(settings)
+    Objective.from_settings(settings)
     encoder = load(settings)
     assert encoder.device == torch.device("meta")
     assert encoder.pooling == settings.pooling
@@ -35,14 +39,14 @@ def test_a_recipe_fits_its_backbone_and_its_header_is_the_planners(path):
     parameters = sum(p.numel() for p in encoder.parameters())
     if published.get("with_head"):
         parameters += encoder.backbone.config.vocab_size * encoder.dimension
-    # Published in billions, to so many digits, rounded or cut.
+    # Published in billions, rounded or truncated to these digits.
     assert parameters / 1e9 == pytest.approx(published["parameters"], abs=1e-3 if published["parameters"] < 1 else 1e-2)
-    (said,) = re.findall(r"^# Memory of a GPU .*: ([\d.]+) GiB", path.read_text(), re.MULTILINE)
+    (stated,) = re.findall(r"^# Memory of a GPU .*: ([\d.]+) GiB", path.read_text(), re.MULTILINE)
     report = plan(PlanTrainSettings.load(str(path)))
     assert report.asked is not None
     as_set = report.plans[report.asked]
     assert not as_set.obstacles
-    assert float(said) == pytest.approx(as_set.memory.total / GIB, rel=0.02)
+    assert float(stated) == pytest.approx(as_set.memory.total / GIB, rel=0.02)
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
@@ -58,4 +62,4 @@ def test_a_sweep_has_the_rows_and_backbones_of_its_table(path):
     assert settings.train.workers * settings.train.gpus_per_worker == 8
     columns = TABLES[path.stem.removeprefix("table")].columns
     needed = {task for column in columns for task, _ in COLUMNS[column]}
-    assert needed <= set(catalogue.expand(settings.evaluate.tasks))
+    assert needed <= set(registry.expand(settings.evaluate.tasks))

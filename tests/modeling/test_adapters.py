@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModel
 
-from infembed_ray.config import Lora
+from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -17,7 +17,7 @@ TEXTS = ["how is aspirin dosed", "what does a passage about bread say", "no"]
 def adapted(path, **options):
     """An encoder whose adapters are no longer the initial ones, which change nothing."""
     encoder = InstructionEncoder.from_pretrained(path, **options)
-    adapters.add(encoder, Lora(rank=4, alpha=8.0))
+    adapters.add(encoder.backbones, Lora(rank=4, alpha=8.0))
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -27,12 +27,12 @@ def adapted(path, **options):
 
 
 @pytest.mark.parametrize("family", ["minilm", "qwen2"])
-def test_adapters_change_nothing_before_they_are_trained_and_are_all_that_is_trained(family, backbone_path):
+def test_untrained_adapters_change_no_embedding_and_only_adapters_are_trained(family, backbone_path):
     plain = InstructionEncoder.from_pretrained(backbone_path(family))
     encoder = InstructionEncoder.from_pretrained(backbone_path(family))
-    assert not adapters.has(encoder)
-    adapters.add(encoder, Lora())
-    assert adapters.has(encoder)
+    assert not adapters.has(encoder.backbones)
+    adapters.add(encoder.backbones, Lora())
+    assert adapters.has(encoder.backbones)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), plain.encode_passages(TEXTS), atol=1e-6)
     trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in encoder.named_parameters() if ".lora_" in name}
@@ -41,13 +41,13 @@ def test_adapters_change_nothing_before_they_are_trained_and_are_all_that_is_tra
 
 
 @pytest.mark.parametrize("family", ["minilm", "qwen2"])
-def test_merged_weights_embed_as_the_adapters_did_and_peft_reads_the_adapters(family, backbone_path, tmp_path):
+def test_merged_weights_give_the_embeddings_of_the_adapters_and_peft_loads_them(family, backbone_path, tmp_path):
     encoder = adapted(backbone_path(family))
     expected = encoder.encode_passages(TEXTS)
     plain = InstructionEncoder.from_pretrained(backbone_path(family))
     assert (expected * plain.encode_passages(TEXTS)).sum(axis=1).max() < 0.99
     encoder.save_pretrained(tmp_path)
-    assert not adapters.has(encoder)
+    assert not adapters.has(encoder.backbones)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), expected, atol=1e-5)
     merged = InstructionEncoder.from_pretrained(str(tmp_path))
     np.testing.assert_allclose(merged.encode_passages(TEXTS), expected, atol=1e-5)
@@ -70,12 +70,12 @@ def test_separate_encoders_have_separate_adapters(backbone_path, tmp_path):
 
 def test_only_the_named_layers_have_adapters(backbone_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path("llama"))
-    adapters.add(encoder, Lora(target_modules=("q_proj", "v_proj")))
+    adapters.add(encoder.backbones, Lora(target_modules=("q_proj", "v_proj")))
     trained = {name.split(".lora_")[0].rsplit(".", 1)[1] for name, p in encoder.named_parameters() if p.requires_grad}
     assert trained == {"q_proj", "v_proj"}
     other = InstructionEncoder.from_pretrained(backbone_path("llama"))
     with pytest.raises(InputError, match=r"lora.target_modules=\['query'\]: not in this backbone"):
-        adapters.add(other, Lora(target_modules=("query",)))
+        adapters.add(other.backbones, Lora(target_modules=("query",)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

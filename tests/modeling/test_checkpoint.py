@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infembed_ray.config import Lora
+from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.checkpoint import ADAPTERS, locate
@@ -21,7 +21,7 @@ def test_copies_have_one_fingerprint(minilm, tmp_path):
     assert InstructionEncoder.from_pretrained(str(tmp_path / "copy")).fingerprint() == original.fingerprint()
 
 
-def test_other_weights_tokenizers_and_templates_have_other_fingerprints(minilm, tmp_path):
+def test_weights_tokenizer_and_template_change_the_fingerprint(minilm, tmp_path):
     """Each differs from the same saved checkpoint in one thing only."""
     encoder = InstructionEncoder.from_pretrained(minilm)
     encoder.save_pretrained(tmp_path / "saved")
@@ -38,7 +38,7 @@ def test_other_weights_tokenizers_and_templates_have_other_fingerprints(minilm, 
     assert len(set(prints)) == 4
 
 
-def test_whatever_changes_an_embedding_changes_the_fingerprint(backbone_path):
+def test_every_override_that_changes_embeddings_changes_the_fingerprint(backbone_path):
     asked = [
         {},
         {"query_prefix": "query: "},
@@ -54,7 +54,7 @@ def test_whatever_changes_an_embedding_changes_the_fingerprint(backbone_path):
     assert len({encoder.fingerprint() for encoder in encoders}) == len(asked)
 
 
-def test_the_weights_of_either_encoder_count_and_those_of_adapters_beside_them_do_not(backbone_path, tmp_path):
+def test_the_fingerprint_has_the_weights_of_both_encoders_but_not_of_merged_adapters(backbone_path, tmp_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path("qwen2"), share_encoder=False)
     encoder.save_pretrained(tmp_path / "a")
     with torch.no_grad():
@@ -70,13 +70,13 @@ def test_the_weights_of_either_encoder_count_and_those_of_adapters_beside_them_d
 @pytest.mark.parametrize("share_encoder", [True, False])
 def test_a_checkpoint_names_no_path_of_the_machine_that_wrote_it(backbone_path, tmp_path, share_encoder):
     encoder = InstructionEncoder.from_pretrained(backbone_path("qwen2"), share_encoder=share_encoder)
-    adapters.add(encoder, Lora(rank=2))
+    adapters.add(encoder.backbones, Lora(rank=2))
     encoder.save_pretrained(tmp_path)
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or backbone_path("qwen2").encode() not in file.read_bytes(), file
 
 
-def test_routes_that_are_no_queries_and_documents_are_refused(backbone_path, tmp_path):
+def test_a_router_with_other_routes_than_query_and_document_is_refused(backbone_path, tmp_path):
     InstructionEncoder.from_pretrained(backbone_path("qwen2"), share_encoder=False).save_pretrained(tmp_path)
     file = tmp_path / "router_config.json"
     file.write_text(file.read_text().replace('"document": [', '"image": ['))
@@ -96,7 +96,7 @@ def test_routes_that_are_no_queries_and_documents_are_refused(backbone_path, tmp
         ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "has a Dense module"),
     ],
 )
-def test_what_would_silently_embed_otherwise_is_refused(minilm, tmp_path, file, content, message):
+def test_unsupported_modules_and_poolings_are_refused(minilm, tmp_path, file, content, message):
     shutil.copytree(minilm, tmp_path / "model")
     (tmp_path / "model" / file).write_text(json.dumps(content))
     with pytest.raises(InputError, match=message):
@@ -108,15 +108,15 @@ def test_what_would_silently_embed_otherwise_is_refused(minilm, tmp_path, file, 
     [
         ("/no/such/dir", "no such model directory"),
         ("./none", "no such model directory"),
-        ("org/none", "neither a model directory"),
+        ("org/none", "cannot be loaded from a directory or from the hub"),
     ],
 )
-def test_a_model_that_does_not_exist_is_named(model, message):
+def test_the_error_names_a_missing_model(model, message):
     with pytest.raises(InputError, match=message):
         locate(model, "model")
 
 
-def test_a_directory_without_a_model_is_named(tmp_path):
+def test_the_error_names_a_directory_without_a_model(tmp_path):
     with pytest.raises(InputError, match=r"no config.json in this directory"):
         locate(str(tmp_path), "model")
     (tmp_path / "config.json").write_text("{}")
@@ -126,7 +126,7 @@ def test_a_directory_without_a_model_is_named(tmp_path):
         InstructionEncoder.from_pretrained(str(tmp_path))
 
 
-def test_damaged_weights_are_named(tmp_path, backbone_path):
+def test_the_error_names_damaged_weights(tmp_path, backbone_path):
     shutil.copytree(backbone_path("qwen2"), tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])  # as a copy that broke off leaves them
@@ -134,9 +134,11 @@ def test_damaged_weights_are_named(tmp_path, backbone_path):
         InstructionEncoder.from_pretrained(str(tmp_path))
 
 
-def test_a_tokenizer_of_another_model_is_named(tmp_path, minilm, backbone_path):
+def test_the_error_names_a_tokenizer_of_another_model(tmp_path, minilm, backbone_path):
     shutil.copytree(backbone_path("qwen2"), tmp_path, dirs_exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(minilm) / name, tmp_path / name)
-    with pytest.raises(InputError, match=r"its tokenizer has \d+ tokens, the model embeds \d+: it is another model's"):
+    with pytest.raises(
+        InputError, match=r"its tokenizer has \d+ tokens but the model embeds \d+: it is another model's"
+    ):
         InstructionEncoder.from_pretrained(str(tmp_path), device="meta")

@@ -21,9 +21,12 @@ def sentence_transformer(path):
     return pytest.importorskip("sentence_transformers").SentenceTransformer(str(path), device="cpu")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("pooling", ["auto", "mean", "last", "cls"])
 @pytest.mark.parametrize("family", ["minilm", *FAMILIES])
-def test_a_saved_checkpoint_embeds_as_sentence_transformers_does(family, pooling, backbone_path, tmp_path):
+def test_sentence_transformers_gives_the_same_embeddings_for_a_saved_checkpoint(
+    family, pooling, backbone_path, tmp_path
+):
     ours = InstructionEncoder.from_pretrained(
         backbone_path(family), pooling=pooling, query_length=64, passage_length=64
     )
@@ -69,15 +72,13 @@ def test_a_single_text_has_a_single_vector_as_in_sentence_transformers(family, b
         ("q", ["i", "j"], "2 for 1 quer"),
     ],
 )
-def test_instructions_that_are_not_as_many_as_queries_are_an_error_with_both_counts(
-    queries, instructions, counts, backbone_path
-):
+def test_a_wrong_number_of_instructions_is_an_error_with_both_counts(queries, instructions, counts, backbone_path):
     with pytest.raises(InputError, match=rf"^instructions: {counts}.*; give one for each query"):
         InstructionEncoder.from_pretrained(backbone_path("minilm")).encode_queries(queries, instructions)
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_where_the_last_token_is_pooled_every_text_ends_with_eos_also_one_that_is_cut(family, backbone_path, tmp_path):
+def test_with_last_token_pooling_every_text_ends_with_eos_also_a_truncated_one(family, backbone_path, tmp_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path(family), passage_length=16)
     eos = encoder.tokenizer.eos_token_id
     plain = AutoTokenizer.from_pretrained(backbone_path(family))
@@ -94,7 +95,7 @@ def test_where_the_last_token_is_pooled_every_text_ends_with_eos_also_one_that_i
     assert again.tokenize_passages(["how is aspirin"])[0].ids == short.ids[:-1]
 
 
-def test_the_instruction_is_found_in_the_tokens_whether_or_not_they_end_with_eos(backbone_path):
+def test_the_tokens_of_the_instruction_are_marked_with_and_without_eos(backbone_path):
     for family in DECODERS:
         counts = set()
         for append_eos in (True, False):
@@ -106,7 +107,7 @@ def test_the_instruction_is_found_in_the_tokens_whether_or_not_they_end_with_eos
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
-def test_a_bidirectional_decoder_attends_in_both_directions_here_and_wherever_it_is_loaded(
+def test_a_bidirectional_decoder_attends_in_both_directions_also_in_sentence_transformers(
     family, backbone_path, tmp_path
 ):
     causal = InstructionEncoder.from_pretrained(backbone_path(family), pooling="cls", append_eos=False)
@@ -167,7 +168,7 @@ def test_prefixes_are_written_before_the_texts_and_saved_as_prompts(minilm, tmp_
 
 
 @pytest.mark.parametrize("family", ["minilm", "qwen2"])
-def test_fewer_dimensions_are_the_first_ones_made_a_unit_vector(family, backbone_path, tmp_path):
+def test_fewer_dimensions_are_the_first_components_normalised(family, backbone_path, tmp_path):
     whole = InstructionEncoder.from_pretrained(backbone_path(family))
     short = InstructionEncoder.from_pretrained(backbone_path(family), dimensions=16)
     expected = whole.encode_passages(PASSAGES)[:, :16]
@@ -193,7 +194,7 @@ def test_a_backbone_in_bf16_gives_unit_vectors_in_fp32_near_those_of_fp32(family
     assert (embeddings * whole(layout)).sum(dim=1).min() > 0.995
 
 
-def test_decoders_pool_the_last_token_and_encoders_the_mean_unless_told_otherwise(backbone_path, tmp_path):
+def test_decoders_pool_the_last_token_and_encoders_the_mean_by_default(backbone_path, tmp_path):
     assert InstructionEncoder.from_pretrained(backbone_path("qwen2")).pooling == "last"
     assert InstructionEncoder.from_pretrained(backbone_path("minilm")).pooling == "mean"
     told = InstructionEncoder.from_pretrained(backbone_path("qwen2"), pooling="mean", template="query_first")
@@ -212,7 +213,7 @@ def test_batching_does_not_change_an_embedding(family, backbone_path):
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
 
 
-def test_texts_are_cut_at_their_lengths(minilm):
+def test_texts_are_truncated_to_their_lengths(minilm):
     encoder = InstructionEncoder.from_pretrained(minilm, query_length=16, passage_length=32)
     assert len(encoder.tokenize_queries(["word " * 100], ["do this"])[0]) == 16
     assert len(encoder.tokenize_passages(["word " * 100])[0]) == 32

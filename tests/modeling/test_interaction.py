@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, Qwen2Config, Qwen2Model
 
-from infembed_ray.config import EvaluateSettings, TrainSettings
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.distributed import run as evaluate
+from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Tokens, padded
-from infembed_ray.modeling.packing import packed
 from infembed_ray.records import Record, columns_of
 from infembed_ray.training.loop import train_worker
-from infembed_ray.training.metrics import read_metrics
+from infembed_ray.training.observability.metrics import read_metrics
 
 INSTRUCTIONS = [
     "For nurses, in plain words; no brand names.",
@@ -87,7 +88,7 @@ def equation_4(instruction, query, matrices, mode):
 
 @given(st.data(), st.sampled_from(["mean", "last", "cls"]))
 @settings(max_examples=40)
-def test_every_pair_is_equation_4_whatever_shares_its_pass(data, mode):
+def test_every_pair_equals_equation_4_for_any_other_pairs_in_the_pass(data, mode):
     """Random states, texts of all lengths, any subset of the pairs in any order, some without an instruction.
 
     A matrix left out, or padding masked by -1e-8 as in the paper's code, would be off by far more than the tolerance.
@@ -227,7 +228,7 @@ def test_gradients_of_equation_4_are_exact():
 
 
 @both
-def test_a_checkpoint_carries_the_matrices_and_only_this_package_loads_it(backbone, tmp_path):
+def test_a_checkpoint_has_the_matrices_and_sentence_transformers_refuses_it(backbone, tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     encoder = crossed(backbone)
     encoder.save_pretrained(tmp_path)
@@ -242,7 +243,7 @@ def test_a_checkpoint_carries_the_matrices_and_only_this_package_loads_it(backbo
             sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", **options)
 
 
-def test_other_matrices_and_another_interaction_have_other_fingerprints(minilm, tmp_path):
+def test_matrices_and_interaction_change_the_fingerprint(minilm, tmp_path):
     encoder = crossed(minilm)
     encoder.save_pretrained(tmp_path / "saved")
     with torch.no_grad():
@@ -259,14 +260,14 @@ def test_a_checkpoint_without_its_matrices_is_refused(minilm, decoder, tmp_path)
     crossed(minilm).save_pretrained(tmp_path / "small")
     crossed(decoder).save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other" / FILE, tmp_path / "small" / FILE)
-    with pytest.raises(InputError, match=rf"{FILE} holds .*\(32, 32\).* give the whole checkpoint"):
+    with pytest.raises(InputError, match=rf"{FILE} has .*\(32, 32\).* give the whole checkpoint"):
         InstructionEncoder.from_pretrained(str(tmp_path / "small"))
     (tmp_path / "small" / FILE).unlink()
-    with pytest.raises(InputError, match=f"no {FILE}"):
+    with pytest.raises(InputError, match=f"has no {FILE}"):
         InstructionEncoder.from_pretrained(str(tmp_path / "small"))
 
 
-def test_instruction_and_query_are_tokenised_apart_and_cut_apart(minilm):
+def test_instruction_and_query_are_tokenised_and_truncated_separately(minilm):
     encoder = crossed(minilm, query_length=16)
     long, short = encoder.tokenize_queries(["word " * 100, "why"], ["do this " * 100, None])
     assert (long.instruction, len(long)) == (16, 32)
@@ -309,7 +310,13 @@ def train(rank, settings, rows, directory, port):
     train_worker(settings, rows, directory, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module", params=[(0, 1), (3, 2)], ids=["ZeRO-0, 1 worker", "ZeRO-3, 2 workers"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((0, 1), id="ZeRO-0, 1 worker"),
+        pytest.param((3, 2), id="ZeRO-3, 2 workers", marks=pytest.mark.slow),  # test_engine.py has every stage
+    ],
+)
 def trained(request, minilm, tmp_path_factory):
     """A checkpoint of the real loop."""
     stage, workers = request.param
@@ -336,6 +343,7 @@ def trained(request, minilm, tmp_path_factory):
     return directory
 
 
+@pytest.mark.integration
 def test_training_lowers_the_loss_and_changes_all_three_matrices(trained):
     losses = [m["loss"] for m in read_metrics(trained)]
     assert len(losses) == 12
@@ -351,8 +359,9 @@ def test_a_trained_instruction_changes_the_embedding(trained):
     assert np.abs(one - other).max() > 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.ray
-def test_evaluation_encodes_a_checkpoint_as_its_training_does(trained, ray_cluster, tmp_path):
+def test_evaluation_and_training_encode_a_checkpoint_alike(trained, ray_cluster, tmp_path):
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(columns_of(record(n))) + "\n" for n in range(8)))
     published = evaluate(
         EvaluateSettings(

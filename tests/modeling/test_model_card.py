@@ -18,13 +18,13 @@ def written(path, sources, base_model="/somewhere/secret/backbone"):
     return ModelCard.load(path / model_card.FILE)
 
 
-def test_a_card_says_what_the_model_was_trained_on_and_how(minilm, tmp_path):
+def test_the_card_has_training_data_settings_and_licence(minilm, tmp_path):
     InstructionEncoder.from_pretrained(minilm).save_pretrained(tmp_path)
     card = written(tmp_path, ["msmarco"] * 3 + ["own"])
     assert card.data.license == "other"
     assert card.data.to_dict()["license_name"] == "ms-marco-non-commercial"
     assert card.data.library_name == "sentence-transformers"
-    for told in ("multi{P,I}", "records.jsonl", "0123456789abcdef", "| of them from msmarco | 3 |", "| loss | 1.25 |"):
+    for told in ("multi{P,I}", "records.jsonl", "0123456789abcdef", "| records from msmarco | 3 |", "| loss | 1.25 |"):
         assert told in card.text
     assert "secret" not in card.content
     other = written(tmp_path, ["own"], base_model="org/backbone")
@@ -32,7 +32,7 @@ def test_a_card_says_what_the_model_was_trained_on_and_how(minilm, tmp_path):
 
 
 @pytest.mark.parametrize("template", ["instruction_first", "query_first", "instruct_query"])
-def test_its_example_runs_and_writes_the_text_as_the_encoder_does(minilm, tmp_path, template, monkeypatch):
+def test_the_cards_example_runs_and_gives_the_encoders_embeddings(minilm, tmp_path, template, monkeypatch):
     pytest.importorskip("sentence_transformers")
     encoder = InstructionEncoder.from_pretrained(minilm, template=template)
     encoder.save_pretrained(tmp_path)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from infembed_ray.config import ExportSettings
+from infembed_ray.config.training import ExportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.onnx import INPUTS, OUTPUT, run
@@ -21,10 +21,11 @@ def embedded(graph, tokens, pad):
     return session.run([OUTPUT], dict(zip(INPUTS, (ids, mask), strict=True)))[0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("family", "pooling"), [("minilm", "mean"), ("modernbert", "mean"), ("modernbert", "cls"), ("modernbert", "last")]
 )
-def test_the_graph_embeds_texts_of_all_lengths_as_torch_does(family, pooling, backbone_path, tmp_path):
+def test_the_graph_gives_torchs_embeddings_for_all_lengths(family, pooling, backbone_path, tmp_path):
     InstructionEncoder.from_pretrained(backbone_path(family), pooling=pooling).save_pretrained(tmp_path / "model")
     encoder = InstructionEncoder.from_pretrained(str(tmp_path / "model"))
     made = run(ExportSettings(model=str(tmp_path / "model"), output=str(tmp_path / "onnx")))
@@ -38,6 +39,7 @@ def test_the_graph_embeds_texts_of_all_lengths_as_torch_does(family, pooling, ba
     np.testing.assert_allclose(alone, expected, atol=1e-5)
 
 
+@pytest.mark.integration
 def test_separate_encoders_have_a_graph_each_and_dimensions_are_in_it(backbone_path, tmp_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path("modernbert"), share_encoder=False)
     for parameter in encoder.passage_backbone.parameters():
@@ -54,6 +56,6 @@ def test_separate_encoders_have_a_graph_each_and_dimensions_are_in_it(backbone_p
 
 
 def test_a_decoder_is_refused_before_any_work(backbone_path, tmp_path):
-    with pytest.raises(InputError, match=r"model=.*: a decoder; ONNX is for encoder backbones"):
+    with pytest.raises(InputError, match=r"model=.*: is a causal decoder"):
         run(ExportSettings(model=backbone_path("qwen2"), output=str(tmp_path)))
     assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ def warnings_of(capsys):
         ({"neon": True, "bf16": True}, False),
     ],
 )
-def test_bf16_on_a_cpu_without_its_instructions_is_one_line_with_the_remedy(
+def test_bf16_on_a_cpu_without_bf16_instructions_logs_one_warning_with_the_remedy(
     has, warns, backbone_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
@@ -40,7 +40,7 @@ def test_bf16_on_a_cpu_without_its_instructions_is_one_line_with_the_remedy(
     assert warnings_of(capsys) == []
 
 
-def test_a_torch_that_cannot_name_the_instructions_warns_of_nothing(capsys, monkeypatch):
+def test_an_older_torch_gives_no_warning(capsys, monkeypatch):
     monkeypatch.setattr(precision, "torch", SimpleNamespace(cpu=SimpleNamespace(), device=torch.device))
     warn_of_slow_bf16("cpu", "dtype=bfloat16", "dtype=float32")
     assert capsys.readouterr().out == ""

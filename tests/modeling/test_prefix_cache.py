@@ -72,7 +72,7 @@ def computed(encoder, run):
 
 
 @pytest.mark.parametrize("encoder", [(f, p) for f in DECODERS for p in ("last", "mean")], indirect=True)
-def test_a_mixed_batch_is_embedded_as_each_text_by_itself(encoder):
+def test_a_mixed_batch_gives_the_embeddings_of_each_text_alone(encoder):
     sequences = all_texts(encoder)
     assert {t.instruction > 0 for t in sequences} == {True, False}
     expected = one_by_one(encoder, sequences)
@@ -91,7 +91,7 @@ def test_a_mixed_batch_is_embedded_as_each_text_by_itself(encoder):
     batch_tokens=st.integers(1, 64),
     room=st.integers(0, 2000),
 )
-def test_any_ids_in_any_batches_with_any_room_are_exact(qwen2, texts, calls, batch_tokens, room):
+def test_the_cache_is_exact_for_any_ids_batches_and_sizes(qwen2, texts, calls, batch_tokens, room):
     """Also where prefixes begin alike, nothing follows them, and where nothing, or not all, fits the cache."""
     sequences = [
         Tokens([*([5 + family % 2] * shared), *range(10, 10 + own)] or [3], "query", shared)
@@ -105,7 +105,7 @@ def test_any_ids_in_any_batches_with_any_room_are_exact(qwen2, texts, calls, bat
     assert cache.hits + cache.misses == calls * sum(0 < t.instruction < len(t) for t in sequences)
 
 
-def test_an_instruction_is_computed_once_and_then_only_what_follows_it(qwen2):
+def test_an_instruction_is_computed_once_and_later_only_the_queries(qwen2):
     instruction = INSTRUCTIONS[1]
     sequences = qwen2.tokenize_queries(QUERIES[:2] * 2, [instruction] * 4)
     prefix = sequences[0].instruction
@@ -118,7 +118,7 @@ def test_an_instruction_is_computed_once_and_then_only_what_follows_it(qwen2):
     assert (cache.hits, cache.misses) == (7, 1)
 
 
-def test_the_least_recently_used_instruction_makes_room(qwen2):
+def test_the_least_recently_used_instruction_is_evicted(qwen2):
     def under(token):
         return Tokens([token] * 10 + [3, 4], "query", 10)
 
@@ -133,7 +133,7 @@ def test_the_least_recently_used_instruction_makes_room(qwen2):
     assert [cache.remaining(under(token)) for token in (7, 8, 9)] == [2, 12, 2]
 
 
-def test_bfloat16_stays_near(backbone_path):
+def test_bfloat16_embeddings_are_close(backbone_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path("llama"), pooling="mean", dtype=torch.bfloat16)
     sequences = all_texts(encoder)
     cache = PrefixCache(encoder, MIB)
@@ -145,20 +145,18 @@ def test_bfloat16_stays_near(backbone_path):
     ("family", "options", "reason"),
     [
         ("qwen2", {"pooling": "cls"}, "it pools the first token"),
-        ("qwen2", {"bidirectional": True}, "attend to what follows"),
-        ("modernbert", {}, "attend to what follows"),
-        ("qwen2", {"interaction": "cross_attention"}, "apart"),
+        ("qwen2", {"bidirectional": True}, "bidirectional"),
+        ("modernbert", {}, "bidirectional"),
+        ("qwen2", {"interaction": "cross_attention"}, "separately"),
         ("mistral", {"pooling": "last"}, None),
     ],
 )
-def test_a_model_that_cannot_go_on_from_an_instruction_is_declined_with_the_reason(
-    family, options, reason, backbone_path
-):
+def test_an_unsupported_model_has_an_obstacle_with_its_reason(family, options, reason, backbone_path):
     found = obstacle(InstructionEncoder.from_pretrained(backbone_path(family), **options))
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
-def test_a_sliding_window_shorter_than_a_query_is_declined(backbone_path, tmp_path):
+def test_a_sliding_window_shorter_than_a_query_is_an_obstacle(backbone_path, tmp_path):
     model = AutoModel.from_pretrained(backbone_path("mistral"))
     model.save_pretrained(tmp_path)
     for file in Path(backbone_path("mistral")).glob("*token*"):

@@ -10,6 +10,7 @@ from tests.modeling import backbones
 TEXTS = [f"how is aspirin dosed {'in plain words ' * n}" for n in range(3, 9)]
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("family", ["llama", "modernbert"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

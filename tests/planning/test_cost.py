@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from infembed_ray.config import Hardware
-from infembed_ray.planning.capacity import Weights
-from infembed_ray.planning.cost import Cluster, collective_seconds, step_seconds
+from infembed_ray.config.planning import Hardware
+from infembed_ray.planning.capacity import GIB, Weights
+from infembed_ray.planning.cost import Cluster, Demand, collective_seconds, node_count, nodes, step_seconds
 from infembed_ray.planning.workload import Workload
 
-CLUSTER = Cluster.of(Hardware(), peak=1e15)
+CLUSTER = Cluster.from_settings(Hardware(), torch.bfloat16)
 PARAMETERS = 10**9
 IN_BF16 = Weights(PARAMETERS, PARAMETERS, 10**8, 0.0, 2)
 WORK = Workload(
@@ -34,3 +35,13 @@ def test_traffic_of_a_step(stage, grad_cache, bytes_a_parameter):
     config = {"zero_optimization": {"stage": stage}}
     found = step_seconds(WORK, weights, CLUSTER, config, grad_cache, checkpointing=False)
     assert found == pytest.approx(collective_seconds(bytes_a_parameter * PARAMETERS, CLUSTER))
+
+
+def test_nodes_hold_whole_replicas_and_all_memory_and_vcpus():
+    (node,) = nodes("i4i.4xlarge")  # 16 vCPUs, 115 GiB usable, 3,490 GiB of disk
+    assert node_count([Demand(5, 40 * GIB, 1)], node) == 3
+    assert node_count([Demand(20, GIB, 4)], node) == 5
+    assert node_count([Demand(1, GIB, 1)], node, least=2) == 2
+    assert node_count([Demand(4, GIB, 1, disk=2000 * GIB)], node) == 4
+    assert node_count([Demand(1, 120 * GIB)], node) is None
+    assert node_count([Demand(1, GIB, 17)], node) is None

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from infembed_ray.config import PlanTrainSettings
+from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.planning.backbones import as_stand_in, load
 from infembed_ray.planning.workload import workload
 from infembed_ray.records import columns_of
-from infembed_ray.training.flops import Workload as Counter
-from infembed_ray.training.objectives import Objective
-from infembed_ray.training.tuples import collate
+from infembed_ray.training.collate import collate
+from infembed_ray.training.losses import Objective
+from infembed_ray.training.observability.flops import Workload as Counter
 from tests.modeling import backbones
-from tests.training.test_tuples import record
+from tests.training.test_collate import record
 
 CPU = torch.device("cpu"), torch.float32
 
@@ -25,6 +25,7 @@ def of(settings, workers=1):
     return workload(settings, load(settings), workers, *CPU)
 
 
+@pytest.mark.integration
 def test_a_batch_of_the_records_that_are_there_is_what_training_would_read(tmp_path):
     path = backbones.write("llama", tmp_path)
     rows = [record(n) for n in range(4)]
@@ -45,6 +46,7 @@ def test_a_batch_of_the_records_that_are_there_is_what_training_would_read(tmp_p
     assert found.flops == pytest.approx(flops, rel=0.02)
 
 
+@pytest.mark.integration
 def test_negatives_add_the_texts_that_the_objective_says():
     base = {"model": "intfloat/e5-base-v2", "records_per_step": 16}
     only = of(PlanTrainSettings(**base, objective="uni{P}"), workers=2)
@@ -54,6 +56,7 @@ def test_negatives_add_the_texts_that_the_objective_says():
     assert more.queries == pytest.approx(8 * (3 * 5 + 1), rel=0.05)
 
 
+@pytest.mark.integration
 def test_gradcache_bounds_the_graphs_and_accumulation_divides_them():
     base = {"model": "Qwen/Qwen2.5-1.5B", "records_per_step": 16}
     whole = of(PlanTrainSettings(**base))
@@ -65,6 +68,7 @@ def test_gradcache_bounds_the_graphs_and_accumulation_divides_them():
     assert (whole.steps, halves.steps) == (2 * -(-38_759 // 16),) * 2
 
 
+@pytest.mark.integration
 def test_as_many_records_are_made_up_as_a_batch_of_tokens_needs():
     mix = {"instruction": 4, "query": 2, "passage": 4}
     base = {"model": "intfloat/e5-base-v2", "mix": mix, "objective": "uni{P}"}

@@ -11,7 +11,7 @@ def ranking(*ids):
     return Ranking("q", f"instruction for {ids[0]}", ids[0], hits)
 
 
-def test_the_two_rankings_stand_side_by_side_and_the_wanted_passage_is_marked():
+def test_rankings_are_side_by_side_and_the_wanted_passage_is_marked():
     text = side_by_side([ranking("a", "b"), ranking("b", "a", "c")])
     first = next(line for line in text.splitlines() if "0.900" in line)
     assert first.index("> 0.900 a ") < first.index("> 0.900 b ")
@@ -30,6 +30,7 @@ def test_obeyed_means_the_wanted_passage_is_first():
     assert not Ranking("q", "i", "b", []).obeyed
 
 
+@pytest.mark.integration
 def test_exact_hits_are_the_best_by_cosine_under_each_instruction(minilm):
     encoder = InstructionEncoder.from_pretrained(minilm)
     texts = {"salt": "Eat less salt.", "sql": "Add an index to the table.", "trial": "A randomised trial of salt."}

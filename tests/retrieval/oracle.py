@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.config import FieldType
-from infembed_ray.retrieval.changes import Change, ChangeLog, Put
-from infembed_ray.retrieval.live import LiveShard
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.shards import Build, Hit, Shard, ShardFacts, shard_of
+from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Put
 
 DIMENSION = 6
 METADATA: dict[str, FieldType] = {"year": "integer", "day": "date"}

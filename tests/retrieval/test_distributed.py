@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from infembed_ray.cli import main
-from infembed_ray.config import IndexSettings
+from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval import distributed
-from infembed_ray.retrieval.changes import ChangeLog, Delete, Put
+from infembed_ray.retrieval import distributed, work_directory
 from infembed_ray.retrieval.distributed import run
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import shard_of
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
 from infembed_ray.storage import Published, Step, read_manifest, resolve
-from tests.retrieval.test_compaction import log_of, publish
+from tests.retrieval.updates.test_compaction import log_of, publish
+from tests.support.files import write_jsonl
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
@@ -29,8 +30,7 @@ PASSAGES = {f"{t[:3]}-{n}": f"{t.capitalize()}: {a}. " + t * n for t in TOPICS f
 
 
 def write_corpus(path: Path, rows: Iterable[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, rows))
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> IndexSett
 
 @pytest.fixture(scope="module")
 def made(settings: IndexSettings, ray_cluster: None) -> Published:
-    """An index that was built without an incident."""
+    """An index of an uninterrupted build."""
     return run(settings)
 
 
 @pytest.mark.ray
-def test_an_index_holds_every_passage_and_searches_as_the_encoder_does(
+def test_an_index_holds_every_passage_and_agrees_with_the_encoder(
     made: Published, settings: IndexSettings, ray_cluster: None
 ) -> None:
     assert made.fresh
@@ -90,10 +90,10 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.ray
-def test_a_build_that_was_interrupted_or_out_of_room_goes_on_to_the_same_bytes(
+def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     tmp_path: Path, made: Published, settings: IndexSettings, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "CHUNK_PASSAGES", 4)
+    monkeypatch.setattr(work_directory, "CHUNK_PASSAGES", 4)
     output = tmp_path / "index"
     settings = settings.model_copy(update={"output": str(output)})
     sent: list[str] = []
@@ -116,28 +116,28 @@ def test_a_build_that_was_interrupted_or_out_of_room_goes_on_to_the_same_bytes(
     def lose_power(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    interrupted(_arrange_all=lose_power)
+    interrupted(_sort_shards=lose_power)
     interrupted(_encode=lose_power)
     (room,) = output.glob(".*.encoded")
 
-    def without_room(file: Path) -> None:
-        full = file.with_name(f"{file.name}.partial")
-        full.parent.mkdir(exist_ok=True)
-        full.symlink_to("/dev/full")  # what the system says there, it says of any full disk
-        with pytest.raises(
-            InputError, match=r"^output=\S+: cannot be written \(No space left on device\); make room"
-        ) as told:
+    def blocked(place: Path) -> None:
+        """Fail as on a full disk: `place` cannot be written."""
+        if place.name == work_directory.ENCODED:
+            place.touch()
+        else:
+            place.mkdir()
+        with pytest.raises(InputError, match=r"^output=\S+: cannot be written \(.+\); free space there") as refusal:
             run(settings)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(refusal.value)
         assert not (output / "latest").exists()
-        full.unlink()
+        place.unlink() if place.is_file() else place.rmdir()
 
-    without_room(room / "shard-00000" / distributed.ENCODED / f"{0:010d}-4.npy")
+    blocked(room / "shard-00000" / work_directory.ENCODED)
     everything = set(sent)
     assert len(sent) == len(everything) >= 8
     encoded = {str(file) for file in room.glob("*/*/*.npy")}
     sent.clear()
-    without_room(room / "shard-00002" / "vectors.npy")
+    blocked(room / "shard-00002" / "vectors.npy")
     assert set(sent) == everything - encoded
 
     as_completed = distributed._as_completed
@@ -147,7 +147,7 @@ def test_a_build_that_was_interrupted_or_out_of_room_goes_on_to_the_same_bytes(
         if tasks:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(distributed.ray.data, "from_items", None)  # nothing is encoded again
+    monkeypatch.setattr(distributed.ray.data, "from_items", None)  # no chunk is encoded again
     interrupted(_as_completed=up_to_the_first)
     shutil.copytree(output, tmp_path / "other")
     (finished,) = output.glob(".*.partial/shard-00000/index.faiss")
@@ -165,18 +165,18 @@ def test_a_build_that_was_interrupted_or_out_of_room_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.ray
-def test_what_only_workers_find_out_is_refused_in_a_line(
+def test_faults_found_by_workers_are_one_line(
     tmp_path: Path, settings: IndexSettings, minilm: str, ray_cluster: None
 ) -> None:
     def refuse(message: str, **changes: str) -> None:
         values = {"corpus": settings.corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
         with pytest.raises(InputError, match=message) as refusal:
-            run(IndexSettings.of(values))
+            run(IndexSettings.from_mapping(values))
         assert "\n" not in str(refusal.value)
         assert not (tmp_path / "index" / "latest").exists()
 
     rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "b", "text": "z"}, {"id": "a", "text": "y"}]
-    refuse("row 3: id a stands twice", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
+    refuse("row 3: id a is a duplicate", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
     encoder = InstructionEncoder.from_pretrained(minilm)
     next(encoder.backbone.parameters()).data.fill_(float("nan"))
     encoder.save_pretrained(tmp_path / "broken")
@@ -184,7 +184,7 @@ def test_what_only_workers_find_out_is_refused_in_a_line(
 
 
 @pytest.mark.ray
-def test_changes_to_a_built_index_are_compacted_into_its_next_version(
+def test_changes_are_compacted_into_the_next_version(
     tmp_path: Path, made: Published, settings: IndexSettings, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "index"
@@ -215,11 +215,12 @@ def test_changes_to_a_built_index_are_compacted_into_its_next_version(
     assert resolve(output) == compacted.path
 
 
+@pytest.mark.integration
 def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSettings, minilm: str) -> None:
     def refuse(message: str, **changes: Any) -> None:
         values = {"corpus": settings.corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
         with pytest.raises(InputError, match=message) as refusal:
-            run(IndexSettings.of(values))
+            run(IndexSettings.from_mapping(values))
         assert "\n" not in str(refusal.value)
         assert list((tmp_path / "index").glob("[!.]*")) == []
 
@@ -228,7 +229,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSet
     refuse("dimensions=385: embeddings of .* have 384; set 1 to 384", dimensions=385)
     refuse("factory=PQ8: makes a IndexPQ, which cannot search", factory="PQ8")
     refuse("memory_gib=1e-06: the smallest index of 1\d vectors of 384 dimensions is Flat", memory_gib=1e-6)
-    refuse("metadata.id: this name is taken", metadata={"id": "string"})
+    refuse("metadata.id: this name is reserved", metadata={"id": "string"})
     refuse(r"row 1: column words must be a date as in 2024-05-31, not \d+", metadata={"words": "date"})
     refuse("gpus_per_shard: this FAISS runs on CPUs only", gpus_per_shard=1)
     refuse("column text is missing", corpus=write_corpus(tmp_path / "no_text.jsonl", [{"id": "a", "body": "x"}]))
@@ -238,15 +239,36 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSet
     shutil.copytree(minilm, damaged)
     weights = next(damaged.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1000])
-    refuse(r"model=\S+damaged: model.safetensors is no whole safetensors file", model=str(damaged))
+    refuse(r"model=\S+damaged: model.safetensors is damaged or truncated", model=str(damaged))
 
 
+def test_on_a_cluster_faiss_is_checked_by_a_gpu_task_before_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[dict[str, Any], Any]] = []
+
+    class Task:
+        def __init__(self, check: Any) -> None:
+            self.remote = check
+
+    def remote(**options: Any) -> Any:
+        return lambda check: asked.append((options, check)) or Task(check)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(distributed, "on_a_cluster", lambda: True)
+    monkeypatch.setattr(distributed, "connect", lambda: None)
+    monkeypatch.setattr(distributed.ray, "remote", remote)
+    monkeypatch.setattr(distributed, "_as_completed", lambda tasks: [(task, task) for task in tasks])
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only"):
+        distributed._require_gpu_faiss("index", 0.5)
+    assert asked == [({"num_cpus": 0, "num_gpus": 0.5}, distributed.factory.require_gpu_faiss)]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
 def test_on_a_cluster_faiss_is_checked_by_a_worker_with_a_gpu() -> None:
-    """Here the cluster only claims to have one."""
+    """The cluster of this test only claims to have a GPU."""
     program = """
 import ray
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import distributed
+from infembed_ray.retrieval import distributed, work_directory
 
 def check():
     raise InputError(f"checked with GPUs {ray.get_gpu_ids()}")
@@ -262,6 +284,7 @@ except InputError as error:
     assert done.stdout.splitlines() == ["index: checking FAISS on a GPU node", "checked with GPUs [0]"], done.stderr
 
 
+@pytest.mark.integration
 def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     ids = [f"passage-{i}" for i in range(1000)]
     here = [shard_of(i, 7) for i in ids]
@@ -272,26 +295,26 @@ def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     assert json.loads(there) == here
 
 
-def test_a_build_says_which_changes_it_leaves_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_warns_of_changes_it_will_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "index"
     settings = IndexSettings(corpus="another", model="model", output=str(output))
     step = Step("index", settings, str(output), {}, {"corpus": "another"})
-    distributed._tell_of_changes(step)
+    distributed._warn_of_changes(step)
     first = publish(output)
-    distributed._tell_of_changes(step)
+    distributed._warn_of_changes(step)
     assert capsys.readouterr().out == ""
     log_of(output).append([Delete("d1")])
-    distributed._tell_of_changes(step)
-    assert f"index: 1 segments of changes were made to {first.name}" in capsys.readouterr().out
+    distributed._warn_of_changes(step)
+    assert f"index: {first.name} has 1 segments of changes made through the API" in capsys.readouterr().out
 
 
-def test_only_what_the_file_system_says_is_told_of_the_output() -> None:
+def test_only_file_system_errors_name_the_output() -> None:
     for error in (
         TimeoutError("a task took long"),
         ConnectionError("no cluster"),
         ConnectionRefusedError(111, "refused"),
     ):
-        with pytest.raises(type(error)), distributed._told("out"):
+        with pytest.raises(type(error)), distributed._output_errors("out"):
             raise error
-    with pytest.raises(InputError, match=r"output=out: cannot be written \(full\)"), distributed._told("out"):
+    with pytest.raises(InputError, match=r"output=out: cannot be written \(full\)"), distributed._output_errors("out"):
         raise OSError(28, "full")

@@ -15,7 +15,7 @@ from infembed_ray.retrieval.factory import EXACT_BELOW, GIB, build, candidates, 
 from tests.retrieval.vectors import unit_vectors
 
 
-def test_small_shards_are_exact_and_large_ones_graphs_while_memory_is_no_matter() -> None:
+def test_without_a_memory_limit_small_shards_are_exact_and_large_ones_graphs() -> None:
     assert [choose(n, 384, None) for n in (0, EXACT_BELOW - 1, EXACT_BELOW, 10**9)] == [
         "Flat",
         "Flat",
@@ -24,7 +24,7 @@ def test_small_shards_are_exact_and_large_ones_graphs_while_memory_is_no_matter(
     ]
 
 
-def test_less_memory_takes_the_links_then_the_vectors_then_the_precision() -> None:
+def test_less_memory_drops_the_graph_then_the_vectors_then_precision() -> None:
     """Ten million passages of a 7B model's dimension, in ever less memory."""
     chosen = [choose(10_000_000, 3584, gib) for gib in (200, 136, 40, 15, 8, 4)]
     assert chosen == [
@@ -42,19 +42,22 @@ def test_centroids_follow_autofaiss() -> None:
     assert {n: centroids(n) for n in counts} == counts
 
 
+@pytest.mark.integration
+@settings(max_examples=40)
 @given(n=st.integers(1, 10**9), d=st.integers(1, 5000))
-def test_every_candidate_is_one_that_faiss_makes_and_takes_less_than_the_one_before(n: int, d: int) -> None:
+def test_faiss_makes_every_candidate_and_memory_decreases(n: int, d: int) -> None:
     names = candidates(n, d)
-    if n < 1_000_000:  # it takes FAISS a while to make the lists of larger ones
+    if n < 1_000_000:  # FAISS is slow to allocate the lists of larger ones
         sizes = [memory(name, d, n) for name in names]
-        if d >= 16 and n >= 100_000:  # centroids are not what counts
+        if d >= 16 and n >= 100_000:  # so that centroids are negligible
             assert sizes == sorted(sizes, reverse=True)
     assert len(set(names)) == len(names)
 
 
-@settings(max_examples=30)
+@pytest.mark.integration
+@settings(max_examples=20)
 @given(n=st.integers(EXACT_BELOW, 900_000), d=st.sampled_from([64, 384, 1024]), share=st.floats(0.001, 1.5))
-def test_the_choice_fits_and_nothing_better_would(n: int, d: int, share: float) -> None:
+def test_the_choice_is_the_best_that_fits(n: int, d: int, share: float) -> None:
     gib = memory("HNSW32", d, n) * share / GIB
     try:
         chosen = choose(n, d, gib)
@@ -66,7 +69,7 @@ def test_the_choice_fits_and_nothing_better_would(n: int, d: int, share: float) 
     assert all(memory(name, d, n) > gib * GIB for name in names[: names.index(chosen)])
 
 
-def test_where_nothing_fits_each_proposed_remedy_would() -> None:
+def test_each_proposed_remedy_fits() -> None:
     with pytest.raises(InputError, match=r"^memory_gib=0\.5: the smallest index of 5000000 vectors") as refusal:
         choose(5_000_000, 3584, 0.5, shards=2)
     message = str(refusal.value)
@@ -82,17 +85,18 @@ def test_where_nothing_fits_each_proposed_remedy_would() -> None:
     choose(-(-10_000_000 // int(shards[1])), 3584, 0.5)
 
 
-def test_a_given_type_is_held_to_the_memory_too() -> None:
+def test_a_given_type_must_fit_the_memory() -> None:
     assert choose(100_000, 384, 0.2, given="HNSW32") == "HNSW32"
     assert choose(100_000, 384, None, given="Flat") == "Flat"
     with pytest.raises(InputError, match=r"memory_gib=0\.1: factory=HNSW32 takes 0\.169 GiB a shard of 100000 vectors"):
         choose(100_000, 384, 0.1, given="HNSW32")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
-    "name", ["Flat", "HNSW32", "HNSW8_SQ8", "IVF64,Flat", "IVF64_HNSW16,Flat", "PCAR16,IVF16,PQ4x6"]
+    "name", ["Flat", "HNSW32", "HNSW8_SQ8", "IVF64,Flat", "IVF64_HNSW16,Flat", "PCAR16,IVF16,PQ4x6", "IVF16,SQ8"]
 )
-def test_the_memory_foreseen_is_that_of_the_file(name: str, tmp_path: Path) -> None:
+def test_memory_is_the_size_of_the_file_that_faiss_writes(name: str, tmp_path: Path) -> None:
     n, d = 4000, 32
     index = build(name, unit_vectors(n, d))
     faiss.write_index(index, str(tmp_path / "index"))
@@ -102,7 +106,7 @@ def test_the_memory_foreseen_is_that_of_the_file(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name", ["nonsense", "IVF,Flat", "LSH", "HNSW16_PQ8", "IDMap,Flat", "PQ8", "IVF4,Flat,RFlat", ""]
 )
-def test_types_that_cannot_be_or_cannot_search_are_refused_with_those_that_can(name: str) -> None:
+def test_impossible_and_unsuitable_types_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"^factory={re.escape(name)}: ") as refusal:
         new(name, 32)
     assert "\n" not in str(refusal.value)
@@ -113,7 +117,7 @@ def test_a_type_made_for_more_vectors_is_refused() -> None:
         build("IVF64,Flat", unit_vectors(63, 8))
 
 
-def test_training_takes_a_sample_of_some_vectors_a_centroid_the_same_every_time(
+def test_training_samples_the_same_vectors_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vectors = unit_vectors(20_000, 4)
@@ -132,7 +136,7 @@ def test_training_takes_a_sample_of_some_vectors_a_centroid_the_same_every_time(
     assert (faiss.serialize_index(first) == faiss.serialize_index(second)).all()
 
 
-def test_vectors_are_added_some_at_a_time_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_in_blocks_from_a_file_gives_the_same_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = unit_vectors(1000, 8)
     np.save(tmp_path / "vectors.npy", vectors)
     whole = build("IVF8,Flat", vectors)
@@ -143,7 +147,7 @@ def test_vectors_are_added_some_at_a_time_wherever_they_lie(tmp_path: Path, monk
 
 @pytest.mark.parametrize("name", ["IVF16,Flat", "PCAR8,IVF16,SQ8"])
 def test_assigning_on_gpus_gives_the_index_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's part, exact search among centroids, is done by the CPU here."""
+    """The CPU does the part of the GPU here: exact search over the centroids."""
     vectors = unit_vectors(2000, 16)
     monkeypatch.setattr(factory, "on_gpus", lambda index: index)
     searched = [i.search(vectors[:50], 5) for i in (build(name, vectors), build(name, vectors, gpu=True))]

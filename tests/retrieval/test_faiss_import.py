@@ -1,10 +1,12 @@
-"""What is said of FAISS that is missing, installed twice or broken. Each case is a directory that a bare Python sees."""
+"""Errors for a FAISS that is missing, installed twice or broken; a bare Python imports it from a prepared directory."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 REMEDIES = ("pip install 'infembed-ray[cpu]'", "pip install 'infembed-ray[gpu]'")
@@ -13,12 +15,12 @@ UNINSTALL = "pip uninstall -y faiss-cpu faiss-gpu, then "
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A directory of installed packages, empty."""
+    """An empty directory of installed packages."""
     return tmp_path
 
 
 def install(site: Path, distribution: str, module: str | None = None) -> None:
-    """Write the metadata of a distribution, and its module `faiss` if that is there."""
+    """Write the metadata of a distribution, and optionally its module `faiss`."""
     metadata = site / f"{distribution.replace('-', '_')}-1.15.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {distribution}\nVersion: 1.15.1\n")
@@ -28,7 +30,7 @@ def install(site: Path, distribution: str, module: str | None = None) -> None:
 
 
 def imported(site: Path) -> str:
-    """What importing FAISS from this directory gives: its version, or the error's one line."""
+    """Import FAISS from this directory; returns its version, or the error's line."""
     program = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]
@@ -70,12 +72,12 @@ def test_both_installed_are_refused(site: Path) -> None:
     assert all(remedy in said for remedy in REMEDIES)
 
 
-def test_what_uninstalling_one_of_both_leaves_is_refused(site: Path) -> None:
+def test_the_remains_of_uninstalling_one_of_both_are_refused(site: Path) -> None:
     (site / "faiss").mkdir()
     assert imported(site).startswith(f"FAISS is broken: only a directory without its files is left of it; {UNINSTALL}")
 
 
-def test_files_that_are_missing_are_named(site: Path) -> None:
+def test_missing_files_are_named(site: Path) -> None:
     install(site, "faiss-gpu", "raise ImportError('libcublas.so.12: cannot open shared object file\\nsee the log')")
     said = imported(site)
     assert said.startswith(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.config import FieldType
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.filters import FilterError, parse
 from infembed_ray.retrieval.passages import COLUMN_TYPES
 

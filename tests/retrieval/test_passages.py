@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.config import FieldType
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.passages import TEXT, as_typed, batches, open_passages, row_of, schema, take, write_passages
 
 TYPES: dict[str, FieldType] = {
@@ -38,8 +38,9 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.integration
 @given(rows=ROWS, at_once=st.integers(1, 9))
-def test_passages_come_back_as_they_were_written_and_are_found_by_id(
+def test_passages_round_trip_and_are_found_by_id(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], at_once: int
 ) -> None:
     file = tmp_path_factory.mktemp("passages") / "passages.arrow"
@@ -58,9 +59,9 @@ def test_passages_come_back_as_they_were_written_and_are_found_by_id(
 
 
 @pytest.mark.parametrize("ids", [["b", "a"], ["a", "a"], ["é", "z"]])
-def test_ids_that_do_not_ascend_are_never_written(tmp_path: Path, ids: list[str]) -> None:
+def test_unsorted_or_duplicate_ids_are_refused(tmp_path: Path, ids: list[str]) -> None:
     table = pa.table({"id": ids, "text": ids}, schema=schema({}))
-    with pytest.raises(ValueError, match="ids must ascend and stand once"):
+    with pytest.raises(ValueError, match="ids must be unique and ascend"):
         write_passages(tmp_path / "passages.arrow", table.schema, batches(table, 1))
     assert not (tmp_path / "passages.arrow").exists()
 
@@ -83,7 +84,7 @@ def test_ids_that_do_not_ascend_are_never_written(tmp_path: Path, ids: list[str]
         (datetime.datetime(2020, 2, 29), "date", datetime.date(2020, 2, 29)),
     ],
 )
-def test_values_are_read_as_json_csv_and_parquet_have_them(value: Any, kind: FieldType, typed: Any) -> None:
+def test_values_of_json_csv_and_parquet_are_converted(value: Any, kind: FieldType, typed: Any) -> None:
     assert as_typed(value, kind) == typed
     assert type(as_typed(value, kind)) is type(typed)
 
@@ -121,7 +122,7 @@ def test_only_plain_numerals_are_read_as_numbers(value: str, kind: FieldType) ->
 
 
 @given(data=st.data(), chunks=st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_rows_of_many_chunks_are_taken_in_their_order(data: st.DataObject, chunks: list[int]) -> None:
+def test_rows_are_taken_from_many_chunks_in_order(data: st.DataObject, chunks: list[int]) -> None:
     parts = [pa.table({"id": [f"{c}-{i}" for i in range(n)]}, pa.schema([("id", TEXT)])) for c, n in enumerate(chunks)]
     table = pa.concat_tables(parts)
     some = st.lists(st.integers(0, len(table) - 1)) if len(table) else st.just([])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.retrieval import searcher as room
+from infembed_ray.retrieval import searcher as searcher_module
 from infembed_ray.retrieval.factory import build
 from infembed_ray.retrieval.searcher import Neighbours, Searcher, calibrate
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
@@ -46,18 +46,17 @@ def brute_force(searcher: Searcher, queries: np.ndarray, keep: np.ndarray, k: in
     return products, kept
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data(), share=st.sampled_from([0.0, 0.001, 0.05, 0.5, 0.97, 1.0]), k=st.sampled_from([1, 7, 40]))
-def test_only_kept_rows_are_found_as_many_as_there_are_with_exact_scores(
-    kind: str, data: st.DataObject, share: float, k: int
-) -> None:
+def test_filtered_search_is_complete_with_exact_scores(kind: str, data: st.DataObject, share: float, k: int) -> None:
     searcher = searcher_of(kind, 1500, 16)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     keep = rng.random(len(searcher)) < share
     queries = np.concatenate([unit_vectors(2, 16, int(rng.integers(2**32))), searcher.originals[:2]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "EXACT_BELOW", data.draw(st.sampled_from([0, 10_000])))
+        patch.setattr(searcher_module, "EXACT_BELOW", data.draw(st.sampled_from([0, 10_000])))
         scores, rows = searcher.search(queries, k, keep)
     products, best = brute_force(searcher, queries, keep, k)
     assert scores.shape == rows.shape == (4, k)
@@ -75,11 +74,12 @@ def test_only_kept_rows_are_found_as_many_as_there_are_with_exact_scores(
         np.testing.assert_allclose(scores[:, : best.shape[1]], best, atol=1e-5)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["HNSW32", "IVF128,Flat"])
 @pytest.mark.parametrize("least", [-1.0, -0.2, 0.2, 0.6, 0.9])
-def test_what_is_near_the_query_may_all_be_left_out(kind: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filters go with topics: here all that is nearer than `least` is dropped, a large part or a small one."""
-    monkeypatch.setattr(room, "EXACT_BELOW", 100)
+def test_a_filter_may_drop_everything_near_the_query(kind: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters correlate with topics: the filter drops every vector nearer than `least`."""
+    monkeypatch.setattr(searcher_module, "EXACT_BELOW", 100)
     searcher = searcher_of(kind, 12_000, 32)
     shares = []
     for query in searcher.originals[::1200]:
@@ -92,9 +92,10 @@ def test_what_is_near_the_query_may_all_be_left_out(kind: str, least: float, mon
     assert not shares or np.mean(shares) >= 0.97
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["HNSW32", "IVF128,Flat"])
-def test_more_hits_are_looked_for_harder(kind: str) -> None:
-    """Parameters that find ten of the nearest ten would find half of the nearest two hundred."""
+def test_effort_grows_with_the_number_of_hits(kind: str) -> None:
+    """Parameters calibrated for ten hits would find half of the nearest two hundred."""
     searcher = searcher_of(kind, 12_000, 32)
     queries = searcher.originals[::600]
     scores, _ = searcher.search(queries, 200)
@@ -109,24 +110,23 @@ def test_equal_scores_come_by_row_descending() -> None:
     assert rows.tolist() == [[4, 3, 2, 1, 0]]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
-def test_vectors_come_back_as_they_were_added(kind: str) -> None:
+def test_vectors_are_returned_unchanged(kind: str) -> None:
     searcher = searcher_of(kind, 1500, 16)
     expected = clustered_vectors(1500, 16, 40)
     np.testing.assert_array_equal(searcher.vectors(np.array([1499, 0, 7])), expected[[1499, 0, 7]])
     np.testing.assert_array_equal(searcher.vectors(slice(10, 20)), expected[10:20])
 
 
-def test_a_lossy_index_without_its_vectors_is_no_searcher() -> None:
-    with pytest.raises(ValueError, match="does not hold its vectors"):
+def test_a_lossy_index_needs_its_vectors() -> None:
+    with pytest.raises(ValueError, match="does not store its vectors"):
         Searcher(build("IVF4,SQ8", unit_vectors(100, 8)))
 
 
-# ------------------------------------------------------------------------------------------------------- recall
-
-
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
-def test_calibration_reaches_its_aim_and_says_what_an_oracle_finds(kind: str) -> None:
+def test_calibration_reaches_its_aim_and_agrees_with_an_oracle(kind: str) -> None:
     searcher = searcher_of(kind, 1500, 16)
     parameters, recall = calibrate(searcher)
     wanted = set() if kind.endswith("Flat") and "IVF" not in kind else {"efSearch" if "HNSW16" in kind else "nprobe"}
@@ -149,7 +149,7 @@ def test_calibration_reaches_its_aim_and_says_what_an_oracle_finds(kind: str) ->
     assert min(figures) == pytest.approx(recall, abs=0.02)
 
 
-def test_the_cheapest_parameters_that_do_are_taken() -> None:
+def test_calibration_takes_the_cheapest_parameters() -> None:
     searcher = searcher_of("IVF16,Flat", 1500, 16)
     (nprobe,) = calibrate(searcher)[0].values()
     assert 1 <= nprobe < 16
@@ -158,29 +158,29 @@ def test_the_cheapest_parameters_that_do_are_taken() -> None:
     calibrate(searcher)
 
 
-def test_recall_tells_a_poor_index_from_an_exact_one() -> None:
+def test_recall_distinguishes_a_poor_index_from_an_exact_one() -> None:
     vectors = unit_vectors(1000, 32)
     near = Neighbours(vectors, np.arange(0, 1000, 4))
     assert near.recall(Searcher(build("Flat", vectors))) == 1.0
     assert near.recall(Searcher(build("IVF64,Flat", vectors), vectors, {"nprobe": 1})) < 0.5
 
 
-def test_a_passage_that_stands_often_is_as_good_as_its_copies() -> None:
-    """Which of the copies are the ten nearest is chance, and no index finds the same ones."""
+def test_duplicate_passages_count_as_each_other() -> None:
+    """Which copies are the ten nearest is arbitrary, and indexes differ in it."""
     vectors = np.repeat(unit_vectors(40, 16), 50, axis=0)
     made = Searcher(build("IVF8,Flat", vectors), vectors)
     assert calibrate(made)[1] >= 0.98
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9, 30])
-def test_few_vectors_are_found_all(n: int) -> None:
+def test_all_of_few_vectors_are_found(n: int) -> None:
     made = Searcher(build("HNSW8", unit_vectors(n, 4)))
     assert calibrate(made)[1] == 1.0
 
 
 @pytest.mark.parametrize("k", [1, 3, 6, 7, 9])
 @pytest.mark.parametrize("queries", [1, 30])
-def test_of_equal_vectors_at_the_last_place_those_with_the_highest_rows_are_found(k: int, queries: int) -> None:
+def test_ties_at_the_last_place_go_to_the_highest_rows(k: int, queries: int) -> None:
     others = unit_vectors(50, 8)
     same = np.concatenate([np.repeat(unit_vectors(1, 8, seed=5), 7, axis=0), others])
     searcher = Searcher(build("Flat", same))
@@ -193,28 +193,29 @@ def test_of_equal_vectors_at_the_last_place_those_with_the_highest_rows_are_foun
         keep[[2, 6]] = False
 
 
-def test_lists_that_hold_too_few_are_no_reason_to_find_fewer() -> None:
+def test_short_lists_do_not_shorten_the_result() -> None:
     vectors = clustered_vectors(3000, 16, 300)
-    searcher = Searcher(build("IVF300,Flat", vectors), vectors, {room.NPROBE: 1})
+    searcher = Searcher(build("IVF300,Flat", vectors), vectors, {searcher_module.NPROBE: 1})
     scores, rows = searcher.search(unit_vectors(50, 16), 40)
     assert (rows >= 0).all()
     assert (np.diff(scores, axis=1) <= 0).all()
     assert all(len(set(row)) == 40 for row in rows.tolist())
 
 
-def test_where_lists_are_found_by_a_graph_more_of_them_are_looked_for_harder() -> None:
+def test_effort_of_the_coarse_graph_grows_with_the_lists() -> None:
     vectors = unit_vectors(4000, 16)
-    searcher = Searcher(build("IVF256_HNSW8,Flat", vectors), vectors, {room.NPROBE: 4})
+    searcher = Searcher(build("IVF256_HNSW8,Flat", vectors), vectors, {searcher_module.NPROBE: 4})
     queries = unit_vectors(50, 16, seed=3)
     scores, _ = searcher.search(queries, 200)
     _, best = brute_force(searcher, queries, np.ones(len(vectors), bool), 200)
     assert (scores >= best[:, -1:] - 1e-6).mean() >= 0.85
 
 
-def test_recall_is_not_only_that_of_queries_which_are_passages() -> None:
-    """A graph leads to its own vectors from each other; from beside them it finds less."""
+@pytest.mark.integration
+def test_recall_includes_queries_that_are_not_passages() -> None:
+    """A graph finds less for queries beside its vectors than for its own vectors."""
     vectors = clustered_vectors(3000, 128, 30)
-    searcher = Searcher(build("HNSW8", vectors), parameters={room.EF_SEARCH: 16})
+    searcher = Searcher(build("HNSW8", vectors), parameters={searcher_module.EF_SEARCH: 16})
     passages = vectors[::10]
     scores, _ = searcher.search(passages, 10)
     _, best = brute_force(searcher, passages, np.ones(len(vectors), bool), 10)
@@ -223,7 +224,7 @@ def test_recall_is_not_only_that_of_queries_which_are_passages() -> None:
 
 
 class OnOneGpu:
-    """An index of the CPU that notices when it is searched twice at a time."""
+    """A CPU index that fails on concurrent searches."""
 
     def __init__(self, index: Any) -> None:
         self.calls = 0
@@ -231,7 +232,7 @@ class OnOneGpu:
         self._free = threading.Lock()
 
     def search(self, vectors: np.ndarray, k: int, params: Any) -> tuple[np.ndarray, np.ndarray]:
-        assert self._free.acquire(blocking=False), "FAISS's memory on a GPU is one call's"
+        assert self._free.acquire(blocking=False), "FAISS allows one call at a time on a GPU"
         try:
             self.calls += 1
             return self._index.search(vectors, k, params=params)
@@ -239,13 +240,14 @@ class OnOneGpu:
             self._free.release()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["Flat", "IVF16,Flat", "OPQ4_16,IVF16,PQ4x4"])
 def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = clustered_vectors(1500, 16, 40)
     index, queries = build(kind, vectors), unit_vectors(64, 16, 7)
     parameters = {} if kind == "Flat" else {"nprobe": 4, "rerank": 4}
     on_cpu = Searcher(index, vectors, parameters)
-    monkeypatch.setattr(room, "on_gpus", OnOneGpu)
+    monkeypatch.setattr(searcher_module, "on_gpus", OnOneGpu)
     searcher = Searcher(index, vectors, parameters, gpu=True)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda query: searcher.search(query[None], 30)[1][0], queries))
@@ -256,7 +258,7 @@ def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monk
 
 
 def test_graphs_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "on_gpus", OnOneGpu)
+    monkeypatch.setattr(searcher_module, "on_gpus", OnOneGpu)
     vectors = unit_vectors(300, 8)
     assert Searcher(build("HNSW16", vectors), vectors, gpu=True)._on_gpus is None
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.changes import ChangeLog, Delete
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.retrieval.versions import use, verify, versions
 from infembed_ray.storage import LATEST, MANIFEST
 from tests.retrieval.test_index import write_index
@@ -27,17 +27,19 @@ def output(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_versions_are_listed_from_the_oldest_with_what_they_hold(output: Path) -> None:
+def test_versions_are_listed_oldest_first(output: Path) -> None:
     (output / "other").mkdir()
     (output / "other" / MANIFEST).write_text(json.dumps({"stage": "train", "identity": "other", "created": ""}))
     write_index(output / ".b4.partial", unit_vectors(10, 4), 2)
     listed = versions(output)
-    assert [(v.id, v.passages, v.folded, v.lineage, v.recall_at_10, v.current) for v in listed] == [
+    assert [
+        (v.id, v.facts.passages, v.facts.folded, v.facts.lineage, v.facts.recall_at_10, v.current) for v in listed
+    ] == [
         ("c1", 10, 0, "c1", 1.0, False),
         ("a2", 11, 1, "c1", 1.0, False),
         ("a3", 12, 2, "c1", 1.0, True),
     ]
-    assert [v.bytes for v in listed] == [verify(output / v.id) for v in listed]
+    assert [v.facts.bytes for v in listed] == [verify(output / v.id) for v in listed]
 
 
 def test_the_pointer_goes_back_and_forth(output: Path) -> None:
@@ -50,10 +52,10 @@ def test_the_pointer_goes_back_and_forth(output: Path) -> None:
     assert sorted(os.listdir(output)) == ["a2", "a3", "c1", "changes", LATEST]
 
 
-def test_an_unknown_or_ambiguous_version_is_refused_with_those_there_are(output: Path) -> None:
+def test_an_unknown_or_ambiguous_version_is_refused_with_the_valid_ones(output: Path) -> None:
     for version, message in (
         ("b", "no such version in .*; it has c1, a2, a3"),
-        ("a", "several versions .* a2, a3"),
+        ("a", "several versions begin with it .* a2, a3"),
         ("", "no such"),
     ):
         with pytest.raises(InputError, match=f"^version={version}: {message}"):
@@ -64,7 +66,7 @@ def test_an_unknown_or_ambiguous_version_is_refused_with_those_there_are(output:
 
 
 @pytest.mark.parametrize("damage", ["corrupted", "missing"])
-def test_a_damaged_version_is_never_pointed_at(output: Path, damage: str) -> None:
+def test_latest_never_points_at_a_damaged_version(output: Path, damage: str) -> None:
     file = output / "a2" / "shard-00001" / "index.faiss"
     content = file.read_bytes()
     if damage == "missing":
@@ -79,7 +81,7 @@ def test_a_damaged_version_is_never_pointed_at(output: Path, damage: str) -> Non
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a field more", "no shards", "a list"])
-def test_a_damaged_manifest_is_told_and_the_other_versions_are_used(
+def test_a_damaged_manifest_is_reported_and_other_versions_work(
     output: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = output / "a3" / MANIFEST
@@ -100,7 +102,7 @@ def test_a_damaged_manifest_is_told_and_the_other_versions_are_used(
     assert Index.open(output).version == "a2"
 
 
-def test_a_copy_of_a_version_is_another_one_and_a_whole_name_is_never_ambiguous(output: Path) -> None:
+def test_an_exact_name_wins_over_a_prefix(output: Path) -> None:
     shutil.copytree(output / "a2", output / "a2-copy")
     use(output, "a2")
     assert [v.id for v in versions(output) if v.current] == ["a2"]
@@ -108,7 +110,7 @@ def test_a_copy_of_a_version_is_another_one_and_a_whole_name_is_never_ambiguous(
     assert [v.id for v in versions(output) if v.current] == ["a2-copy"]
 
 
-def test_a_version_whose_changes_are_not_all_there_is_never_pointed_at(output: Path) -> None:
+def test_latest_never_points_at_a_version_with_missing_changes(output: Path) -> None:
     (output / "changes" / "c1" / f"{1:012d}.arrow").unlink()
     with pytest.raises(InputError, match=r"000000000001\.arrow is missing"):
         use(output, "c1")

@@ -1,4 +1,4 @@
-"""A service without weights or Ray: the real batching engine over vectors computed from the token ids themselves."""
+"""A service without weights and without Ray: the real batching engine over vectors computed from the token ids."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from infembed_ray.retrieval import filters
-from infembed_ray.serving import schema
-from infembed_ray.serving.engine import BatchingEngine, Embedded
+from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
+from infembed_ray.serving.http import schema
 from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
 
 DIMENSION = 16
@@ -48,18 +48,18 @@ _ARROW = {
 
 
 def debug_embed(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """(n, DIMENSION) float32 unit vectors that depend on every token of their own sequence and on nothing else."""
+    """Return (n, DIMENSION) float32 unit vectors that depend on the tokens of their own sequence only."""
     seeds = [int.from_bytes(hashlib.sha256(repr(list(s)).encode()).digest()[:8], "big") for s in sequences]
     vectors = np.stack([np.random.default_rng(seed).standard_normal(DIMENSION) for seed in seeds])
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
 class DebugService:
-    """`service.Service` with bytes as tokens; an instruction is put before a query, as the encoder does.
+    """A `service.Service` with bytes as tokens; an instruction precedes its query, as in the encoder.
 
     Attributes:
-        card, is_ready, stuck: what it says of itself.
-        missing_shards: that do not answer.
+        card, is_ready, stuck: its answers.
+        missing_shards: shards that do not answer.
         documents: by id.
         sequence: of the last change.
         registry: what `GET /metrics` shows.
@@ -133,8 +133,8 @@ class DebugService:
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
-    """The base URL of an application on a real HTTP server of this machine, while the block runs."""
-    # Named to be TCP: asyncio sets TCP_NODELAY on no other, and every answer would wait for a delayed ACK.
+    """Serve an application over HTTP on this machine while the block runs; gives its base URL."""
+    # asyncio sets TCP_NODELAY only on sockets created for TCP; without it answers would wait for delayed ACKs.
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()  # connections wait until the server has started

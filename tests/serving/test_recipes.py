@@ -1,10 +1,9 @@
-"""The code of docs/clients.md, run as it stands but for the address, against a real HTTP server."""
+"""The code of docs/guides/clients.md, run as it stands but for the address, against a real HTTP server."""
 
 from __future__ import annotations
 
 import base64
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ import numpy as np
 import openai
 import pytest
 
-from infembed_ray.serving.app import create_app
-from infembed_ray.serving.auth import ApiKeys
+from infembed_ray.serving.http.app import create_app
+from infembed_ray.serving.http.auth import ApiKeys
 from tests.serving.debug import CARD, PASSAGES, DebugService, debug_embed, listening
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+pytestmark = pytest.mark.integration
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "clients.md"
 INSTRUCTION = "Only guidelines written for clinicians."
 TEXTS = ["Metformin is the first choice.", "Insulin, since 1922."]
 QUERY = f"query: {INSTRUCTION} diabetes treatment"
@@ -31,10 +32,10 @@ def url() -> Iterator[str]:
 
 
 def run(section: str, url: str) -> dict[str, Any]:
-    """What a section's code leaves behind."""
+    """Run the code of a section; return its variables."""
     text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), re.S | re.M)
     assert text
-    code = textwrap.dedent("\n".join(line for line in text[1].splitlines() if line.startswith("    ") or not line))
+    code = "".join(re.findall(r"```python\n(.*?)```", text[1], re.S))
     assert "http://127.0.0.1:8000" in code
     names: dict[str, Any] = {"__name__": "recipe"}
     exec(compile(code.replace("http://127.0.0.1:8000", url), section, "exec", dont_inherit=True), names)
@@ -80,7 +81,7 @@ def test_openais_client_embeds_one_and_many_as_numbers_base64_and_tokens(openai_
     assert len(short.data[0].embedding) == 4
 
 
-def test_openais_client_understands_our_refusals(openai_client: openai.OpenAI) -> None:
+def test_openais_client_understands_our_errors(openai_client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as not_found:
         openai_client.embeddings.create(input="ab", model="other")
     assert not_found.value.code == "model_not_found"
@@ -94,7 +95,7 @@ def test_openais_client_understands_our_refusals(openai_client: openai.OpenAI) -
     assert openai_client.models.retrieve("my-model").id == "my-model"
 
 
-def test_our_own(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_client(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("Our own", url)
     assert [hit.id for hit in names["found"].hits] == ranked_ids()[:3]
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -26,13 +26,13 @@ def policy() -> int:
 
 
 @linux
-def test_beside_a_replica_the_function_runs_at_the_lowest_priority_and_the_caller_does_not(replica: None) -> None:
+def test_beside_a_replica_only_the_function_runs_at_the_lowest_priority(replica: None) -> None:
     assert startup.in_background(policy) == os.SCHED_IDLE
     assert policy() == os.SCHED_OTHER
 
 
 @linux
-def test_where_nothing_serves_it_runs_as_it_is() -> None:
+def test_without_a_replica_the_function_keeps_its_priority() -> None:
     assert startup.in_background(policy) == os.SCHED_OTHER
 
 
@@ -41,7 +41,8 @@ def test_what_the_function_raises_is_raised(replica: None) -> None:
         startup.in_background(lambda: 1 // 0)
 
 
-def test_the_modules_of_a_replica_that_embeds_nothing_leave_torch_out() -> None:
+@pytest.mark.integration
+def test_a_replica_without_an_encoder_does_not_import_torch() -> None:
     code = (
         "import sys; from infembed_ray.serving import startup; startup.import_modules();"
         "print(set(startup.MODULES) <= set(sys.modules), 'torch' in sys.modules)"
@@ -51,7 +52,7 @@ def test_the_modules_of_a_replica_that_embeds_nothing_leave_torch_out() -> None:
 
 
 @pytest.mark.ray
-def test_a_worker_imports_them_before_it_becomes_a_replica(ray_cluster: None) -> None:
+def test_a_worker_imports_the_modules_before_it_becomes_a_replica(ray_cluster: None) -> None:
     import ray
 
     def imported() -> bool:

@@ -1,24 +1,26 @@
-"""A sweep on a real Ray cluster: killed, run again, extended, and with a trial that cannot work."""
+"""A sweep on a Ray cluster: killed, run again, extended, and with a failing trial."""
 
 import csv
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from infembed_ray.config import SweepSettings
+from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.records import columns_of
 from infembed_ray.sweeps.distributed import run
+from infembed_ray.sweeps.trials import trials
+from infembed_ray.training.launch import run as train
 from tests.modeling import backbones
-from tests.training.test_tuples import record
+from tests.support.files import write_jsonl
+from tests.support.waiting import wait_until
+from tests.training.test_collate import record
 
 pytestmark = pytest.mark.ray
 
@@ -27,8 +29,7 @@ pytestmark = pytest.mark.ray
 def values(tmp_path_factory):
     root = tmp_path_factory.mktemp("sweep")
     (root / "model").mkdir()
-    rows = [columns_of(record(n)) for n in range(4)]
-    (root / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(root / "records.jsonl", (columns_of(record(n)) for n in range(4)))
     return {
         "train": {
             "records": str(root / "records.jsonl"),
@@ -50,42 +51,52 @@ def values(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def killed(values, tmp_path_factory):
-    """Manifests of the steps that were finished when a sweep's driver and cluster were killed.
+def interrupted(values):
+    """Manifests of the finished steps of an interrupted sweep: the training of its first trial."""
+    first = trials(SweepSettings.from_mapping(values))[0]
+    train(first.train)
+    assert len(manifests(values)) == 1
+    return manifests(values)
 
-    These trainings are Ray Train's, those of the other tests their trials' own processes, which is quicker: the same.
-    """
-    config = tmp_path_factory.mktemp("config") / "sweep.yaml"
-    config.write_text(yaml.safe_dump(values | {"concurrent": 1, "train": values["train"] | {"launcher": "ray"}}))
+
+@pytest.mark.slow
+def test_sweep_with_a_killed_driver_repeats_no_finished_training(ray_cluster, values, tmp_path):
+    """The trainings use Ray Train; those of the other tests use launcher=process, which is quicker and equivalent."""
+    values = values | {
+        "concurrent": 1,
+        "train": values["train"] | {"launcher": "ray"},
+        "output": str(tmp_path / "output"),
+    }
+    config = tmp_path / "sweep.yaml"
+    config.write_text(yaml.safe_dump(values))
     driver = subprocess.Popen(
         [sys.executable, "-m", "infembed_ray.cli", "sweep", "--config", str(config)],
         env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
         start_new_session=True,
     )
-    deadline = time.monotonic() + 240
-    while not (finished := manifests(values)):
-        assert driver.poll() is None, "the driver ended before a trial's training did"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: manifests(values) or driver.poll() is not None, 240)
+    assert driver.poll() is None, "the driver ended before a trial's training did"
     os.killpg(driver.pid, signal.SIGKILL)
     driver.wait()
-    return finished
+    killed = manifests(values)
+    run(SweepSettings.from_mapping(values))
+    assert killed.items() <= manifests(values).items()
 
 
 def manifests(values):
-    """Manifest of every finished step -> when it was written."""
+    """Return manifest of every finished step -> time when it was written."""
     return {path: path.stat().st_mtime_ns for path in Path(values["output"]).glob("trials/*/*/*/manifest.json")}
 
 
 @pytest.fixture(scope="module")
-def published(killed, values, ray_cluster):
-    return run(SweepSettings.of(values))
+def published(interrupted, values, ray_cluster):
+    return run(SweepSettings.from_mapping(values))
 
 
-def test_a_killed_sweep_repeats_nothing_and_ends_in_the_table(published, killed, values):
+def test_interrupted_sweep_resumes_without_repeating_trials(published, interrupted, values):
     made = manifests(values)
     assert len(made) == 2 * 4
-    assert killed.items() <= made.items()
+    assert interrupted.items() <= made.items()
     rows = list(csv.DictReader((published.path / "table.csv").open()))
     assert [(r["row"], r["model"], r["seed"]) for r in rows] == [
         (objective, "tiny", seed) for objective in values["objectives"] for seed in ("1", "2")
@@ -100,17 +111,19 @@ def test_a_killed_sweep_repeats_nothing_and_ends_in_the_table(published, killed,
     assert " ± " in markdown
 
 
-def test_the_same_sweep_again_has_nothing_to_do(published, values):
-    again = run(SweepSettings.of(values))
+def test_finished_sweep_is_not_repeated(published, values):
+    again = run(SweepSettings.from_mapping(values))
     assert not again.fresh
     assert again.path == published.path
 
 
-def test_a_failing_trial_is_told_of_and_ends_nothing_else(published, values):
+def test_failing_trial_is_in_the_table_and_others_continue(published, values):
     before = manifests(values)
     wider = values | {"variants": {"too wide": {"matryoshka": [4096]}}, "seeds": [1]}
-    with pytest.raises(InputError, match=r"1 of 3 trials failed, the first: InputError: matryoshka=4096.*same command"):
-        run(SweepSettings.of(wider))
+    with pytest.raises(
+        InputError, match=r"1 of 3 trials failed, the first: InputError: matryoshka=4096.*same command again"
+    ):
+        run(SweepSettings.from_mapping(wider))
     assert before.items() <= manifests(values).items()
     (table,) = published.path.parent.glob(".*.partial/table.md")
     assert "| too wide | failed |" in table.read_text()

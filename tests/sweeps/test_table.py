@@ -1,4 +1,4 @@
-"""The table of a sweep against figures worked out by hand."""
+"""Table of a sweep against figures computed by hand."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ OUTCOMES = [
 ]
 
 
-def test_cells_hold_mean_and_spread_over_seeds_and_say_what_failed():
+def test_cells_show_mean_deviation_and_failures():
     text = as_markdown(OUTCOMES)
     spread = statistics.stdev([0.1, 0.2, 0.3])
     assert f"0.200 ± {spread:.3f}" in text
@@ -37,7 +37,7 @@ def test_cells_hold_mean_and_spread_over_seeds_and_say_what_failed():
     assert "over seeds 1, 2, 3" in text
 
 
-def test_csv_has_a_line_a_trial():
+def test_csv_has_one_line_per_trial():
     rows = list(csv.DictReader(io.StringIO(as_csv(OUTCOMES))))
     assert [row["row"] for row in rows] == [o.row for o in OUTCOMES]
     assert [row["seed"] for row in rows] == ["", "", "1", "2", "3", "1", "2", "1"]
@@ -45,13 +45,13 @@ def test_csv_has_a_line_a_trial():
     assert rows[6]["failure"] == "OSError: disk full"
 
 
-def test_figures_of_an_evaluation_become_measures():
+def test_measures_come_from_evaluation_figures():
     figures = dict(zip(["p-MRR", *MEASURES[1:]], [0.25, 0.1, 0.2, 0.3, 0.4], strict=True))
     assert measures_of({"records": figures}) == dict(zip(MEASURES, [25.0, 0.1, 0.2, 0.3, 0.4], strict=True))
     assert MEASURES[0] not in measures_of({"records": figures | {"p-MRR": None}})
 
 
-def test_measures_of_several_tasks_are_told_apart():
+def test_measures_of_several_tasks_have_task_names():
     figures = {"followir/core17": {"MAP@1000": 0.2, "p-MRR": 0.05}, "followir/news21": {"nDCG@5": 0.3, "p-MRR": None}}
     assert measures_of(figures) == {
         "followir/core17 MAP@1000": 0.2,

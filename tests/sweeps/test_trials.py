@@ -1,4 +1,4 @@
-"""What a sweep is made of, and what is wrong with it before any work."""
+"""Trials of a sweep, its identity, and rejected settings."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infembed_ray.config import SweepSettings
+from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
@@ -16,7 +16,7 @@ from infembed_ray.storage import Step
 from infembed_ray.sweeps.trials import BASE, inputs, trials
 from tests.evaluation import published
 from tests.modeling import backbones
-from tests.training.test_tuples import record
+from tests.training.test_collate import record
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,11 @@ def values(tmp_path_factory):
     }
 
 
-def test_every_cell_has_its_seeds_and_the_base_none(values):
+def test_every_row_has_a_trial_per_seed_and_the_base_row_one(values):
     made = trials(
-        SweepSettings.of(values | {"grid": {"pooling": ["last", "mean"]}, "variants": {"short": {"epochs": 1}}})
+        SweepSettings.from_mapping(
+            values | {"grid": {"pooling": ["last", "mean"]}, "variants": {"short": {"epochs": 1}}}
+        )
     )
     assert len(made) == 2 * (1 + (2 * 2 + 1) * 3)
     assert [t.row for t in made[:15:3]] == [
@@ -50,24 +52,22 @@ def test_every_cell_has_its_seeds_and_the_base_none(values):
     assert short.train.model.endswith("model")
 
 
-def test_no_two_trials_share_a_folder_and_the_rest_of_the_sweep_does_not_move_it(values):
-    made = trials(SweepSettings.of(values))
+def test_trials_have_own_folders_that_do_not_depend_on_other_rows(values):
+    made = trials(SweepSettings.from_mapping(values))
     folders = {t.evaluate.output for t in made}
     assert len(folders) == len(made)
-    wider = trials(SweepSettings.of(values | {"seeds": [1, 2, 3, 4], "variants": {"short": {"epochs": 1}}}))
+    wider = trials(SweepSettings.from_mapping(values | {"seeds": [1, 2, 3, 4], "variants": {"short": {"epochs": 1}}}))
     assert folders < {t.evaluate.output for t in wider}
-    other = trials(SweepSettings.of(values | {"train": values["train"] | {"learning_rate": 2e-4}}))
+    other = trials(SweepSettings.from_mapping(values | {"train": values["train"] | {"learning_rate": 2e-4}}))
     trained = {t.evaluate.output for t in other if t.train is not None}
     assert not folders & trained
 
 
-def test_tasks_of_benchmarks_and_of_the_users_are_evaluated_on_and_their_data_decide_what_the_sweep_is(
-    values, tmp_path, monkeypatch
-):
+def test_benchmark_and_own_tasks_are_part_of_the_identity(values, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published.followir_like(tmp_path / "data")
     mine = published.beir_like(tmp_path / "mine")
-    settings = SweepSettings.of(values | {"evaluate": {"tasks": ["followir", "./mine"], "data": "data"}})
+    settings = SweepSettings.from_mapping(values | {"evaluate": {"tasks": ["followir", "./mine"], "data": "data"}})
     asked = trials(settings)[0].evaluate
     assert asked.tasks == ("followir/robust04", "followir/news21", "followir/core17", str(mine))
     assert asked.data == str(tmp_path / "data")
@@ -80,14 +80,14 @@ def test_tasks_of_benchmarks_and_of_the_users_are_evaluated_on_and_their_data_de
     with pytest.raises(
         InputError, match=r"evaluate\.tasks is empty: set evaluate\.tasks=\[followir\] .* or evaluate\.records"
     ):
-        trials(SweepSettings.of(values | {"evaluate": {}}))
+        trials(SweepSettings.from_mapping(values | {"evaluate": {}}))
 
 
-def test_relative_paths_are_the_drivers(values, monkeypatch):
+def test_relative_paths_are_resolved_by_the_driver(values, monkeypatch):
     here = Path(values["train"]["records"]).parent
     monkeypatch.chdir(here)
     relative = {"train": {"records": "records.jsonl"}, "evaluate": {"records": "records.jsonl"}, "output": "output"}
-    made = trials(SweepSettings.of(values | relative | {"models": {"one": "model"}}))
+    made = trials(SweepSettings.from_mapping(values | relative | {"models": {"one": "model"}}))
     for trial in made:
         assert Path(trial.evaluate.records) == here / "records.jsonl"
         assert Path(trial.evaluate.output).is_relative_to(here)
@@ -96,11 +96,11 @@ def test_relative_paths_are_the_drivers(values, monkeypatch):
     assert Path(made[1].train.records) == here / "records.jsonl"
 
 
-def test_the_base_reads_texts_as_the_trainings_do(values):
-    """By the checkpoint that a training of no step would write, as the oracle."""
+def test_base_row_uses_the_text_format_of_the_trainings(values):
+    """The oracle is the encoder that a training without steps would export."""
     reads = {"query_prefix": "query: ", "passage_prefix": "passage: ", "pooling": "mean", "query_length": 12}
     train = values["train"] | reads | {"template": "query_first"}
-    base, *_ = trials(SweepSettings.of(values | {"train": train}))
+    base, *_ = trials(SweepSettings.from_mapping(values | {"train": train}))
     found = baselines.load(baselines.resolve("base", base.untrained), "cpu")
     expected = InstructionEncoder.from_pretrained(
         base.untrained.model,
@@ -114,11 +114,11 @@ def test_the_base_reads_texts_as_the_trainings_do(values):
     queries = found.encode_queries([Query("q", query, instruction) for query, instruction in asked])
     np.testing.assert_allclose(queries, expected.encode_queries(*map(list, zip(*asked, strict=True))), atol=1e-6)
     np.testing.assert_allclose(found.encode_passages(["a loaf"]), expected.encode_passages(["a loaf"]), atol=1e-6)
-    plain, *_ = trials(SweepSettings.of(values))
+    plain, *_ = trials(SweepSettings.from_mapping(values))
     assert plain.evaluate.output != base.evaluate.output
 
 
-def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):
+def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
     here = Path(values["train"]["records"]).parent
     monkeypatch.chdir(here)
     held_out = here / "held-out.jsonl"
@@ -127,7 +127,7 @@ def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):
         "stopped": {"validation": {"records": "held-out.jsonl", "distractors": "records.jsonl"}},
         "taught": {"teacher": "model", "offload": {"nvme_path": "disk"}},
     }
-    settings = SweepSettings.of(values | {"variants": rows, "seeds": [1]})
+    settings = SweepSettings.from_mapping(values | {"variants": rows, "seeds": [1]})
     made = {t.row: t.train for t in trials(settings) if t.model == "one"}
     assert made["stopped"].validation.records == str(held_out)
     assert made["stopped"].validation.distractors == str(here / "records.jsonl")
@@ -149,11 +149,11 @@ def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):
         ({"models": {}}, "models is empty"),
         ({"models": {"x": "/no/model"}}, "models.x=/no/model: no such model directory"),
         ({"objectives": ["uni{Z}"]}, r"objective='uni\{Z\}': no such objective"),
-        ({"objectives": ["uni{P}", "uni{P}"]}, r"objectives: uni\{P\} stands twice"),
+        ({"objectives": ["uni{P}", "uni{P}"]}, r"objectives: uni\{P\} is listed twice"),
         ({"grid": {"pooling": ["median"]}}, r"row uni\{P\}, pooling=median: pooling='median'"),
-        ({"grid": {"poolin": ["mean"]}}, "poolin: no field of a training: did you mean pooling"),
-        ({"variants": {"v": {"seed": 1}}}, "seed: is the sweep's own; it cannot differ by row"),
-        ({"variants": {"base": {"epochs": 1}}}, "variants.base: another row is called so"),
+        ({"grid": {"poolin": ["mean"]}}, "poolin: is not a field of a training: did you mean pooling"),
+        ({"variants": {"v": {"seed": 1}}}, "seed: is set by the sweep and cannot differ by row"),
+        ({"variants": {"base": {"epochs": 1}}}, "variants.base: another row has this label"),
         ({"variants": {"v": {"zero_stage": 0, "precision": "bf16"}}}, "row v: precision=bf16: zero_stage=0"),
         (
             {"objectives": ["uni{P}", "uni{I}"], "variants": {"v": {"instruction_negatives": 0}}},
@@ -161,8 +161,8 @@ def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):
         ),
         ({"evaluate": {"records": "/no/file"}}, "evaluate.records=/no/file: no such file"),
         ({"train": {"records": "/no/file"}}, "train.records=/no/file: no such file"),
-        ({"train": {"records": "x", "seed": 3}}, "train.seed: the sweep's own models, output and seeds say it"),
-        ({"evaluate": {"records": "x", "models": {"a": "b"}}}, "evaluate.models: the sweep's own models"),
+        ({"train": {"records": "x", "seed": 3}}, "train.seed: is set by models, output and seeds of the sweep"),
+        ({"evaluate": {"records": "x", "models": {"a": "b"}}}, "evaluate.models: is set by models"),
         (
             {"variants": {"v": {"validation": {"records": "/no/file"}}}},
             "row v: validation.records=/no/file: no such file",
@@ -171,6 +171,6 @@ def test_what_any_row_reads_is_part_of_the_sweep(values, monkeypatch):
         ({"train": {"record": "x"}}, "unknown key train.record: did you mean records"),
     ],
 )
-def test_bad_input_is_one_line_before_any_work(values, change, message):
+def test_bad_input_is_rejected_before_any_work(values, change, message):
     with pytest.raises(InputError, match=message):
-        trials(SweepSettings.of(values | change))
+        trials(SweepSettings.from_mapping(values | change))

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,57 +12,31 @@ from typing import Any
 import pytest
 
 from infembed_ray import records
-from infembed_ray.config import Endpoint, SynthesizeSettings
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.llm.chat import Completion, Request, RunFailure, Unjournaled
+from infembed_ray.llm.client import replaying
+from infembed_ray.llm.endpoint import parse_completion
+from infembed_ray.llm.journal import Journal
 from infembed_ray.records import Seed
 from infembed_ray.storage import Published
-from infembed_ray.synthesis import batch_api
-from infembed_ray.synthesis.batch_api import Report, answer_in_batches
-from infembed_ray.synthesis.chat import Completion, Request, RunFailure, Unjournaled
-from infembed_ray.synthesis.client import completion_of, replaying
+from infembed_ray.synthesis import batch_api, batch_files
+from infembed_ray.synthesis.batch_api import BatchReport
 from infembed_ray.synthesis.distributed import run
-from infembed_ray.synthesis.journal import Journal
-from infembed_ray.synthesis.steps import Outcome, synthesize
-from tests import stand_in_llm
-from tests.stand_in_llm import StandIn, stand_in
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
+from tests.support import stand_in_answers
+from tests.support.stand_in_llm import StandIn, stand_in
+from tests.support.waiting import wait_until
+from tests.synthesis.batches import MISTAKEN, POOL, SEEDS, fill, settings
+
+pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
-MISTAKEN = 0.2
-SEEDS = [
-    Seed(
-        f"{plant}-{use}",
-        f"{plant} used for {use}",
-        f"People have turned to {plant} for {use} since villages were founded near rivers, although those who gather "
-        f"it nowadays mostly sell {use} from {plant} to neighbours.",
-    )
-    for plant in ("maple", "willow", "juniper", "bramble")
-    for use in ("honey", "timber", "baskets", "medicine", "fodder")
-]
-POOL = [seed.passage for seed in SEEDS]
-
-
-def settings(server: StandIn | str, **values: Any) -> SynthesizeSettings:
-    url = server if isinstance(server, str) else server.url
-    endpoint = {"base_url": url, "api_key_env": None, "timeout_s": 10, "max_retries": 3, **values.pop("endpoint", {})}
-    batches = {"poll_s": 0.05, **values.pop("batches", {})}
-    generator = {"model": "gpt-4o-mini", "max_tokens": 400}
-    judge = {"model": "o4-mini", "max_tokens": 400}
-    return SynthesizeSettings.of(
-        {"seeds": "", "output": "", "endpoint": endpoint, "batches": batches, "generator": generator, "judge": judge}
-        | values
-    )
-
-
-def fill(given: SynthesizeSettings, directory: Path, spent_usd: float = 0.0) -> Report:
-    journal = Journal(directory)
-    try:
-        return asyncio.run(answer_in_batches(SEEDS, POOL, given, journal, directory / "batches", spent_usd))
-    finally:
-        journal.close()
 
 
 def outcomes(given: SynthesizeSettings, directory: Path) -> list[Outcome | None]:
-    """What the journal makes of the rows; None where it lacks an answer."""
+    """Return the rows' outcomes from the journal; None where it lacks an answer."""
     complete = replaying(Journal(directory))
 
     async def of(seed: Seed) -> Outcome | None:
@@ -80,11 +53,11 @@ def outcomes(given: SynthesizeSettings, directory: Path) -> list[Outcome | None]
 
 @pytest.fixture(scope="module")
 def online() -> list[Outcome]:
-    """What the rows come to with the model's answers at the list price, without batches or journals."""
+    """Outcomes with answers at list price, without batches and journals."""
 
     async def complete(request: Request) -> Completion:
         body = json.loads(json.dumps(request.body))
-        return completion_of(json.dumps(stand_in_llm._completion(body, None, MISTAKEN)).encode())
+        return parse_completion(json.dumps(stand_in_answers.completion(body, None, MISTAKEN)).encode())
 
     async def all_rows() -> list[Outcome]:
         return [await synthesize(seed, POOL, settings("http://nowhere"), complete) for seed in SEEDS]
@@ -93,7 +66,7 @@ def online() -> list[Outcome]:
 
 
 def assert_same_rows(got: list[Outcome | None], expected: list[Outcome]) -> None:
-    """All equal but for the price, which is half of the online run's."""
+    """Compare all but the price, which is half of the online run's."""
     for mine, theirs in zip(got, expected, strict=True):
         assert mine is not None
         assert mine.kind == theirs.kind
@@ -104,13 +77,6 @@ def assert_same_rows(got: list[Outcome | None], expected: list[Outcome]) -> None
 
 def answered_most(server: StandIn) -> int:
     return max(Counter(entry["request"] for entry in server.log("answered")).values())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_batches_give_the_rows_of_an_online_run_at_half_the_price(tmp_path: Path, online: list[Outcome]) -> None:
@@ -126,12 +92,12 @@ def test_batches_give_the_rows_of_an_online_run_at_half_the_price(tmp_path: Path
         assert {outcome.kind for outcome in online} == {"kept", "rejected"}
 
         again = fill(given, tmp_path)
-        assert again == Report()
+        assert again == BatchReport()
         assert len(server.log("submitted")) == 8
     assert {path.suffix for path in (tmp_path / "batches").iterdir()} <= {".json", ""}
 
 
-def test_a_batch_holds_as_many_requests_as_it_may(tmp_path: Path) -> None:
+def test_a_batch_holds_at_most_max_requests(tmp_path: Path) -> None:
     with stand_in() as server:
         fill(settings(server, batches={"max_requests": 8}), tmp_path)
         sizes = Counter(entry["batch"] for entry in server.log("answered"))
@@ -140,7 +106,7 @@ def test_a_batch_holds_as_many_requests_as_it_may(tmp_path: Path) -> None:
     assert max(sizes.values()) == 8
 
 
-def test_a_file_holds_as_many_bytes_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_holds_at_most_most_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_api, "MOST_BYTES", 20_000)
     with stand_in() as server:
         report = fill(settings(server), tmp_path)
@@ -154,16 +120,16 @@ def test_a_file_holds_as_many_bytes_as_it_may(tmp_path: Path, monkeypatch: pytes
 _RUN = """
 import asyncio, sys
 from pathlib import Path
-from tests.synthesis.test_batch_api import fill, settings
+from tests.synthesis.batches import fill, settings
 fill(settings(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
 def kill_when(server: StandIn, directory: Path, ready: Callable[[], bool]) -> None:
-    """Run the batches in a process of their own and kill it as soon as `ready()`."""
+    """Run the batches in a process, hold the endpoint and kill the process once `ready()`."""
     command = [sys.executable, "-c", _RUN, server.url, str(directory)]
     with subprocess.Popen(command, cwd=REPOSITORY) as process:
-        wait_for(ready)
+        wait_until(ready)
         server.hold()
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -174,26 +140,26 @@ def stages(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("waves_before", [0, 2])
-def test_a_run_killed_while_it_waits_is_resumed_by_the_batchs_id(
+def test_a_run_killed_while_waiting_resumes_by_the_batch_id(
     tmp_path: Path, online: list[Outcome], waves_before: int
 ) -> None:
     with stand_in(mistaken=MISTAKEN, batch_s=0.3) as server:
         kill_when(server, tmp_path, lambda: sorted(stages(tmp_path)) == ["collected"] * waves_before + ["submitted"])
         server.release()
-        assert len(batch_api.pending(tmp_path / "batches")) == 1
+        assert len(batch_files.pending(tmp_path / "batches")) == 1
         assert len(server.log("submitted")) == waves_before + 1
         given = settings(server)
         report = fill(given, tmp_path)
         assert len(server.log("submitted")) == 8
         assert report.batches == 8 - waves_before
-        assert batch_api.pending(tmp_path / "batches") == []
+        assert batch_files.pending(tmp_path / "batches") == []
         assert answered_most(server) == 1
         assert_same_rows(outcomes(given, tmp_path), online)
 
 
-def test_a_run_killed_before_it_knows_the_batchs_id_finds_it_by_its_tag(tmp_path: Path, online: list[Outcome]) -> None:
+def test_a_run_killed_before_it_knows_the_batch_id_finds_it_by_its_tag(tmp_path: Path, online: list[Outcome]) -> None:
     with stand_in(mistaken=MISTAKEN) as server:
-        server.hold()  # a batch is accepted, but the endpoint does not say so
+        server.hold()  # the endpoint accepts a batch but does not answer
         kill_when(server, tmp_path, lambda: len(server.log("submitted")) == 1)
         assert stages(tmp_path) == ["submitting"]
         server.release()
@@ -204,7 +170,7 @@ def test_a_run_killed_before_it_knows_the_batchs_id_finds_it_by_its_tag(tmp_path
         assert_same_rows(outcomes(given, tmp_path), online)
 
 
-def test_a_submission_without_an_answer_is_looked_for_and_not_repeated(tmp_path: Path) -> None:
+def test_a_submission_without_a_response_is_searched_for_and_not_repeated(tmp_path: Path) -> None:
     with stand_in() as server:
         server.hold()
         releasing = threading.Timer(1.0, server.release)
@@ -214,8 +180,8 @@ def test_a_submission_without_an_answer_is_looked_for_and_not_repeated(tmp_path:
         assert report.batches == len(server.log("submitted")) == 8
 
 
-def test_a_run_killed_while_it_collects_appends_only_what_is_missing(tmp_path: Path, online: list[Outcome]) -> None:
-    """As after a crash in the middle of collecting: the batch is not marked as collected, half the journal is gone."""
+def test_a_run_killed_while_collecting_appends_only_what_is_missing(tmp_path: Path, online: list[Outcome]) -> None:
+    """Simulate a crash while collecting: reset the batch to `submitted` after its answers were journaled."""
     with stand_in(mistaken=MISTAKEN, batch_s=0.3) as server:
         kill_when(server, tmp_path, lambda: stages(tmp_path) == ["submitted"])
         server.release()
@@ -235,21 +201,21 @@ def test_a_run_killed_while_it_collects_appends_only_what_is_missing(tmp_path: P
 # -------------------------------------------------------------------------------------------- what is not answered
 
 
-def test_what_an_expired_batch_finished_is_kept_and_the_rest_is_left_to_the_online_run(tmp_path: Path) -> None:
+def test_an_expired_batchs_answers_are_kept_and_the_rest_is_asked_online(tmp_path: Path) -> None:
     with stand_in(batch_expired=0.5) as server:
         given = settings(server)
         report = fill(given, tmp_path)
         assert report.answered == len(server.log("answered")) == len(Journal(tmp_path))
-        assert report.answered == 10 + 5 + 2 + 1 + 0  # half of the rows go on to each next wave
+        assert report.answered == 10 + 5 + 2 + 1 + 0  # half of the rows reach the next wave
         assert report.unanswered == {"batch_expired": 10 + 5 + 3 + 1 + 1}
         assert sum(report.unanswered.values()) == len(SEEDS)
         submitted = len(server.log("submitted"))
-        assert fill(given, tmp_path) == Report()  # a rerun does not try batches again
+        assert fill(given, tmp_path) == BatchReport()  # a rerun does not try batches again
         assert len(server.log("submitted")) == submitted
         assert answered_most(server) == 1
 
 
-def test_a_faulty_row_is_left_to_the_online_run_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_faulty_request_is_left_to_the_online_run_and_the_others_go_on(tmp_path: Path) -> None:
     with stand_in(bad_request=0.03, batch_fault=0.03, seed=1) as server:
         given = settings(server)
         report = fill(given, tmp_path)
@@ -264,7 +230,7 @@ def test_a_faulty_row_is_left_to_the_online_run_and_the_others_go_on(tmp_path: P
         assert len(server.log("answered")) == report.answered
 
 
-def test_useless_answers_are_answers(tmp_path: Path) -> None:
+def test_refused_cut_off_and_empty_answers_count_as_answers(tmp_path: Path) -> None:
     with stand_in(refusal=0.05, cut_off=0.05, empty=0.05) as server:
         given = settings(server)
         assert fill(given, tmp_path).unanswered == {}
@@ -281,14 +247,14 @@ def test_a_batch_that_fails_its_validation_is_left_to_the_online_run(tmp_path: P
         assert len(server.log("submitted")) == 1
 
 
-def test_a_batch_that_takes_too_long_is_cancelled_and_what_it_finished_is_kept(tmp_path: Path) -> None:
+def test_a_batch_beyond_its_patience_is_cancelled_and_its_answers_are_kept(tmp_path: Path) -> None:
     with stand_in(batch_s=60) as server:
         report = fill(settings(server, batches={"patience_h": 0.2 / 3600}, limit=1), tmp_path)
         assert report.answered == len(server.log("answered")) == len(Journal(tmp_path)) > 0
         assert report.unanswered == {"batch_cancelled": len(SEEDS)}
 
 
-def test_what_the_budget_does_not_cover_is_not_submitted(tmp_path: Path) -> None:
+def test_batches_beyond_the_budget_are_not_submitted(tmp_path: Path) -> None:
     with stand_in(mistaken=MISTAKEN) as server:
         whole = fill(settings(server), tmp_path / "whole").usd
         assert whole is not None
@@ -328,7 +294,7 @@ def test_an_endpoint_without_batches_says_so(tmp_path: Path) -> None:
     assert stages(tmp_path) == ["prepared"]
 
 
-def test_an_endpoint_that_is_not_there_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
+def test_an_unreachable_endpoint_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     with stand_in() as server:
         gone = settings(server, endpoint={"max_retries": 0})
     assert "the same command resumes" in failure(gone, tmp_path)
@@ -336,7 +302,7 @@ def test_an_endpoint_that_is_not_there_ends_the_run_and_it_can_be_resumed(tmp_pa
         assert fill(settings(server), tmp_path).batches == 8
 
 
-def test_a_batch_that_waits_at_another_endpoint_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_batch_pending_at_another_endpoint_ends_the_run(tmp_path: Path) -> None:
     with stand_in(batch_s=0.3) as server:
         kill_when(server, tmp_path, lambda: stages(tmp_path) == ["submitted"])
         with stand_in() as other:
@@ -350,11 +316,11 @@ def test_a_directory_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None
         assert "cannot be written" in failure(settings(server), tmp_path)
 
 
-def test_two_runs_do_not_share_their_batches(tmp_path: Path) -> None:
+def test_a_second_run_on_the_same_batches_is_refused(tmp_path: Path) -> None:
     with stand_in(batch_s=60) as server:
         command = [sys.executable, "-c", _RUN, server.url, str(tmp_path)]
         with subprocess.Popen(command, cwd=REPOSITORY) as process:
-            wait_for(lambda: stages(tmp_path) == ["submitted"])
+            wait_until(lambda: stages(tmp_path) == ["submitted"])
             assert "another run has batches there" in failure(settings(server), tmp_path)
             process.kill()
 
@@ -378,10 +344,10 @@ def rows_but_prices(published: Published) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("faults", [{}, {"batch_expired": 0.5, "batch_fault": 0.1, "bad_request": 0.01}])
-def test_a_run_in_batches_publishes_what_the_online_run_does_and_pays_nothing_twice(
-    ray_cluster: None, seeds_file: Path, tmp_path: Path, faults: dict[str, float]
+def test_a_run_in_batches_publishes_the_same_rows_and_pays_for_nothing_twice(
+    ray_cluster: None, seeds_file: Path, tmp_path: Path
 ) -> None:
+    faults = {"batch_expired": 0.5, "batch_fault": 0.1, "bad_request": 0.01}
     with stand_in(mistaken=MISTAKEN, **faults) as server:
         given = settings(server, seeds=str(seeds_file), output=str(tmp_path / "online"))
         online = run(given.model_copy(update={"batches": None}))
@@ -393,15 +359,13 @@ def test_a_run_in_batches_publishes_what_the_online_run_does_and_pays_nothing_tw
     counts = in_batches.manifest["counts"]
     assert counts["seeds"] == len(SEEDS)
     assert by_batches == len([entry for entry in answered if "batch" in entry]) == counts["replayed"]
-    assert counts["calls"] == len(answered) - by_batches
-    assert (counts["calls"] > 0) == bool(faults)
-    spent = in_batches.manifest["usd"] + in_batches.manifest["batches"]["usd"]
+    assert counts["calls"] == len(answered) - by_batches > 0
     assert in_batches.manifest["usd_replayed"] == pytest.approx(in_batches.manifest["batches"]["usd"])
-    assert (spent < online.manifest["usd"]) if faults else spent == pytest.approx(online.manifest["usd"] / 2)
+    assert in_batches.manifest["usd"] + in_batches.manifest["batches"]["usd"] < online.manifest["usd"]
 
 
 @pytest.mark.ray
-def test_a_batch_that_still_waits_is_not_asked_online(ray_cluster: None, seeds_file: Path, tmp_path: Path) -> None:
+def test_a_pending_batch_is_not_asked_online(ray_cluster: None, seeds_file: Path, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     with stand_in(batch_s=0.3) as server:
         kill_when(server, journal, lambda: stages(journal) == ["submitted"])
@@ -415,22 +379,3 @@ def test_a_batch_that_still_waits_is_not_asked_online(ray_cluster: None, seeds_f
 
 def at(server: StandIn) -> Endpoint:
     return settings(server).endpoint
-
-
-def test_a_line_of_a_batch_that_cannot_be_read_leaves_its_own_request_unanswered(tmp_path: Path) -> None:
-    message = {"content": "half \ud83d"}
-    body = {"choices": [{"message": message}], "usage": {"prompt_tokens": float("inf")}}
-    lines = [
-        json.dumps({"custom_id": "good", "response": {"status_code": 200, "body": body}}),
-        '{"custom_id": "deep", "response": %s}' % ("[" * 10_000 + "]" * 10_000),
-        json.dumps({"custom_id": "odd", "response": {"status_code": 400, "body": "no \ud83d"}, "error": "no"}),
-        json.dumps({"custom_id": "bare", "response": {"status_code": 200}}),
-    ]
-    (tmp_path / "output").write_text("\n".join(lines) + "\n")
-    said = batch_api._Answers()
-    said.index(tmp_path / "output")
-    good = said.completion("good")
-    assert good is not None
-    assert (good.text, good.prompt_tokens, good.batched) == ("half ?", 0, True)
-    assert [said.completion(key) for key in ("deep", "odd", "bare")] == [None] * 3
-    assert said.faults["odd"] == "HTTP 400"

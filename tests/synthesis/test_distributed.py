@@ -6,75 +6,41 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infembed_ray import cli, records
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
-from infembed_ray.synthesis.distributed import _require_all_journaled, run
-from infembed_ray.synthesis.journal import Journal
-from infembed_ray.synthesis.sources import Source
-from tests.stand_in_llm import StandIn, stand_in
-from tests.synthesis.exchanges import unreadable
-
-REPOSITORY = Path(__file__).parents[2]
-FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+from infembed_ray.synthesis import distributed
+from infembed_ray.synthesis.distributed import run
+from tests.support.stand_in_llm import StandIn, stand_in
+from tests.support.waiting import wait_until
+from tests.synthesis.runs import FILES, REPOSITORY, ROWS, answered_most, rows_of, settings
 
 
-@pytest.fixture
-def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+@pytest.fixture(autouse=True)
+def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let actors use Ray's idle workers; an actor that drains costs a new process (see test_driver_watch)."""
+    monkeypatch.setattr(distributed, "this_process", lambda: None)
 
 
-PLANTS = ("maple", "willow", "juniper", "bramble", "thistle", "clover", "heather", "mistletoe")
-USES = ("honey", "timber", "baskets", "medicine", "fodder", "hedges", "charcoal", "shelter")
-ROWS = [
-    {
-        "id": f"{plant}-{use}",
-        "query": f"{plant} used for {use}",
-        "passage": f"People have turned to {plant} for {use} since villages were founded near rivers, although those "
-        f"who gather it nowadays mostly sell {use} from {plant} to neighbours.",
-    }
-    for plant in PLANTS
-    for use in USES
-]
+def one_line(given: SynthesizeSettings) -> str:
+    with pytest.raises(InputError) as error:
+        run(given)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
 
 
-@pytest.fixture(scope="module")
-def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 seeds, no two alike."""
-    file = tmp_path_factory.mktemp("seeds") / "seeds.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    return file
-
-
-def settings(seeds: Path, output: Path, server: StandIn | None = None, **values: Any) -> SynthesizeSettings:
-    endpoint = {"base_url": server.url, "api_key_env": None, "timeout_s": 5} if server else {}
-    given = {"seeds": str(seeds), "output": str(output), "in_flight": 16, "actors": 2, **values}
-    return SynthesizeSettings.of({**given, "endpoint": {**endpoint, **values.get("endpoint", {})}})
-
-
-def rows_of(published: Published) -> list[list[dict[str, Any]]]:
-    return [records.read_raw(published.path / file) for file in FILES]
-
-
-def answered_most(server: StandIn) -> int:
-    """How often the request was answered that was answered most often."""
-    return max(Counter(entry["request"] for entry in server.log("answered")).values())
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+def test_bad_settings_are_refused_before_anything_is_written_or_started(seeds: Path, tmp_path: Path) -> None:
+    assert "distractors=64" in one_line(settings(seeds, tmp_path, distractors=64))
+    assert not any(path.suffix == ".partial" for path in tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------- whole runs
@@ -84,7 +50,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 180) -> None:
 def test_a_finished_journal_needs_no_key_and_no_endpoint(
     ray_cluster: None, no_key: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a limit, too: the judge's distractors come from the whole file, so its requests stay the same."""
+    """This includes a run with a limit: distractors come from the whole file, so the judge's requests do not change."""
     arguments = [
         *("synthesize", f"seeds={sample.SEEDS}", f"output={tmp_path}", f"replay=[{sample.JOURNAL}]", "limit=30"),
         *("generator.model=bundled-sample", "generator.temperature=null", "judge.model=bundled-sample"),
@@ -114,7 +80,7 @@ def test_with_faults_of_every_kind_every_seed_is_kept_rejected_or_a_dead_letter(
     with stand_in(latency_s=0.01, jitter_s=0.02, retry_after_s=0.05, **faults) as server:
         first = run(settings(seeds, tmp_path / "out", server))
         answered = len(server.log("answered"))
-        # Another output of the same: the journal answers, except what the endpoint never did.
+        # A second output: the journal answers everything that the endpoint answered.
         again = run(settings(seeds, tmp_path / "again", server, journal=str(tmp_path / "out" / "journal"), actors=1))
         assert answered_most(server) == 1
         bad_requests = server.log("bad_request")
@@ -143,28 +109,21 @@ def test_with_faults_of_every_kind_every_seed_is_kept_rejected_or_a_dead_letter(
 
 
 @pytest.mark.ray
-def test_an_answer_that_cannot_be_read_or_written_costs_its_own_row_at_most(
-    ray_cluster: None, seeds: Path, tmp_path: Path
-) -> None:
+def test_an_unreadable_answer_fails_only_its_own_row(ray_cluster: None, seeds: Path, tmp_path: Path) -> None:
     bad = {"surrogate": ROWS[3]["query"], "infinite_usage": ROWS[7]["query"], "deep": ROWS[11]["query"]}
     with stand_in(**bad) as server:
-        first = run(settings(seeds, tmp_path / "out", server, limit=60))
-        sent = len(server.log())
-        journal = str(tmp_path / "out" / "journal")
-        again = run(settings(seeds, tmp_path / "again", server, limit=60, journal=journal))
-        assert len(server.log()) == sent
+        published = run(settings(seeds, tmp_path, server, limit=20))
         assert answered_most(server) == 1
-    counts = first.manifest["counts"]
-    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 60
-    assert rows_of(again) == rows_of(first)
-    kept, rejected, dead = ({row["id"]: row for row in rows} for rows in rows_of(first))
+    counts = published.manifest["counts"]
+    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 20
+    kept, rejected, dead = ({row["id"]: row for row in rows} for rows in rows_of(published))
     assert ROWS[7]["id"] in {**kept, **rejected}
     assert "?" in str({**kept, **rejected}[ROWS[3]["id"]])
     assert "unreadable answer" in dead[ROWS[11]["id"]]["error"]
 
 
 @pytest.mark.ray
-def test_a_model_that_refuses_every_request_stops_the_run_and_what_was_paid_is_kept(
+def test_a_model_that_refuses_every_request_stops_the_run_and_paid_answers_are_kept(
     ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -178,10 +137,7 @@ def test_a_model_that_refuses_every_request_stops_the_run_and_what_was_paid_is_k
     assert "nothing is published" in message
     assert not (out / "latest").exists()
     assert len(refused) < 64
-    with stand_in() as server:
-        whole = run(settings(seeds, out, server))
-        assert not {entry["request"] for entry in server.log()} & {entry["request"] for entry in answered}
-    assert whole.manifest["counts"]["replayed"] == len(answered)
+    assert len(Journal(out / "journal")) == len(answered)
 
 
 @pytest.mark.ray
@@ -196,7 +152,7 @@ def test_a_model_that_refuses_every_request_stops_the_run_and_what_was_paid_is_k
     ],
     ids=["refused", "rejected"],
 )
-def test_a_run_that_keeps_nothing_fails_and_its_rejected_rows_can_be_read(
+def test_a_run_that_keeps_nothing_fails_and_leaves_its_rejected_rows(
     ray_cluster: None, seeds: Path, tmp_path: Path, behaviour: dict[str, Any], said: str
 ) -> None:
     with stand_in(**behaviour) as server:
@@ -213,15 +169,15 @@ def test_a_run_that_keeps_nothing_fails_and_its_rejected_rows_can_be_read(
 
 
 class Held:
-    """Holds the endpoint once it has answered some requests, so that a kill finds all others unanswered."""
+    """Holds the endpoint after some answers, so that a kill finds all other requests unanswered."""
 
     def __init__(self, server: StandIn, journal: Path, answers: int) -> None:
         self._server, self._journal, self._answers = server, journal, answers
 
     def __enter__(self) -> list[int]:
-        wait_for(lambda: len(self._server.log("answered")) >= self._answers)
+        wait_until(lambda: len(self._server.log("answered")) >= self._answers)
         self._server.hold()
-        wait_for(lambda: self._journaled() == len(self._server.log("answered")))
+        wait_until(lambda: self._journaled() == len(self._server.log("answered")))
         return [int(segment.stem.split("-")[-2]) for segment in self._journal.glob("*.jsonl")]
 
     def __exit__(self, *_: object) -> None:
@@ -239,17 +195,16 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    ray_cluster: None, seeds: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[list[dict[str, Any]]]:
-    """The rows of a run that nothing disturbs."""
+def uninterrupted(ray_cluster: None, seeds: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """An undisturbed run."""
     with stand_in(mistaken=0.2) as server:
-        return rows_of(run(settings(seeds, tmp_path_factory.mktemp("uninterrupted"), server)))
+        return run(settings(seeds, tmp_path_factory.mktemp("uninterrupted"), server))
 
 
 @pytest.mark.ray
-def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_more(
-    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path
+@pytest.mark.slow  # tests/llm/test_driver_watch.py tests the drain quickly, without a cluster
+def test_actors_of_a_killed_driver_journal_requests_in_flight_and_send_nothing_more(
+    uninterrupted: Published, seeds: Path, tmp_path: Path
 ) -> None:
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
         output = tmp_path / "out"
@@ -260,10 +215,10 @@ def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_mo
         with driver, Held(server, output / "journal", answers=150) as actors:
             driver.send_signal(signal.SIGKILL)
             driver.wait()
-            time.sleep(3)  # Ray by itself ends the actors sooner
-            assert any(alive(pid) for pid in actors)  # one without a request in flight has ended
-            released = time.time()  # until then, the requests in flight held all slots
-        wait_for(lambda: not any(alive(pid) for pid in actors))
+            time.sleep(3)  # Ray alone would end the actors sooner
+            assert any(alive(pid) for pid in actors)  # an actor without requests in flight has ended already
+            released = time.time()  # until now, the requests in flight took all slots
+        wait_until(lambda: not any(alive(pid) for pid in actors))
         assert not (output / "latest").exists()
         answered = len(server.log("answered"))
         assert len(server.log()) == answered
@@ -272,20 +227,20 @@ def test_actors_of_a_killed_driver_journal_what_is_in_flight_and_send_nothing_mo
         resumed = run(settings(seeds, output, server))
         assert answered_most(server) == 1
     assert resumed.manifest["counts"]["replayed"] == answered > 150
-    assert rows_of(resumed) == uninterrupted
+    assert rows_of(resumed) == rows_of(uninterrupted)
 
 
 @pytest.mark.ray
 def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
-    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path
+    uninterrupted: Published, seeds: Path, tmp_path: Path
 ) -> None:
     killed: list[int] = []
 
     def kill_one(server: StandIn) -> None:
         with Held(server, tmp_path / "out" / "journal", answers=100) as actors:
             os.kill(actors[0], signal.SIGKILL)
-            wait_for(lambda: not alive(actors[0]))
-            time.sleep(1)  # until the server has seen the dead process' connections close: it must not answer them
+            wait_until(lambda: not alive(actors[0]))
+            time.sleep(1)  # until the server has seen the dead actor's connections close
             killed.append(actors[0])
 
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
@@ -295,14 +250,14 @@ def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
         killer.join()
         assert len(killed) == 1
         assert answered_most(server) == 1
-    assert rows_of(published) == uninterrupted
+    assert rows_of(published) == rows_of(uninterrupted)
 
 
 @pytest.mark.ray
 def test_a_refused_key_ends_the_run_with_one_line_and_the_journal_resumes_it(
     ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
-    wrong = {"api_key_env": "HOME"}  # set in every worker, and no key of this endpoint
+    wrong = {"api_key_env": "HOME"}  # set in every worker, but not the endpoint's key
     with stand_in() as server:
         run(settings(seeds, tmp_path / "out", server, limit=8))
     with stand_in(key="right") as server:
@@ -324,7 +279,7 @@ BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"
 
 
 def spent_usd(server: StandIn) -> float:
-    """By the server's own count, answers that never arrived included."""
+    """Return the server's own count, including answers that never arrived."""
     price = {"gpt-4o-mini": (1e-6, 2e-6), "o4-mini": (10e-6, 40e-6)}
     return sum(
         price[entry["model"]][0] * entry["prompt_tokens"] + price[entry["model"]][1] * entry["completion_tokens"]
@@ -334,9 +289,7 @@ def spent_usd(server: StandIn) -> float:
 
 
 @pytest.mark.ray
-def test_a_budget_is_kept_by_all_actors_and_a_higher_one_resumes(
-    ray_cluster: None, seeds: Path, tmp_path: Path
-) -> None:
+def test_all_actors_keep_the_budget_and_a_higher_budget_resumes(ray_cluster: None, seeds: Path, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(PRICES)
     out, shared = tmp_path / "out", {**BOUNDED, "prices": str(tmp_path / "prices.yaml"), "actors": 4, "in_flight": 8}
     with stand_in(latency_s=0.1, rate_limited=0.3, retry_after_s=0.05, truncated=0.02) as server:
@@ -361,8 +314,8 @@ def test_a_budget_is_kept_by_all_actors_and_a_higher_one_resumes(
 
 
 @pytest.mark.ray
-@pytest.mark.slow  # its lower bound is a rate: an idle machine's business
-def test_all_actors_together_keep_the_requests_of_a_window_and_those_in_flight(
+@pytest.mark.slow  # the rate it must reach needs an idle machine
+def test_all_actors_together_keep_the_rate_limit_and_the_requests_in_flight(
     ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
     with stand_in(latency_s=0.02) as server:
@@ -379,11 +332,8 @@ def test_all_actors_together_keep_the_requests_of_a_window_and_those_in_flight(
 
 
 @pytest.mark.ray
-def test_the_manifest_says_what_came_to_each_step_and_what_it_stopped(
-    ray_cluster: None, seeds: Path, tmp_path: Path
-) -> None:
-    with stand_in(mistaken=0.3, refusal=0.02) as server:
-        manifest = run(settings(seeds, tmp_path / "out", server)).manifest
+def test_the_manifests_funnel_adds_up(uninterrupted: Published) -> None:
+    manifest = uninterrupted.manifest
     funnel = list(manifest["funnel"].values())
     assert funnel[0]["reached"] == 64
     for step, following in itertools.pairwise(funnel):
@@ -393,90 +343,8 @@ def test_the_manifest_says_what_came_to_each_step_and_what_it_stopped(
     assert sum(step["rejected"] for step in funnel) == manifest["counts"]["rejected"] > 0
 
 
-# ------------------------------------------------------------------------------------------------- bad input
-
-
-def one_line(given: SynthesizeSettings) -> str:
-    with pytest.raises(InputError) as error:
-        run(given)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
-
-
-def test_without_a_key_it_says_how_many_seeds_need_which_models(no_key: None, seeds: Path, tmp_path: Path) -> None:
-    message = one_line(settings(seeds, tmp_path / "out"))
-    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in message
-    assert "64 of 64 seeds need requests to gpt-4o-mini" in message
-    assert "export OPENAI_API_KEY" in message
-    assert "for a local server, set endpoint.base_url to its URL and endpoint.api_key_env=null" in message
-    local = one_line(settings(seeds, tmp_path / "out", endpoint={"base_url": "http://localhost:8000/v1"}))
-    assert "if http://localhost:8000/v1 needs no key, set endpoint.api_key_env=null" in local
-
-
-def test_without_a_key_seeds_that_the_journal_answers_are_not_counted(no_key: None, tmp_path: Path) -> None:
-    lines = sample.JOURNAL.read_bytes().splitlines(keepends=True)
-    partly = tmp_path / "partly.jsonl"
-    partly.write_bytes(b"".join(line for line in lines if b'"row": "sleep-01"' not in line))
-    given = settings(
-        sample.SEEDS,
-        tmp_path / "out",
-        replay=[str(partly)],
-        generator={"model": "bundled-sample"},
-        judge={"model": "bundled-sample"},
-    )
-    assert "1 of 144 seeds need requests to bundled-sample" in one_line(given)
-
-
-def test_without_a_key_a_journal_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
-    replayed = tmp_path / "replayed.jsonl"
-    replayed.write_bytes(sample.JOURNAL.read_bytes())
-    journal = Journal(tmp_path / "journal", [replayed])
-    unreadable(replayed)
-    models = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled-sample"}}
-    given = settings(sample.SEEDS, tmp_path / "out", **models)
-    source = Source(given)
-    with pytest.raises(InputError, match=r"^journal=.*cannot be read \(Is a directory\)$"):
-        _require_all_journaled(given, source, 144, source.survey().pool, journal)
-
-
-def test_bad_settings_are_refused_in_one_line_before_any_work(seeds: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    keyless = {"api_key_env": None}
-    assert "seeds=" in one_line(settings(tmp_path / "nowhere.jsonl", out))
-    assert "replay=" in one_line(settings(seeds, out, replay=[str(tmp_path / "nowhere")]))
-    assert "distractors=64" in one_line(settings(seeds, out, distractors=64))
-    assert "endpoint.base_url=localhost" in one_line(settings(seeds, out, endpoint={"base_url": "localhost"}))
-    assert "column question is missing" in one_line(settings(seeds, out, columns={"query": "question"}))
-    steps = {"judge_positiv": {"model": "o3"}}
-    assert "steps.judge_positiv: no such step: did you mean judge_positive?" in one_line(
-        settings(seeds, out, endpoint=keyless, steps=steps)
-    )
-    blocked = tmp_path / "file"
-    blocked.touch()
-    assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
-    assert not any(path.suffix == ".partial" for path in out.iterdir())
-
-
-def test_limits_that_cannot_be_kept_are_refused_before_any_work(
-    monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path
-) -> None:
-    def refused(**values: Any) -> str:
-        return one_line(settings(seeds, tmp_path / "out", endpoint={"api_key_env": None}, **values))
-
-    budget = {"limits": {"budget_usd": 5}}
-    assert "judge.max_tokens=null puts no bound" in refused(**{**BOUNDED, "judge": {"model": "o4-mini"}}, **budget)
-    unknown = {**BOUNDED, "judge": {"model": "my-own", "max_tokens": 9}}
-    assert "no price is known of judge.model=my-own" in refused(**unknown, **budget)
-    assert "tokens_per_minute=9000: generator.max_tokens=null" in refused(limits={"tokens_per_minute": 9000})
-    assert "prices=" in refused(prices=str(tmp_path / "nowhere.yaml"))
-    (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")
-    assert "no price table" in refused(prices=str(tmp_path / "prices.yaml"))
-    assert "more_endpoints.0.base_url=ftp" in refused(more_endpoints=[{"base_url": "ftp://x", "api_key_env": None}])
-
-
 @pytest.mark.ray
-def test_answers_in_json_complements_and_repairs_pass_through_the_whole_run(
+def test_structured_answers_complements_and_repairs_pass_through_a_run(
     ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
     with stand_in(malformed=0.15) as server:
@@ -487,7 +355,7 @@ def test_answers_in_json_complements_and_repairs_pass_through_the_whole_run(
     kept, rejected, dead = rows_of(published)
     assert len(kept) + len(rejected) + len(dead) == len(ROWS)
     assert published.manifest["counts"]["calls"] == answered
-    # Malformed twice in a row: two or three of a hundred requests, eight or ten requests a row.
+    # 2-3 % of the requests are malformed twice; a row has 8-10 requests.
     assert len(dead) < len(ROWS) / 2
     assert all("malformed answer" in row["error"] for row in dead)
     assert any("repair=1" in row["provenance"]["prompt_version"] for row in kept)

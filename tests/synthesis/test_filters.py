@@ -8,7 +8,7 @@ words = st.lists(st.from_regex(r"[a-z]{2,8}", fullmatch=True), min_size=3, max_s
 
 
 @given(words, st.text())
-def test_what_follows_the_first_newline_is_gone(line: str, rest: str) -> None:
+def test_text_after_the_first_newline_is_removed(line: str, rest: str) -> None:
     assert first_line(f" {line} \n{rest}") == line
 
 
@@ -28,12 +28,12 @@ def test_a_useless_first_line_is_named(kind, text: str, reason: str) -> None:
 
 
 @given(words)
-def test_a_plain_request_is_fit(line: str) -> None:
+def test_a_plain_request_is_usable(line: str) -> None:
     assert fault("instruction", line) is None
     assert fault("query", line, poisons=f"another {line}") is None
 
 
-def test_one_word_is_a_query() -> None:
+def test_one_word_is_a_usable_query() -> None:
     assert fault("query", "espresso") is None
 
 
@@ -53,13 +53,13 @@ def test_a_poison_that_changes_nothing_is_useless(line: str) -> None:
         ("C#", ["a C# method"], ["a C++ method"]),
     ],
 )
-def test_a_language_is_named_as_a_word_of_its_own(language: str, named: list[str], not_named: list[str]) -> None:
+def test_a_language_is_named_only_as_a_separate_word(language: str, named: list[str], not_named: list[str]) -> None:
     assert [text for text in named if not names(text, language)] == []
     assert [text for text in not_named if names(text, language)] == []
 
 
 @given(words)
-def test_an_instruction_for_code_must_name_the_language_and_a_query_need_not(line: str) -> None:
+def test_an_instruction_for_code_must_name_the_language_but_a_query_need_not(line: str) -> None:
     assert fault("instruction", line, language="C++") == "does not name the programming language C++"
     assert fault("instruction", f"{line} in c++", language="C++") is None
     assert fault("query", line, language="C++") is None

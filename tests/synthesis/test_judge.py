@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infembed_ray.llm.chat import RowFailure
 from infembed_ray.records import SCENARIOS
 from infembed_ray.synthesis import judge
-from infembed_ray.synthesis.chat import RowFailure
 
 DOCUMENTS = {scenario: f"text of {scenario}" for scenario in SCENARIOS}
 POOL = [*(f"other {number}" for number in range(20)), DOCUMENTS["positive"]]
@@ -35,7 +35,7 @@ def test_a_lineup_depends_on_its_seed_alone(count: int, seed: tuple[int, str, st
     assert judge.lineup(DOCUMENTS, POOL, count, *seed) == judge.lineup(again, POOL, count, *seed)
 
 
-def test_every_candidate_takes_every_place() -> None:
+def test_every_candidate_occurs_at_every_position() -> None:
     places = {
         (name, place) for row in range(300) for place, name in enumerate(judge.lineup(DOCUMENTS, POOL, 2, row).names)
     }
@@ -43,9 +43,7 @@ def test_every_candidate_takes_every_place() -> None:
 
 
 @given(counts, seeds, st.data())
-def test_the_number_shown_before_a_passage_picks_it(
-    count: int, seed: tuple[int, str, str], data: st.DataObject
-) -> None:
+def test_the_number_before_a_passage_picks_it(count: int, seed: tuple[int, str, str], data: st.DataObject) -> None:
     shown = judge.lineup(DOCUMENTS, POOL, count, *seed)
     numbered = dict(re.findall(r"^\[(\d+)\] (.*)$", str(shown), re.MULTILINE))
     number = data.draw(st.sampled_from(sorted(numbered)))
@@ -57,9 +55,7 @@ def test_the_number_shown_before_a_passage_picks_it(
 
 
 @given(counts, seeds)
-def test_every_choice_is_a_verdict_and_there_is_one_for_each_candidate_and_none(
-    count: int, seed: tuple[int, str, str]
-) -> None:
+def test_every_choice_is_a_verdict(count: int, seed: tuple[int, str, str]) -> None:
     shown = judge.lineup(DOCUMENTS, POOL, count, *seed)
     assert [judge.verdict(f"Answer: {choice}", shown) for choice in shown.choices] == [*shown.names, judge.NONE]
 
@@ -72,6 +68,6 @@ def test_none_is_a_verdict(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["2", "The second.", "Answer: the second", "Answer: 0", "Answer: 6", "Answer: 123456789012"]
 )
-def test_what_picks_no_candidate_is_malformed(text: str) -> None:
+def test_an_answer_that_picks_no_candidate_is_malformed(text: str) -> None:
     with pytest.raises(RowFailure, match="malformed"):
         judge.verdict(text, judge.lineup(DOCUMENTS, POOL, 2, 0))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray import records
+from infembed_ray.llm.prices import PriceTable
 from infembed_ray.synthesis import outputs
 from infembed_ray.synthesis.outputs import Outputs
-from infembed_ray.synthesis.prices import PriceTable
-from infembed_ray.synthesis.steps import Kind, Outcome, Spend
+from infembed_ray.synthesis.pipeline import Kind, Outcome, Spend
 
 TABLE = PriceTable("2026-01-01", {})
 FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
@@ -28,9 +28,9 @@ def outcome(index: int, kind: Kind, paid: Spend | None = None, replayed: Spend |
     return Outcome(kind, row, paid or Spend(3, 30, 6, 0.1), replayed or Spend(2, 20, 4, 0.2))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
-def test_any_order_of_arrival_gives_the_same_files_in_the_order_of_the_seeds(data: st.DataObject) -> None:
+def test_any_order_of_arrival_gives_the_same_files_in_seed_order(data: st.DataObject) -> None:
     kinds: list[Kind] = data.draw(st.lists(st.sampled_from(["kept", "rejected", "dead_letter"]), max_size=12))
     order = data.draw(st.permutations(range(len(kinds))))
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def test_any_order_of_arrival_gives_the_same_files_in_the_order_of_the_seeds(dat
             assert ids == [f"seed-{index}" for index, each in enumerate(kinds) if each == kind]
 
 
-def test_the_figures_separate_what_was_paid_now_from_what_was_replayed(tmp_path: Path) -> None:
+def test_figures_separate_paid_from_replayed_calls(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE) as files:
         for index, kind in enumerate(("kept", "rejected", "kept", "dead_letter", "rejected", "rejected")):
             files.add(index, outcome(index, kind))
@@ -65,7 +65,7 @@ def test_the_figures_separate_what_was_paid_now_from_what_was_replayed(tmp_path:
     }
 
 
-def test_the_funnel_begins_with_the_seeds_that_lack_a_text(tmp_path: Path) -> None:
+def test_the_funnel_starts_with_seeds_that_lack_a_text(tmp_path: Path) -> None:
     lacking = Outcome("dead_letter", {"id": "empty", "step": "seed", "error": "its query is empty"}, Spend(), Spend())
     with Outputs(tmp_path, TABLE) as files:
         files.add(0, lacking)
@@ -75,7 +75,7 @@ def test_the_funnel_begins_with_the_seeds_that_lack_a_text(tmp_path: Path) -> No
     assert {step["reached"] for name, step in funnel.items() if name != "seed"} == {1}
 
 
-def test_a_price_unknown_for_one_row_is_unknown_for_the_run(tmp_path: Path) -> None:
+def test_one_unknown_price_makes_the_runs_price_unknown(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE) as files:
         files.add(0, outcome(0, "kept"))
         files.add(1, outcome(1, "kept", paid=Spend(1, 5, 5, None)))
@@ -91,7 +91,7 @@ def test_files_without_rows_have_their_columns(tmp_path: Path) -> None:
     assert schemas == [records.RECORD.names, records.REJECTED.names, records.DEAD_LETTER.names]
 
 
-def test_complements_have_a_file_only_if_there_are_any_and_stand_in_the_order_of_the_seeds(tmp_path: Path) -> None:
+def test_complements_are_written_in_seed_order_only_if_there_are_any(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE) as files:
         files.add(0, outcome(0, "kept"))
     assert not (tmp_path / records.COMPLEMENTS_FILE).exists()

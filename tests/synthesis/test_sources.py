@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records import Seed
 from infembed_ray.synthesis import sources
@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 
 
 def source(path: Path, **values: Any) -> Source:
-    return Source(SynthesizeSettings.of({"seeds": str(path), "output": "", **values}))
+    return Source(SynthesizeSettings.from_mapping({"seeds": str(path), "output": "", **values}))
 
 
 def jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -65,9 +65,9 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", ".csv", ".tsv"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
-def test_the_same_rows_are_the_same_seeds_in_every_format(
+def test_equal_rows_give_equal_seeds_in_every_format(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, pairs: list[tuple[str, str]]
 ) -> None:
     rows = [{"key": f"0{n}", "question": q, "passage": p, "other": "x"} for n, (q, p) in enumerate(pairs)]
@@ -76,12 +76,12 @@ def test_the_same_rows_are_the_same_seeds_in_every_format(
     assert got == [Seed(f"0{n}", q, p) for n, (q, p) in enumerate(pairs)]
 
 
-def test_what_travels_along_is_taken_where_it_is_there(tmp_path: Path) -> None:
+def test_optional_columns_are_read_if_present(tmp_path: Path) -> None:
     row = {"id": 7, "query": "q", "passage": "p", "source": "s", "topic": "t", "split": "dev", "language": "Java"}
     assert list(source(jsonl(tmp_path / "a.jsonl", [row]))) == [Seed("7", "q", "p", "s", "t", "dev", "Java")]
 
 
-def test_a_directory_is_all_its_files_of_one_format_and_shards_say_their_split(tmp_path: Path) -> None:
+def test_a_directory_is_read_whole_and_shards_name_their_split(tmp_path: Path) -> None:
     rows = table(6)
     (tmp_path / "data").mkdir()
     for name, part in (("train-00001-of-00002", rows[2:4]), ("train-00000-of-00002", rows[:2]), ("dev", rows[4:])):
@@ -96,7 +96,7 @@ def test_a_directory_is_all_its_files_of_one_format_and_shards_say_their_split(t
     assert source(tmp_path, split="train").survey().seeds == 4
 
 
-def test_the_limit_takes_the_first_seeds_but_distractors_come_from_all(tmp_path: Path) -> None:
+def test_the_limit_takes_the_first_seeds_but_the_pool_has_all_passages(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", table(9))
     few = source(path, limit=4)
     assert [seed.id for seed in few] == ["s0", "s1", "s2", "s3"]
@@ -105,20 +105,20 @@ def test_the_limit_takes_the_first_seeds_but_distractors_come_from_all(tmp_path:
     assert source(path, limit=40).survey().seeds == 9
 
 
-def test_a_source_is_read_again_from_its_beginning(tmp_path: Path) -> None:
+def test_a_source_can_be_iterated_again(tmp_path: Path) -> None:
     seeds = source(jsonl(tmp_path / "a.jsonl", table(5)))
     assert list(seeds) == list(seeds)
     assert len(list(seeds)) == 5
 
 
-def test_passages_are_cut_after_so_many_words(tmp_path: Path) -> None:
+def test_passages_are_cut_after_passage_words(tmp_path: Path) -> None:
     rows = [{"id": "1", "query": "a b c", "passage": " one  two\nthree four "}]
     path = jsonl(tmp_path / "a.jsonl", rows)
     assert [seed.passage for seed in source(path, passage_words=3)] == [" one  two\nthree"]
     assert [seed.passage for seed in source(path, passage_words=9)] == [" one  two\nthree four "]
 
 
-def test_an_empty_query_or_passage_is_a_seed_to_be_dead_lettered_and_no_distractor(tmp_path: Path) -> None:
+def test_an_empty_passage_is_a_seed_but_no_distractor(tmp_path: Path) -> None:
     rows = [*table(2), {"id": "x", "query": None, "passage": "p"}, {"id": "y", "query": "q", "passage": " "}]
     surveyed = source(jsonl(tmp_path / "a.jsonl", rows)).survey()
     assert surveyed.seeds == 4
@@ -131,17 +131,17 @@ def test_an_empty_query_or_passage_is_a_seed_to_be_dead_lettered_and_no_distract
         ('{"id": "1", "query": "q"}\n', r"column passage is missing (found: id, query)"),
         ("", "no seeds in it as format=table (it has no rows)"),
         ('{"id": "1", "query": "q", "passage": "p"}\n{"id"', "line 2 is not JSON"),
-        ('{"id": "1", "query": "q", "passage": "p"}\n' * 2, "id 1 stands twice"),
+        ('{"id": "1", "query": "q", "passage": "p"}\n' * 2, "id 1 occurs twice"),
         ('{"id": "1", "query": "q", "passage": "p"}\n{"query": "q", "passage": "p"}\n', "seed 2 has no id"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_any_work(tmp_path: Path, content: str, message: str) -> None:
+def test_unreadable_seeds_are_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content, encoding="utf-8")
     assert message in refusal(path)
 
 
-def test_half_a_surrogate_pair_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
         '{"id": "1\\ud83d", "query": "q \\ud83d!", "passage": "\\ud83d\\ude00 \\ude00", "topic": "\\ud83d"}\n'
@@ -150,7 +150,7 @@ def test_half_a_surrogate_pair_does_not_stop_a_run(tmp_path: Path) -> None:
     assert source(path).survey().seeds == 1
 
 
-def test_a_missing_column_is_noticed_before_anything_is_surveyed(tmp_path: Path) -> None:
+def test_a_missing_column_is_found_before_the_survey(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", table(3))
     jsonl(tmp_path / "b.jsonl", [{"id": "1", "query": "q"}])
     with pytest.raises(InputError, match=r"b.jsonl: column passage is missing"):
@@ -162,31 +162,32 @@ def test_a_missing_column_is_noticed_before_anything_is_surveyed(tmp_path: Path)
     [
         ("a.csv", "id,query,passage\n1,q\n", "line 2 has another number of fields"),
         ("a.csv", "id,query,passage\n1,q,p,more\n", "line 2 has another number of fields"),
-        ("a.csv", 'id,query,passage\n1,q,"p\n', "no CSV after line 1"),
+        ("a.csv", 'id,query,passage\n1,q,"p\n', "not CSV after line 1"),
         ("a.json", '[{"id": "1", "query": "q", "passage": "p"}, {"id"', "row 2 is not JSON"),
-        ("a.json", '[{"id": "1", "query": "q", "passage": "p"}, 5]', "row 2 is no JSON object"),
+        ("a.json", '[{"id": "1", "query": "q", "passage": "p"}, 5]', "row 2 is not a JSON object"),
         ("a.txt", "text", "unknown format .txt; give .parquet, .jsonl"),
         ("a.parquet", "PAR1", "not readable as Parquet"),
     ],
 )
-def test_a_damaged_file_is_named_with_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     assert message in refusal(tmp_path / name)
 
 
-def test_bad_settings_of_a_source_are_refused(tmp_path: Path) -> None:
+def test_bad_source_settings_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(table(2)), tmp_path / "train-00000-of-00001.parquet")
     assert "split=test: " in refusal(tmp_path, split="test")
     assert "column query_id is missing" in refusal(tmp_path, format="msmarco")
     assert "leave columns out" in refusal(tmp_path, format="msmarco", columns={"id": "x"})
     assert "no such file" in refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "no files in this directory" in refusal(tmp_path / "empty")
+    assert "no data files in this directory" in refusal(tmp_path / "empty")
 
 
 # ----------------------------------------------------------------------------------------------- bounded memory
 
 
+@pytest.mark.integration
 def test_memory_does_not_grow_with_the_length_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "POOL_SIZE", 50)
 
@@ -203,17 +204,17 @@ def test_memory_does_not_grow_with_the_length_of_the_seeds(tmp_path: Path, monke
 
     for suffix in (".jsonl", ".parquet"):
         peak(1, suffix)  # what is allocated once
-        # 6 MB of passages more; the pool, and one block of 1,024 rows, may grow.
+        # 6 MB more passages; the pool and one block of 1,024 rows may grow.
         assert peak(1000, suffix) < peak(1, suffix) + 3_500_000
 
 
 @settings(deadline=None)
 @given(st.lists(st.text(max_size=3), max_size=40), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_the_pool_is_the_same_distinct_passages_in_whatever_order_they_come(
+def test_the_pool_does_not_depend_on_the_order_of_the_passages(
     passages: list[str], size: int, rng: random.Random
 ) -> None:
     def pool(texts: Iterable[str]) -> tuple[str, ...]:
-        filling = sources._Pool(size)
+        filling = sources._PassageSample(size)
         for text in texts:
             filling.add(text)
         return filling.passages()
@@ -229,7 +230,7 @@ def test_the_pool_is_the_same_distinct_passages_in_whatever_order_they_come(
 
 
 def test_the_pool_is_a_fair_sample() -> None:
-    filling = sources._Pool(500)
+    filling = sources._PassageSample(500)
     for number in range(5000):
         filling.add(f"passage {number}")
     early = sum(int(passage.split()[1]) < 2500 for passage in filling.passages())
@@ -240,7 +241,7 @@ def test_the_pool_is_a_fair_sample() -> None:
 
 
 def msmarco(rows: Iterable[tuple[int, str, list[tuple[int, str]]]]) -> Iterator[dict[str, Any]]:
-    """Rows as v2.1 has them on the hub."""
+    """Rows in the layout of v2.1 on the hub."""
     for query_id, query, passages in rows:
         yield {
             "answers": ["No Answer Present."],
@@ -257,7 +258,7 @@ def msmarco(rows: Iterable[tuple[int, str, list[tuple[int, str]]]]) -> Iterator[
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_msmarco_gives_a_seed_for_each_passage_that_people_selected(tmp_path: Path, suffix: str) -> None:
+def test_msmarco_gives_a_seed_per_selected_passage(tmp_path: Path, suffix: str) -> None:
     rows = msmarco(
         [
             (1102432, ". what is a corporation?", [(0, "no"), (1, "A company is..."), (1, "A corporation is...")]),
@@ -274,12 +275,12 @@ def test_msmarco_gives_a_seed_for_each_passage_that_people_selected(tmp_path: Pa
     assert dict(seeds.survey().left_out) == {"a query without a selected passage": 1}
 
 
-def test_a_row_that_is_not_as_published_is_named(tmp_path: Path) -> None:
+def test_a_row_with_another_layout_is_named(tmp_path: Path) -> None:
     rows = [*msmarco([(1, "q", [(1, "p")])]), {"query_id": 2, "query": "q", "passages": None}]
-    assert "row 2 is not as msmarco is published" in refusal(jsonl(tmp_path / "a.jsonl", rows), format="msmarco")
+    assert "row 2 does not have the layout of msmarco" in refusal(jsonl(tmp_path / "a.jsonl", rows), format="msmarco")
 
 
-def test_leetcode_gives_a_seed_for_each_language_and_says_which(tmp_path: Path) -> None:
+def test_leetcode_gives_a_seed_per_language(tmp_path: Path) -> None:
     common = {"title": "Two Sum", "slug": "two-sum", "difficulty": "Easy", "content": "Given an array..."}
     solutions = {"java": "```java\nclass", "c++": "```cpp\n", "python": "```python\ndef", "javascript": ""}
     seeds = source(jsonl(tmp_path / "leetcode-train.jsonl", [{"id": 1, **common, **solutions}]), format="leetcode")
@@ -381,7 +382,7 @@ def robust(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_robust04_gives_a_seed_for_each_topic_and_document_judged_relevant(robust: Path) -> None:
+def test_robust04_gives_a_seed_per_topic_and_relevant_document(robust: Path) -> None:
     seeds = source(robust, format="robust04")
     crime, polio = "International Organized Crime", "Poliomyelitis and Post-Polio"
     fbis = "Crime & borders\nArticle Type:BFN Gangs cross borders at night."
@@ -394,7 +395,7 @@ def test_robust04_gives_a_seed_for_each_topic_and_document_judged_relevant(robus
     assert dict(seeds.survey().left_out) == {"a relevant document that is not in the directory": 1}
 
 
-def test_what_robust04_lacks_is_named(robust: Path) -> None:
+def test_errors_name_what_robust04_lacks(robust: Path) -> None:
     (robust / "qrels.robust2004.txt").write_text("301 0 FBIS3-10082\n")
     assert "line 1 is no judgement" in refusal(robust, format="robust04")
     (robust / "qrels.robust2004.txt").write_text("999 0 FBIS3-10082 1\n")
@@ -410,7 +411,7 @@ def test_what_robust04_lacks_is_named(robust: Path) -> None:
     assert "is a directory of topics" in refusal(robust / "04.testset", format="robust04")
 
 
-def test_the_real_msmarco_seeds_stream_as_they_are(shared_data: Path) -> None:
+def test_the_development_msmarco_seeds_are_read(shared_data: Path) -> None:
     path = shared_data / "msmarco_seeds" / "seeds.jsonl"
     seeds = list(source(path))
     assert len(seeds) == 1743 == source(path).survey().seeds

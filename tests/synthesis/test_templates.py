@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.config import ChatModel
+from infembed_ray.config.llm import ChatModel
+from infembed_ray.llm.chat import Malformed
+from infembed_ray.llm.structured_output import AnswerFormat
 from infembed_ray.synthesis import templates
-from infembed_ray.synthesis.chat import Malformed
-from infembed_ray.synthesis.formats import AnswerFormat
 
 FIELDS = {
     "instruction_generation": {"document", "query"},
@@ -18,12 +18,12 @@ FIELDS = {
 ADDITIONS = [(file.parent.name, file.stem) for file in sorted(templates.DIRECTORY.glob("sources/*/*.md"))]
 
 
-def test_the_prompts_are_those_of_the_pipeline() -> None:
+def test_every_prompt_file_is_used() -> None:
     assert {file.stem for file in templates.DIRECTORY.glob("*.md")} == {*FIELDS, "repair"}
 
 
 @pytest.mark.parametrize(("source", "name"), ADDITIONS)
-def test_what_a_prompt_says_in_addition_is_part_of_its_text_and_of_its_version(source: str, name: str) -> None:
+def test_a_sources_addition_is_part_of_the_text_and_the_version(source: str, name: str) -> None:
     plain, special = templates.load(name), templates.load(name, source.upper())
     added = special.text.replace(plain.text.partition("\n\nPlease provide")[0], "")
     assert len(added) > 100
@@ -38,12 +38,12 @@ def test_other_sources_are_asked_the_plain_prompt(source: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_a_prompt_asks_for_what_the_steps_give_it(name: str) -> None:
+def test_a_prompt_has_the_fields_that_its_steps_fill(name: str) -> None:
     assert templates.load(name).fields == FIELDS[name]
 
 
 @pytest.mark.parametrize("name", ["instruction_poisoning", "query_poisoning"])
-def test_the_poisoning_prompts_are_the_papers(name: str) -> None:
+def test_the_poisoning_prompts_contain_the_papers_sentences(name: str) -> None:
     """Sentences of appendix H that both prompts share."""
     text = templates.load(name).text
     for sentence in (
@@ -63,7 +63,7 @@ def test_the_poisoning_prompts_are_the_papers(name: str) -> None:
 
 
 @given(st.text(), st.text())
-def test_values_are_filled_in_as_they_are(query: str, document: str) -> None:
+def test_values_are_inserted_unchanged(query: str, document: str) -> None:
     template = templates.load("instruction_generation")
     request = template.request(ChatModel(model="m"), "s", "r", {"query": query, "document": document})
     content = request.messages[0]["content"]
@@ -73,7 +73,7 @@ def test_values_are_filled_in_as_they_are(query: str, document: str) -> None:
 GREETING = templates.Template("greeting=3", "Say {word} like this: {answer}", AnswerFormat("Greeting", "<it>"))
 
 
-def test_a_request_carries_the_models_settings_and_the_prompts_version() -> None:
+def test_a_request_has_the_models_parameters_and_the_prompt_version() -> None:
     request = GREETING.request(
         ChatModel(model="m", temperature=0.5, max_tokens=9, reasoning_effort="low"), "s", "r", {"word": "hi"}
     )
@@ -89,14 +89,14 @@ def test_a_request_carries_the_models_settings_and_the_prompts_version() -> None
     assert set(plain.body) == {"model", "messages"}
 
 
-def test_a_structured_request_shows_json_and_carries_its_schema() -> None:
+def test_a_structured_request_shows_json_and_has_a_schema() -> None:
     request = GREETING.request(ChatModel(model="m", structured=True), "s", "r", {"word": "hi"}, ["hi", "hello"])
     assert request.messages[0]["content"] == 'Say hi like this: {"greeting": "<it>"}'
     assert request.parameters == {"response_format": GREETING.answer.response_format(["hi", "hello"])}
 
 
 @given(st.text(), st.text())
-def test_a_repair_goes_on_with_the_conversation_under_a_key_of_its_own(answer: str, wanted: str) -> None:
+def test_a_repair_continues_the_conversation_under_its_own_key(answer: str, wanted: str) -> None:
     request = GREETING.request(ChatModel(model="m", temperature=0.5), "s", "r", {"word": "hi"})
     fault = Malformed(wanted, answer)
     again = templates.repair(request, answer, fault)

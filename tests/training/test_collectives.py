@@ -1,13 +1,12 @@
-"""Two real gloo processes with uneven shares against one process that holds the whole batch."""
+"""Collectives: two gloo processes with uneven shares against one process with the whole batch."""
 
-import socket
-
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from infembed_ray.training.collectives import gather_rows, mean_over_workers, most_of_workers, world
-from infembed_ray.training.objectives import Negatives, Objective, marginal_loss
+from infembed_ray.training.collectives import gather_rows, max_over_workers, mean_over_workers, world
+from infembed_ray.training.losses import Negatives, Objective, marginal_loss
+from tests.support.workers import run_workers
 
 SIZES, FEATURES, DIMENSION = [4, 2], 5, 4
 ROWS = sum(SIZES)
@@ -19,7 +18,7 @@ def features():
 
 
 def loss_and_gradient(rows, sizes, share):
-    """Loss of a two-tower linear model on the given rows, negatives from everywhere."""
+    """Compute the loss of a two-tower linear model on some rows, with negatives from all workers."""
     torch.manual_seed(1)
     model = torch.nn.Linear(FEATURES, DIMENSION, dtype=torch.float64)
     query_features, passage_features = features()[:, rows]
@@ -34,24 +33,21 @@ def loss_and_gradient(rows, sizes, share):
     return loss, model.weight.grad
 
 
-def worker(rank, port, results):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(SIZES))
+def worker(rank):
+    dist.init_process_group("gloo")
     share = SIZES[rank] * len(SIZES) / ROWS
     first = sum(SIZES[:rank])
     loss, gradient = loss_and_gradient(list(range(first, first + SIZES[rank])), SIZES, share)
-    most = most_of_workers(SIZES[rank], torch.device("cpu"))
-    results[rank] = (world(), mean_over_workers(loss * share).item(), mean_over_workers(gradient), most)
+    most = max_over_workers(SIZES[rank], torch.device("cpu"))
+    found = (world(), mean_over_workers(loss * share).item(), mean_over_workers(gradient), most)
     dist.destroy_process_group()
+    return found
 
 
-def test_two_workers_have_the_loss_and_gradient_of_the_whole_batch():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, args=(port, results), nprocs=len(SIZES))
-        (first, loss, gradient, most), (second, same_loss, same_gradient, same_most) = results[0], results[1]
+@pytest.mark.integration
+def test_two_workers_compute_loss_and_gradient_of_the_whole_batch():
+    results = run_workers(worker, len(SIZES))
+    (first, loss, gradient, most), (second, same_loss, same_gradient, same_most) = results
     assert (first, second) == ((0, 2), (1, 2))
     assert most == same_most == max(SIZES)
     whole_loss, whole_gradient = loss_and_gradient(list(range(ROWS)), [ROWS], 1.0)
@@ -61,7 +57,7 @@ def test_two_workers_have_the_loss_and_gradient_of_the_whole_batch():
     torch.testing.assert_close(same_gradient, whole_gradient, rtol=0, atol=1e-12)
 
 
-def test_one_worker_has_everything_already():
+def test_collectives_of_one_worker_return_their_input():
     rows = torch.randn(3, 2)
     assert world() == (0, 1)
     assert gather_rows(rows, [3]) is rows

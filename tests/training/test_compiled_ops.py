@@ -1,4 +1,4 @@
-"""Builds of DeepSpeed's ops: after a killed build, and while another process builds."""
+"""Builds of DeepSpeed's ops after a killed build, and while another process builds."""
 
 import contextlib
 import errno
@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.training import compiled_ops
+from tests.support.waiting import wait_until
 
 SOURCE = """
 #include <Python.h>
@@ -47,18 +47,11 @@ case " $* " in *" -c "*)
 esac
 exec {compiler} "$@"
 """
-"""Compiles until a file appears, and then writes garbage."""
+"""Stand-in for a slow compiler: waits until a file appears, then writes garbage."""
 
 
-def wait_for(file, process=None):
-    until = time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < until, file
-        assert process is None or process.poll() is None
-        time.sleep(0.05)
-
-
-def test_a_build_that_was_killed_is_built_again_by_the_next_process(tmp_path):
+@pytest.mark.integration
+def test_killed_build_is_rebuilt_by_the_next_process(tmp_path):
     source, slow = tmp_path / "tiny.cpp", tmp_path / "slow" / "g++"
     source.write_text(SOURCE)
     started, go, done = (tmp_path / name for name in ("started", "go", "done"))
@@ -68,12 +61,12 @@ def test_a_build_that_was_killed_is_built_again_by_the_next_process(tmp_path):
     command = [sys.executable, "-c", BUILD, str(source)]
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     output = tmp_path / "output"
-    with output.open("w") as log:  # no pipe, which the orphaned compiler would keep open
+    with output.open("w") as log:  # not a pipe, which the orphaned compiler would keep open
         killed = subprocess.Popen(
             command, env=environment | {"CXX": str(slow)}, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        wait_for(started, killed)
+        wait_until(lambda: started.exists() or killed.poll() is not None, 120)
         killed.kill()
         killed.wait()
         left = tmp_path / "extensions" / "tiny" / "lock"
@@ -81,10 +74,10 @@ def test_a_build_that_was_killed_is_built_again_by_the_next_process(tmp_path):
         retry = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert "the answer is 42" in retry.stdout, retry.stderr
         assert [line for line in retry.stdout.splitlines() if str(left) in line] == [
-            f"train: {left} is left from a build that was killed: building tiny again"
+            f"train: {left} was left by a killed build; building tiny again"
         ]
         go.touch()
-        wait_for(done)
+        wait_until(done.exists, 120)
         assert b"garbage" not in (tmp_path / "extensions" / "tiny" / "tiny.o").read_bytes()
         assert not list((tmp_path / "extensions").glob("*.old"))
     finally:
@@ -93,13 +86,11 @@ def test_a_build_that_was_killed_is_built_again_by_the_next_process(tmp_path):
             os.killpg(killed.pid, signal.SIGKILL)
 
 
-def test_a_wait_for_another_process_is_announced_and_ends_with_an_error_that_names_the_file(
-    tmp_path, capsys, monkeypatch
-):
+def test_wait_for_a_lock_is_logged_and_times_out_with_the_file_name(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compiled_ops, "ANNOUNCE_AFTER_S", 0.2)
     monkeypatch.setattr(compiled_ops, "WAIT_LIMIT_S", 0.6)
     file = tmp_path / ".tiny.lock"
-    capsys.readouterr()  # of DeepSpeed's import
+    capsys.readouterr()  # drop the output of DeepSpeed's import
     with file.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(InputError) as error, compiled_ops.locked(file, "tiny"):
@@ -114,8 +105,8 @@ def test_a_wait_for_another_process_is_announced_and_ends_with_an_error_that_nam
     assert capsys.readouterr().out == ""
 
 
-def test_the_build_of_another_host_is_left_alone(tmp_path, monkeypatch):
-    """A flock of NFS or Lustre may be valid on one host only."""
+def test_build_of_another_host_is_not_discarded(tmp_path, monkeypatch):
+    """NFS and Lustre may apply a flock on one host only."""
     file = tmp_path / ".tiny.lock"
     with compiled_ops.locked(file, "tiny") as host:
         assert host == socket.gethostname()
@@ -124,7 +115,7 @@ def test_the_build_of_another_host_is_left_alone(tmp_path, monkeypatch):
         assert host not in ("another", None)
 
 
-def test_a_file_system_without_flock_is_built_on_unlocked(tmp_path, monkeypatch):
+def test_build_runs_without_lock_where_flock_is_unsupported(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 

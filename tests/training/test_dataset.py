@@ -9,7 +9,7 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.records import Record, columns_of, stream
 from infembed_ray.training.dataset import Dataset
-from tests.training.test_tuples import record
+from tests.training.test_collate import record
 
 MANY = 2500  # more than two batches of the file
 
@@ -23,7 +23,7 @@ def dataset(tmp_path_factory):
     return Dataset.write(tmp_path_factory.mktemp("dataset") / "records.arrow", map(varied, range(MANY)))
 
 
-def test_it_is_the_sequence_of_records_that_was_written(dataset):
+def test_dataset_is_the_sequence_of_written_records(dataset):
     assert len(dataset) == MANY
     assert list(dataset) == [varied(n) for n in range(MANY)]
     for n in (0, 1023, 1024, MANY - 1):
@@ -34,13 +34,13 @@ def test_it_is_the_sequence_of_records_that_was_written(dataset):
         dataset[MANY]
 
 
-def test_a_pickle_of_it_is_its_path(dataset):
+def test_pickle_holds_only_the_path(dataset):
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 400
     assert pickle.loads(pickled)[MANY - 1] == varied(MANY - 1)
 
 
-def test_the_fingerprint_is_of_the_contents_whatever_the_format_they_came_in(dataset, tmp_path):
+def test_fingerprint_does_not_depend_on_the_input_format(dataset, tmp_path):
     rows = [columns_of(varied(n)) for n in range(MANY)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -51,7 +51,8 @@ def test_the_fingerprint_is_of_the_contents_whatever_the_format_they_came_in(dat
     assert fewer.fingerprint != dataset.fingerprint
 
 
-def test_writing_takes_no_memory_that_grows_with_the_records(tmp_path):
+@pytest.mark.integration
+def test_memory_of_write_does_not_grow_with_the_records(tmp_path):
     def peak(count):
         tracemalloc.start()
         Dataset.write(tmp_path / "a.arrow", (record(n) for n in range(count)))
@@ -62,7 +63,7 @@ def test_writing_takes_no_memory_that_grows_with_the_records(tmp_path):
     assert peak(20_000) < 1.2 * peak(5_000)
 
 
-def test_a_fault_in_the_records_leaves_no_file(tmp_path):
+def test_bad_records_leave_no_file(tmp_path):
     rows = [columns_of(varied(n)) for n in range(5)]
     rows[3]["query_negative"] = " "
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,7 +72,7 @@ def test_a_fault_in_the_records_leaves_no_file(tmp_path):
     assert not (tmp_path / "records.arrow").exists()
 
 
-def test_tokens_are_counted_beside_the_records(dataset, tmp_path):
+def test_token_counts_are_stored_beside_the_records(dataset, tmp_path):
     counted = Dataset.write(
         tmp_path / "a.arrow", map(varied, range(MANY)), lambda some: [len(r.document_positive) for r in some]
     )

@@ -1,12 +1,11 @@
-"""Training on a real Ray cluster with real DeepSpeed: what comes out, and what a second run or a resumed one does."""
+"""Training on a Ray cluster: its output, resuming, ZeRO stages, adapters and error messages."""
 
-import json
+import html
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +14,26 @@ import torch
 from ray.train import WorkerGroupError
 from safetensors.numpy import load_file
 
-from infembed_ray.config import Lora, TrainSettings
+from infembed_ray.config.training import Lora, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
 from infembed_ray.training.distributed import _explained
 from infembed_ray.training.launch import run
-from infembed_ray.training.metrics import read_metrics
-from tests.training.test_tuples import record
+from infembed_ray.training.observability.events import read_events
+from infembed_ray.training.observability.metrics import read_metrics
+from tests.support.files import write_jsonl
+from tests.support.waiting import wait_until
+from tests.training.test_collate import record
+from tests.training.test_launch import assert_same_run, decoder_settings
 
 
 @pytest.fixture(scope="module")
 def records_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("records") / "records.jsonl"
     rows = [columns_of(record(n)) for n in range(6)]
-    for n, row in enumerate(rows):  # of uneven lengths, so that the workers' batches differ in shape
+    for n, row in enumerate(rows):  # uneven lengths, so that the workers' batches differ in shape
         row["document_positive"] += " and so on" * 7 * n
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_training_lowers_the_loss_and_logs_every_step(published, settings):
 
 
 @pytest.mark.ray
-def test_the_checkpoint_holds_the_encoder_and_no_more(published, minilm):
+def test_exported_model_has_only_the_encoder(published, minilm):
     saved, original = (
         {name for file in Path(p).glob("*.safetensors") for name in load_file(file)} for p in (published.path, minilm)
     )
@@ -81,7 +82,7 @@ def test_the_checkpoint_holds_the_encoder_and_no_more(published, minilm):
 
 
 @pytest.mark.ray
-def test_sentence_transformers_embeds_the_checkpoint_identically(published):
+def test_sentence_transformers_embeds_the_exported_model_identically(published):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     ours = InstructionEncoder.from_pretrained(str(published.path))
     theirs = sentence_transformers.SentenceTransformer(str(published.path), device="cpu")
@@ -105,14 +106,32 @@ def test_training_moves_the_weights(published, minilm):
 
 
 @pytest.mark.ray
-def test_the_same_run_again_has_nothing_to_do(published, settings):
+def test_finished_run_is_not_repeated(published, settings):
     again = run(settings)
     assert not again.fresh
     assert again.path == published.path
 
 
+def test_ray_matches_one_process(ray_cluster, tmp_path):
+    settings = decoder_settings(tmp_path)
+    ray = settings.model_copy(update={"launcher": "ray", "workers": 2, "output": str(tmp_path / "ray")})
+    assert_same_run(run(ray), run(settings))
+
+
+def test_stopped_run_is_not_retried_by_ray_and_its_report_has_the_reason(ray_cluster, tmp_path):
+    changes = {"launcher": "ray", "workers": 2, "learning_rate": 1e25, "checkpoint_every": 1}
+    diverging = decoder_settings(tmp_path).model_copy(update=changes)
+    with pytest.raises(InputError, match=r"^step 2: .* stopped, the last checkpoint is kept"):
+        run(diverging)
+    (partial,) = Path(diverging.output).glob(".*.partial")
+    (event,) = read_events(partial)  # a retry would have logged that it resumed
+    assert (event.step, event.action) == (2, "stop")
+    assert event.message in html.unescape((partial / "report.html").read_text())
+
+
+@pytest.mark.slow  # quick: checkpoints/test_manager.py resumes every ZeRO stage to the same weights
 @pytest.mark.ray
-def test_a_run_whose_driver_is_killed_resumes_to_the_same_weights(published, settings, tmp_path):
+def test_run_resumes_to_the_same_weights_after_its_driver_is_killed(published, settings, tmp_path):
     killed = settings.model_copy(update={"output": str(tmp_path)})
     overrides = [f"{k}={v}" for k, v in killed.model_dump(exclude_defaults=True).items()]
     driver = subprocess.Popen(
@@ -121,11 +140,8 @@ def test_a_run_whose_driver_is_killed_resumes_to_the_same_weights(published, set
         start_new_session=True,
     )
     partial = tmp_path / f".{published.path.name}.partial"
-    deadline = time.monotonic() + 240
-    while not list(partial.glob("states/step-*/complete.json")):
-        assert driver.poll() is None, "the driver ended before it wrote a state"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: list(partial.glob("states/step-*/complete.json")) or driver.poll() is not None, 240)
+    assert driver.poll() is None, "the driver ended before it wrote a checkpoint"
     os.killpg(driver.pid, signal.SIGKILL)
     driver.wait()
     assert not (tmp_path / published.path.name).exists()
@@ -139,8 +155,9 @@ def test_a_run_whose_driver_is_killed_resumes_to_the_same_weights(published, set
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow  # quick: test_engine.py compares every ZeRO stage with plain PyTorch
 @pytest.mark.ray
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, stage):
     other = run(settings.model_copy(update={"output": str(tmp_path), "zero_stage": stage}))
     losses = [[m["loss"] for m in read_metrics(p.path)] for p in (published, other)]
@@ -151,7 +168,7 @@ def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, s
     assert (a * b).sum(axis=1).min() > 0.9999
 
 
-@pytest.mark.ray
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "options",
     [
@@ -159,10 +176,10 @@ def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, s
         {"share_encoder": False, "zero_stage": 3},
     ],
 )
-def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, settings, minilm, tmp_path, options):
+def test_only_adapters_are_trained_and_merged_on_export(settings, minilm, tmp_path, options):
     lora = Lora(rank=4, target_modules=("query", "value"))
     change = {"output": str(tmp_path), "lora": lora, "learning_rate": 5e-3, "epochs": 1, **options}
-    made = run(settings.model_copy(update=change))
+    made = run(settings.model_copy(update=change | {"launcher": "process", "workers": 1}))
     before = InstructionEncoder.from_pretrained(minilm)
     after = InstructionEncoder.from_pretrained(str(made.path))
     assert len(after.backbones) == (2 if options.get("share_encoder") is False else 1)
@@ -181,10 +198,10 @@ def test_adapters_are_all_that_is_trained_and_are_merged_on_export(ray_cluster, 
 
 
 @pytest.mark.ray
-def test_a_cluster_without_room_is_one_line_when_the_time_is_over(ray_cluster, settings, tmp_path):
+def test_placement_timeout_error_names_the_resources(ray_cluster, settings, tmp_path):
     asks = {"output": str(tmp_path), "cpus_per_worker": 3.0, "placement_timeout_s": 2.0, "max_failures": 0}
     with pytest.raises(
-        InputError, match=r"placement_timeout_s=2: no room for workers=2 of 3 CPU each \(placement=PACK\)"
+        InputError, match=r"placement_timeout_s=2: no resources for workers=2 of 3 CPU each \(placement=PACK\)"
     ):
         run(settings.model_copy(update=asks))
 
@@ -197,17 +214,17 @@ def test_a_cluster_without_room_is_one_line_when_the_time_is_over(ray_cluster, s
         ({"model": "/no/such/model"}, "model=/no/such/model: no such model directory"),
         ({"records": "/no/such/file.jsonl"}, "records=/no/such/file.jsonl: no such file"),
         ({"temperature": 2.0, "temperature_learned": True}, "temperature=2.0: learned temperatures lie between 0.01"),
-        ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0 would add up and export in bf16"),
+        ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0 would accumulate and export in bf16"),
         ({"workers": 7, "records_per_step": 7}, "workers=7: more than the 6 records"),
         ({"split": "train"}, "no row has split=train"),
-        ({"matryoshka": (384,)}, "matryoshka=384: embeddings of .* have 384; give fewer"),
+        ({"matryoshka": (384,)}, "matryoshka=384: embeddings of .* have 384; set fewer"),
         ({"interaction": "cross_attention", "template": "query_first"}, "template=query_first: cross_attention has no"),
         ({"append_eos": True, "lora": Lora(target_modules=("nowhere",))}, "lora.target_modules"),
         ({"lora": Lora(quantized=True)}, "lora.quantized=true: needs gpus_per_worker=1"),
         ({"output": "/dev/null/x"}, "output=/dev/null/x: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line_before_any_work(settings, change, message):
+def test_bad_input_is_rejected_before_any_work(settings, change, message):
     with pytest.raises(InputError, match=message):
         run(settings.model_copy(update=change))
 
@@ -215,7 +232,7 @@ def test_bad_input_is_one_line_before_any_work(settings, change, message):
 @pytest.mark.parametrize(
     ("rank", "kind", "said"), [(1, InputError, "^bad$"), (2, KeyError, "^worker 2 of 2.*KeyError")]
 )
-def test_of_many_failures_the_cause_is_told_not_what_followed_from_it(settings, rank, kind, said):
+def test_error_shows_the_cause_among_the_failures_of_all_workers(settings, rank, kind, said):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
     failures = {0: lost, rank: kind("bad"), 3: torch.distributed.DistBackendError("NCCL communicator was aborted")}
     assert re.match(said, str(_explained(WorkerGroupError("", failures), settings)))

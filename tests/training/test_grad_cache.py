@@ -1,4 +1,4 @@
-"""GradCache against the whole graph, in float64, without DeepSpeed."""
+"""Gradient caching against the whole graph, in float64, without DeepSpeed."""
 
 import weakref
 
@@ -11,7 +11,7 @@ from infembed_ray.training.grad_cache import GradCache, KeptGraphs
 
 
 class Encoder(nn.Module):
-    """Mean of dropped-out token embeddings, and a learned temperature."""
+    """Mean of token embeddings with dropout, and a learned temperature."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Encoder(nn.Module):
 
 
 def layouts(first):
-    """Five passes of one to three texts."""
+    """Return five layouts of one to three texts."""
     return [
         padded([Tokens([(first + 7 * n + k) % 50 for k in range(3 + n + t)]) for t in range(1 + n % 3)], 0)
         for n in range(5)
@@ -36,7 +36,7 @@ def layouts(first):
 
 
 def step(passes_class):
-    """Loss and gradients of two calls of `encode` and a loss of all embeddings and the temperature."""
+    """Return loss, gradients and backward calls of a step with two calls of `encode`."""
     encoder = Encoder()
     calls = []
 
@@ -53,7 +53,7 @@ def step(passes_class):
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters()}, calls
 
 
-def test_gradients_equal_those_of_the_whole_graph_dropout_and_temperature_included():
+def test_gradients_match_the_whole_graph_with_dropout_and_temperature():
     loss, gradients, _ = step(GradCache)
     whole_loss, whole, _ = step(KeptGraphs)
     assert loss == whole_loss
@@ -62,7 +62,7 @@ def test_gradients_equal_those_of_the_whole_graph_dropout_and_temperature_includ
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_dropout_is_on_in_these_tests_and_differs_between_passes():
+def test_dropout_is_enabled_and_differs_between_passes():
     encoder = Encoder()
     passes = KeptGraphs(encoder, lambda loss, last: None)
     torch.manual_seed(1)
@@ -70,12 +70,12 @@ def test_dropout_is_on_in_these_tests_and_differs_between_passes():
     assert not torch.allclose(one, two)
 
 
-def test_the_last_backward_pass_is_marked_and_there_are_as_many_as_passes():
+def test_only_the_last_backward_pass_is_marked():
     assert step(GradCache)[2] == [False] * 9 + [True]
     assert step(KeptGraphs)[2] == [True]
 
 
-def test_a_step_leaves_nothing_to_the_next():
+def test_step_leaves_no_state_for_the_next():
     def gradient_of_last(steps):
         encoder = Encoder()
         passes = GradCache(encoder, lambda loss, last: loss.backward())
@@ -88,7 +88,7 @@ def test_a_step_leaves_nothing_to_the_next():
     torch.testing.assert_close(gradient_of_last(2), gradient_of_last(1), rtol=0, atol=0)
 
 
-def test_what_the_loss_ignores_gets_no_gradient_but_makes_its_passes():
+def test_passes_that_the_loss_ignores_still_run_backward():
     encoder = Encoder()
     backward_passes = []
     passes = GradCache(encoder, lambda loss, last: (backward_passes.append(last), loss.backward()))
@@ -114,4 +114,4 @@ def test_there_is_never_more_than_one_graph(calls):
     embeddings = [passes.encode(layouts(n)) for n in range(calls)]
     passes.backward(sum(e.sum() for e in embeddings))
     assert max(most) == 1
-    assert len(most) == 5 * calls + 5 * calls - 1  # all twice, but the newest
+    assert len(most) == 5 * calls + 5 * calls - 1  # every pass twice, except the newest

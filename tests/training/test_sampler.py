@@ -6,14 +6,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.training.apart import shared_texts
+from infembed_ray.training.collate import collate, token_counts
 from infembed_ray.training.dataset import Dataset
 from infembed_ray.training.sampler import Sampler
-from infembed_ray.training.tuples import collate, token_counts
-from tests.training.test_tuples import MULTI_P_I, record
+from tests.training.test_collate import MULTI_P_I, record
 
 samplers = st.builds(
     Sampler,
@@ -26,10 +25,10 @@ samplers = st.builds(
 
 
 @given(samplers)
-def test_every_epoch_holds_every_record_once_and_no_worker_is_ever_without(sampler):
+def test_every_epoch_has_every_record_once_and_every_share_has_a_record(sampler):
     steps = list(sampler.rows())
     assert len(steps) == sampler.steps
-    most = max(sampler.per_step, 2 * sampler.workers - 1)  # never fewer than one a worker
+    most = max(sampler.per_step, 2 * sampler.workers - 1)  # at least one per worker
     for epoch in range(sampler.epochs):
         of_epoch = steps[epoch * sampler.steps_per_epoch : (epoch + 1) * sampler.steps_per_epoch]
         seen = Counter(row for step in of_epoch for share in step for row in share)
@@ -44,7 +43,7 @@ def test_every_epoch_holds_every_record_once_and_no_worker_is_ever_without(sampl
 
 
 @given(st.integers(12, 60), st.integers(0, 99))
-def test_the_order_depends_on_the_global_batch_not_on_the_workers(records, seed):
+def test_order_does_not_depend_on_the_number_of_workers(records, seed):
     def flat(workers):
         sampler = Sampler(records, workers, 12, 2, seed)
         return [[row for share in step for row in share] for step in sampler.rows()]
@@ -53,19 +52,19 @@ def test_the_order_depends_on_the_global_batch_not_on_the_workers(records, seed)
 
 
 @given(samplers, st.data())
-def test_starting_later_gives_the_rest_of_the_same_order(sampler, data):
+def test_later_start_gives_the_rest_of_the_same_order(sampler, data):
     start = data.draw(st.integers(0, sampler.steps))
     assert list(sampler.rows(start)) == list(sampler.rows())[start:]
 
 
-def test_epochs_differ_and_seeds_differ():
+def test_order_differs_between_epochs_and_seeds():
     one = list(Sampler(20, 1, 20, 2, seed=1).rows())
     assert one[0] != one[1]
     assert one[0] != next(iter(Sampler(20, 1, 20, 1, seed=2).rows()))
 
 
 def flat(steps):
-    """The records of each step, whoever has them."""
+    """Return the records of each step, over all workers."""
     return [list(chain.from_iterable(step)) for step in steps]
 
 
@@ -84,7 +83,7 @@ mixed = st.builds(
 
 
 @given(mixed)
-def test_a_mixture_keeps_its_proportions_and_repeats_nothing_before_a_source_is_exhausted(sampler):
+def test_mixture_keeps_proportions_and_repeats_only_exhausted_sources(sampler):
     steps = flat(sampler.rows())
     size = sampler.epoch_size
     assert size == (30 if sampler.mixture["c"] else 27)
@@ -100,13 +99,13 @@ def test_a_mixture_keeps_its_proportions_and_repeats_nothing_before_a_source_is_
     for source, rows in drawn.items():
         times = Counter(rows)
         members = sampler.sources.count(source)
-        if rows:  # over the whole run, no record is drawn twice more often than another
+        if rows:  # over the run, the draws of two records differ by at most one
             assert max(times.values()) == -(-len(rows) // members)
             assert max(times.values()) - min(times[r] for r in range(30) if sampler.sources[r] == source) <= 1
 
 
 @given(mixed, st.data())
-def test_a_mixture_resumes_exactly_and_does_not_depend_on_the_workers(sampler, data):
+def test_mixture_resumes_exactly_and_does_not_depend_on_the_workers(sampler, data):
     start = data.draw(st.integers(0, sampler.steps))
     assert list(sampler.rows(start)) == list(sampler.rows())[start:]
     assert flat(replace(sampler, workers=1).rows()) == flat(sampler.rows())
@@ -125,7 +124,7 @@ apart = st.builds(
 
 
 def repeats(step, texts):
-    """Records of a step that have a text in common with an earlier one."""
+    """Count the records of a step that share a text with an earlier one."""
     seen, count = set(), 0
     for row in step:
         count += not seen.isdisjoint(texts[row])
@@ -134,7 +133,7 @@ def repeats(step, texts):
 
 
 @given(apart)
-def test_apart_or_not_every_record_comes_once_in_equal_steps_and_what_is_not_apart_is_counted(sampler):
+def test_unique_texts_keep_every_record_once_in_equal_steps_and_count_repeats(sampler):
     steps = flat(sampler.rows())
     assert len(steps) == sampler.steps
     for epoch in range(2):
@@ -144,19 +143,19 @@ def test_apart_or_not_every_record_comes_once_in_equal_steps_and_what_is_not_apa
     first = steps[: sampler.steps_per_epoch]
     assert sampler.repeated >= sum(repeats(step, sampler.texts) for step in first) >= bool(sampler.repeated)
     assert flat(sampler.rows(1)) == steps[1:]
-    if sampler.per_step >= 2 * sampler.workers:  # else few records make fewer steps for more workers
+    if sampler.per_step >= 2 * sampler.workers:  # otherwise more workers make fewer steps
         assert flat(replace(sampler, workers=1).rows()) == steps
 
 
 @given(st.integers(2, 8), st.integers(2, 6), st.integers(0, 99))
-def test_texts_that_stand_in_no_more_records_than_there_are_steps_are_kept_apart(count, per_step, seed):
-    shared = [[n % per_step] for n in range(count * per_step)]  # each in every step once: there is no slack at all
+def test_texts_with_enough_steps_are_never_repeated_in_a_step(count, per_step, seed):
+    shared = [[n % per_step] for n in range(count * per_step)]  # each text once in every step, without slack
     sampler = Sampler(len(shared), 1, per_step, 1, seed, texts=shared)
     assert sampler.repeated == 0
     assert all(repeats(step, shared) == 0 for step in flat(sampler.rows()))
 
 
-def test_one_text_in_more_records_than_there_are_steps_is_spread_over_all_and_the_rest_counted():
+def test_text_with_too_few_steps_is_spread_over_all_and_repeats_counted():
     shared = [[0] if n < 15 else [] for n in range(40)]
     sampler = Sampler(40, 2, 4, 1, 0, texts=shared)
     assert sampler.steps == 10
@@ -164,19 +163,12 @@ def test_one_text_in_more_records_than_there_are_steps_is_spread_over_all_and_th
     assert all(any(row < 15 for row in step) for step in flat(sampler.rows()))
 
 
-def test_a_record_drawn_twice_by_a_mixture_is_kept_apart_from_itself():
+def test_record_drawn_twice_by_a_mixture_is_never_twice_in_a_step():
     sampler = Sampler(40, 1, 4, 1, 0, {"a": 1, "b": 1}, ["a"] * 5 + ["b"] * 35, texts=[[] for _ in range(40)])
     steps = flat(sampler.rows())
     assert max(Counter(chain(*steps)).values()) == 4
     assert all(len(set(step)) == len(step) for step in steps)
     assert sampler.repeated == 0
-
-
-def test_texts_are_shared_between_records_and_by_what_they_are():
-    records = [record(0), record(1, instruction="good 0"), replace(record(2), query_negative="passage 0"), record(3)]
-    shared = shared_texts(records)
-    assert shared[0] == shared[1]
-    assert [len(s) for s in shared] == [1, 1, 0, 0]  # a query is no passage
 
 
 # ------------------------------------------------------------------------------------------------------ token budget
@@ -193,7 +185,7 @@ budgeted = st.builds(
 
 
 @given(budgeted)
-def test_steps_stay_within_the_token_budget_and_shares_are_as_equal_as_lengths_allow(sampler):
+def test_steps_stay_within_the_token_budget_and_shares_are_balanced(sampler):
     steps = list(sampler.rows())
     longest = max(sampler.tokens)
     assert len(steps) == sampler.steps
@@ -212,19 +204,19 @@ def test_steps_stay_within_the_token_budget_and_shares_are_as_equal_as_lengths_a
 
 
 @given(budgeted)
-def test_a_budget_takes_few_more_steps_than_there_are_tokens_for(sampler):
+def test_token_budget_needs_few_extra_steps(sampler):
     assume(sampler.tokens_per_step >= 6 * max(sampler.tokens))
     assert sampler.steps_per_epoch <= -(-sum(sampler.tokens) // (sampler.tokens_per_step - max(sampler.tokens))) + 1
 
 
-def test_tokens_are_those_of_the_records_own_tuples(minilm):
+def test_token_counts_are_those_of_the_records_own_tuples(minilm):
     encoder = InstructionEncoder.from_pretrained(minilm, device="meta")
     records = [record(n) for n in range(3)]
     own = [collate(encoder, [[r]], 0, MULTI_P_I, instruction_negatives=0) for r in records]
     assert token_counts(encoder, records) == [batch.tokens for batch in own]
 
 
-# ------------------------------------------------------------------------------------------------------ of a run
+# ------------------------------------------------------------------------------------------------------ settings
 
 
 def settings(**changes):
@@ -236,18 +228,20 @@ def encoder(minilm):
     return InstructionEncoder.from_pretrained(minilm, device="meta")
 
 
-def test_the_records_of_a_file_and_of_a_list_are_dealt_alike(encoder, tmp_path):
+def test_records_of_a_file_and_of_a_list_are_sampled_alike(encoder, tmp_path):
     records = [replace(record(n), source="ab"[n % 2], instruction_positive=f"good {n // 2}") for n in range(12)]
     for changes in ({"mixture": {"a": 2, "b": 1}, "unique_texts": True}, {"tokens_per_step": 600}):
         asked = settings(**changes)
         dataset = Dataset.write(tmp_path / "a.arrow", records, lambda some: token_counts(encoder, some))
-        assert list(Sampler.of(asked, dataset, encoder).rows()) == list(Sampler.of(asked, records, encoder).rows())
+        assert list(Sampler.from_settings(asked, dataset, encoder).rows()) == list(
+            Sampler.from_settings(asked, records, encoder).rows()
+        )
 
 
-def test_a_record_is_whole_on_one_worker(encoder):
-    """Its three tuples and their siblings' texts: every row finds its poisoned instruction among its candidates."""
+def test_records_are_never_divided_among_workers(encoder):
+    """A share has all three tuples of its records, so every row has its poisoned instruction among its candidates."""
     records = [record(n) for n in range(8)]
-    for rows in Sampler.of(settings(), records, encoder).rows():
+    for rows in Sampler.from_settings(settings(), records, encoder).rows():
         shares = [[records[row] for row in share] for share in rows]
         for rank, share in enumerate(shares):
             batch = collate(encoder, shares, rank, MULTI_P_I, instruction_negatives=1)
@@ -265,17 +259,20 @@ def test_a_record_is_whole_on_one_worker(encoder):
     ("changes", "message"),
     [
         ({"workers": 9}, "workers=9: more than the 8 records; set workers=8"),
-        ({"mixture": {"amsmarco": 1}}, r"mixture.amsmarco: no record is of this source: did you mean msmarco\?"),
-        ({"mixture": {"msmarco": 1}}, "mixture: records of source unknown have no weight; set mixture.unknown, 0 to"),
+        ({"mixture": {"amsmarco": 1}}, r"mixture.amsmarco: no record has this source: did you mean msmarco\?"),
+        ({"mixture": {"msmarco": 1}}, "mixture: records of source unknown have no weight; set mixture.unknown .0 to"),
         ({"mixture": {"msmarco": 0, "unknown": 0}}, "mixture: all weights are 0"),
         ({"mixture": {"msmarco": 1, "unknown": 0}, "workers": 5}, "workers=5: more than the 4 records"),
-        ({"tokens_per_step": 64}, r"tokens_per_step=64: too few for a record a worker in every step.*set at least \d+"),
-        ({"tokens_per_step": 900, "unique_texts": True}, "unique_texts=true: steps by tokens_per_step do not keep"),
+        ({"tokens_per_step": 64}, r"tokens_per_step=64: too small for one record per worker.*set at least \d+"),
+        (
+            {"tokens_per_step": 900, "unique_texts": True},
+            "unique_texts=true: does not apply to steps by tokens_per_step",
+        ),
     ],
 )
-def test_records_that_do_not_fit_the_settings_are_refused(encoder, changes, message):
+def test_records_that_do_not_fit_the_settings_are_rejected(encoder, changes, message):
     records = [replace(record(n), source="msmarco" if n % 2 else "unknown") for n in range(8)]
     with pytest.raises(InputError, match=message):
-        Sampler.of(
+        Sampler.from_settings(
             settings(**changes) if "workers" not in changes else settings().model_copy(update=changes), records, encoder
         )

@@ -1,28 +1,30 @@
-"""Similarities and masks of a batch, on one worker and on two, against loops over its texts."""
+"""Similarities and masks of a batch, with one worker and with two, against loops over its texts."""
 
 import math
 import random
-import socket
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.training.collate import collate, flatten, other_instructions
 from infembed_ray.training.collectives import mean_over_workers
-from infembed_ray.training.objectives import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss
+from infembed_ray.training.losses import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss
 from infembed_ray.training.scores import score_batch, screened
-from infembed_ray.training.tuples import collate, flatten, other_instructions
-from tests.training.test_tuples import record
+from tests.support.workers import run_workers
+from tests.training.test_collate import record
 
 FEATURES, DIMENSION, TEMPERATURE, DRAWN = 7, 5, 0.1, 2
 
 
 def records():
-    """Five records with every kind of false negative: the same passage, pair or instruction in other records, on
-    either worker, and an instruction under which another record has the same query and passage."""
+    """Return five records with every kind of false negative.
+
+    They are the same passage, pair or instruction in other records, on either worker, and an instruction for which
+    another record has the same query and passage.
+    """
     rows = [record(n) for n in range(5)]
     rows[1] = replace(rows[1], document_positive=rows[3].document_positive)
     rows[2] = replace(rows[2], instruction_positive=rows[0].instruction_positive)
@@ -36,13 +38,13 @@ SHARES = [records()[:3], records()[3:]]  # uneven
 
 
 def vector(tokens):
-    """Features of a text: the same for the same tokens, whoever asks."""
+    """Return random features of a text, the same for the same tokens."""
     generator = torch.Generator().manual_seed(hash(tuple(tokens.ids)) % 2**31)
     return torch.randn(FEATURES, generator=generator, dtype=torch.float64)
 
 
 def model():
-    """A linear encoder of these features."""
+    """Return a linear encoder of these features."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(FEATURES, DIMENSION, generator=generator, dtype=torch.float64, requires_grad=True)
 
@@ -52,14 +54,14 @@ def embed(weight, texts):
 
 
 def loss_of(encoder, weight, shares, rank, objective, once=True, same_tower=False, **options):
-    """The share of a worker's loss, by the code under test."""
+    """Compute a worker's loss and its share with the code under test."""
     batch = collate(encoder, shares, rank, objective, seed="1/1", **options)
     scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages), same_tower)
     return marginal_loss(objective, scores.positive, scores.negatives, TEMPERATURE, once), batch.share
 
 
 def reference(encoder, weight, shares, objective, once=True, same_tower=False, instruction_negatives=None, iq="kk"):
-    """The mean over all rows of all workers of Eq. 1, 6-21, by loops over texts. No masks: a set of known tuples."""
+    """Compute the mean of Eq. 1, 6-21 over all rows of all workers, by loops over texts and a set of known tuples."""
     cache = {}
 
     def similarity(a, b):
@@ -142,7 +144,7 @@ def encoder(minilm):
 
 
 @pytest.mark.parametrize("drawn", [None, DRAWN])
-def test_every_objective_equals_loops_over_the_texts(encoder, drawn):
+def test_every_objective_matches_loops_over_the_texts(encoder, drawn):
     weight = model()
     for objective, once, options in CASES:
         loss, share = loss_of(encoder, weight, [records()], 0, objective, once, instruction_negatives=drawn, **options)
@@ -153,9 +155,9 @@ def test_every_objective_equals_loops_over_the_texts(encoder, drawn):
         assert loss.item() == pytest.approx(expected, rel=1e-9), (str(objective), once, options)
 
 
-def both_workers(rank, minilm, port, results):
-    """Loss and averaged gradient of every case, once with drawn instructions and once with all of a worker's share."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def losses_and_gradients(rank, minilm):
+    """Compute loss and averaged gradient of every case, with sampled instructions and with all of a worker's share."""
+    dist.init_process_group("gloo")
     encoder = InstructionEncoder.from_pretrained(minilm)
     got = []
     for drawn in (DRAWN, None):
@@ -166,21 +168,16 @@ def both_workers(rank, minilm, port, results):
             )
             (loss * share).backward()
             got.append((mean_over_workers(loss * share).item(), mean_over_workers(weight.grad).tolist()))
-    results[rank] = got
     dist.destroy_process_group()
+    return got
 
 
-def test_two_workers_with_uneven_shares_have_the_loss_and_gradient_of_the_whole_batch(encoder, minilm):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(both_workers, args=(minilm, port, results), nprocs=2)
-        got, same = results[0], results[1]
+@pytest.mark.integration
+def test_two_workers_with_uneven_shares_match_the_whole_batch(encoder, minilm):
+    got, same = run_workers(losses_and_gradients, 2, minilm)
     assert got == same
     for (objective, once, options), (loss, gradient) in zip(CASES, got[: len(CASES)], strict=True):
-        if "iq_negatives" in options:  # pairs within a worker's share: there is no whole batch to equal
+        if "iq_negatives" in options:  # uses pairs of a worker's own share only
             continue
         weight = model()
         whole, _ = loss_of(encoder, weight, [records()], 0, objective, once, instruction_negatives=DRAWN, **options)
@@ -196,13 +193,13 @@ def test_two_workers_with_uneven_shares_have_the_loss_and_gradient_of_the_whole_
 
 
 @pytest.mark.parametrize("objective", ["multi{P,I,IQ}", "nce{PIQ}"])
-def test_gradients_equal_finite_differences(encoder, objective):
+def test_gradients_match_finite_differences(encoder, objective):
     weight = model()
     pair = [records()[:1] + records()[4:]]
     assert torch.autograd.gradcheck(lambda w: loss_of(encoder, w, pair, 0, Objective.parse(objective))[0], [weight])
 
 
-def test_every_kind_of_false_negative_is_masked_and_hard_negatives_are_not(encoder):
+def test_false_negatives_are_masked_and_hard_negatives_are_not(encoder):
     objective = Objective.parse("multi{P,I,IQ}")
     rows = [t for r in records() for t in flatten(r)]
     batch = collate(encoder, [records()], 0, objective)
@@ -225,7 +222,7 @@ def test_every_kind_of_false_negative_is_masked_and_hard_negatives_are_not(encod
     assert set(offered) - set(kept) == {f"{rows[12].instruction} {rows[0].query}"}  # it is record 4's own positive
 
 
-def test_rows_with_fewer_instruction_negatives_have_no_others(encoder):
+def test_shorter_rows_have_no_extra_instruction_negatives(encoder):
     lonely = [record(1), replace(record(2), instruction_negative="good 2")]
     objective = Objective.parse("uni{I}")
     batch = collate(encoder, [lonely], 0, objective)
@@ -240,7 +237,7 @@ def test_rows_with_fewer_instruction_negatives_have_no_others(encoder):
     assert scores.negatives["I"].mask.all()
 
 
-def test_a_teacher_drops_what_it_finds_as_similar_as_the_positive_less_the_margin():
+def test_teacher_masks_candidates_within_the_margin_of_the_positive():
     torch.manual_seed(0)
     similarities, teacher, positive = torch.rand(4, 6), torch.rand(4, 6), torch.rand(4)
     mask, kept = torch.rand(4, 6) < 0.8, torch.rand(4, 6) < 0.3

@@ -1,15 +1,15 @@
-"""Screening with a real teacher: MiniLM itself."""
+"""False-negative screening with MiniLM as the teacher."""
 
 import pytest
 import torch
 
-from infembed_ray.config import TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
-from infembed_ray.training.objectives import Objective
+from infembed_ray.training.collate import collate
+from infembed_ray.training.losses import Objective
 from infembed_ray.training.scores import score_batch
 from infembed_ray.training.teacher import Teacher
-from infembed_ray.training.tuples import collate
 
 
 def record(n, passage, hard):
@@ -33,7 +33,7 @@ def shares():
 
 
 @pytest.mark.parametrize("same_tower", [False, True])
-def test_another_records_answer_is_dropped_and_the_records_own_hard_negative_stays(minilm, shares, same_tower):
+def test_false_negative_of_another_record_is_masked_but_not_the_own_hard_negative(minilm, shares, same_tower):
     settings = TrainSettings(
         records="r", model="m", output="o", teacher=minilm, teacher_margin=0.15, same_tower_negatives=same_tower
     )
@@ -51,7 +51,7 @@ def test_another_records_answer_is_dropped_and_the_records_own_hard_negative_sta
         before, after = scores.negatives[variable].mask, kept.negatives[variable].mask
         assert (before & ~after).any()
         assert not (after & ~before).any()
-        for first in (0, 3):  # within a record nothing changes
+        for first in (0, 3):  # the rows of a record are not screened
             own = slice(first, first + 3)
             assert torch.equal(before[own, own], after[own, own])
     assert torch.equal(kept.negatives["I"].mask, scores.negatives["I"].mask)

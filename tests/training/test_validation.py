@@ -1,15 +1,12 @@
-"""In-training evaluation on real DeepSpeed: its figures, what it must not change, what it keeps and when it stops."""
+"""Validation during training: its figures, early stopping, and the exported checkpoint."""
 
 import json
-import os
-import socket
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.multiprocessing as mp
 
-from infembed_ray.config import EvaluateSettings, Lora, TrainSettings, Validation
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import distributed as evaluation
 from infembed_ray.evaluation.scoring import means, score
@@ -17,13 +14,13 @@ from infembed_ray.evaluation.search import exact_search
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
 from infembed_ray.training import launch
+from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.launch import run
-from infembed_ray.training.metrics import read_metrics
-from infembed_ray.training.states import Progress
-from infembed_ray.training.validation import Validation as InTraining
-from infembed_ray.training.validation import held_out, overlapping
+from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.validation import Validation, held_out, overlapping
 from tests.modeling import backbones
-from tests.training.test_tuples import record
+from tests.support.workers import run_workers
+from tests.training.test_collate import record
 
 TOPICS = ("aspirin", "bread", "the moon", "wolves", "trains", "paint", "chess", "rivers")
 
@@ -48,7 +45,7 @@ def jsonl(path, rows):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Settings: 8 records to train on, 6 held out, and passages that answer nothing."""
+    """Files of 8 training records, 6 held-out records and distractors."""
     path = tmp_path_factory.mktemp("data")
     return {
         "records": jsonl(path / "train.jsonl", [columns_of(record(n)) for n in range(8)]),
@@ -64,7 +61,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(data, tiny, tmp_path_factory):
-    """8 steps of one worker, an evaluation after every second."""
+    """Settings of 8 steps of one worker, with an evaluation after every second."""
     return TrainSettings(
         records=data["records"],
         model=tiny,
@@ -76,9 +73,9 @@ def settings(data, tiny, tmp_path_factory):
         checkpoint_every=3,
         workers=1,
         zero_stage=3,
-        lora=Lora(rank=2, dropout=0.3),  # draws random numbers in every pass
+        lora=Lora(rank=2, dropout=0.3),  # dropout draws random numbers in every pass
         launcher="process",
-        validation=Validation(records=data["held"], distractors=data["distractors"], every=2),
+        validation=ValidationSettings(records=data["held"], distractors=data["distractors"], every=2),
     )
 
 
@@ -86,14 +83,15 @@ def with_validation(settings, **changes):
     return settings.model_copy(update={"validation": settings.validation.model_copy(update=changes)})
 
 
-def all_runs(rank, settings, directory, results):
-    """The runs of this module, in a process of their own: DeepSpeed leaves traces in one."""
+def all_runs(rank, settings, directory):
+    """Train all runs of this module in their own process, because DeepSpeed changes global state."""
     from infembed_ray.training import loop, validation
 
+    results = {}
     results["validated"] = run(settings)
     results["plain"] = run(settings.model_copy(update={"validation": None, "output": f"{directory}/plain"}))
 
-    figures = iter([0.1, 0.3, 0.3, 0.2, *[0.9] * 99])  # better, better, not better, not better, and never asked again
+    figures = iter([0.1, 0.3, 0.3, 0.2, *[0.9] * 99])  # two improvements, two evaluations without, then no more
 
     def given(self, engine):
         return dict.fromkeys(("validation_p_mrr", "validation_ndcg_at_10"), next(figures))
@@ -108,50 +106,54 @@ def all_runs(rank, settings, directory, results):
         run(patient)
     loop.export = export
     results["patient"] = run(patient)
+    return results
 
 
 @pytest.fixture(scope="module")
 def made(settings, tmp_path_factory):
-    """What the runs published, by name."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(all_runs, (settings, str(tmp_path_factory.mktemp("runs")), results))
-        return dict(results)
+    """Published output of each run, by name."""
+    [published] = run_workers(all_runs, 1, settings, str(tmp_path_factory.mktemp("runs")))
+    return published
 
 
 def scores(path):
     return {line["step"]: line["validation_p_mrr"] for line in read_metrics(path) if "validation_p_mrr" in line}
 
 
-def test_the_curve_is_that_of_a_run_without_validation(made):
+@pytest.mark.integration
+def test_validation_does_not_change_the_training(made):
     ours, theirs = (made[name].path for name in ("validated", "plain"))
     assert [line["loss"] for line in read_metrics(ours)] == [line["loss"] for line in read_metrics(theirs)]
     assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
 
 
-def test_all_records_of_every_step_are_in_the_log_of_samples(made):
+@pytest.mark.integration
+def test_samples_log_has_all_records_of_every_step(made):
     lines = [json.loads(line) for line in (made["plain"].path / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
     for epoch in (lines[:4], lines[4:]):
         assert sorted(i for line in epoch for i in line["records"]) == [f"r{n}" for n in range(8)]
 
 
-def test_the_best_state_is_exported_and_the_manifest_says_which(made, settings):
+@pytest.mark.integration
+def test_best_checkpoint_is_exported_and_named_in_the_manifest(made, settings):
     seen = scores(made["validated"].path)
     assert list(seen) == [2, 4, 6, 8]
     best = max(seen, key=seen.get)
-    assert best < 8, "the test shows nothing if the last state is the best"
+    assert best < 8, "the test shows nothing if the last checkpoint is the best"
     manifest = made["validated"].manifest
     assert manifest["exported"]["step"] == manifest["final_metrics"]["step"] == best
     assert manifest["counts"]["steps"] == 8
     assert made["plain"].manifest["exported"] == {"step": 8, "score": None}
-    again = evaluated(str(made["validated"].path), settings)
-    assert again == pytest.approx(seen[best], abs=1e-6)
-    assert again != pytest.approx(seen[8], abs=1e-6)
+    p_mrr, ndcg = evaluated(str(made["validated"].path), settings)
+    assert p_mrr == pytest.approx(seen[best], abs=1e-6)
+    assert p_mrr != pytest.approx(seen[8], abs=1e-6)
+    assert ndcg == pytest.approx(manifest["final_metrics"]["validation_ndcg_at_10"], abs=1e-6)
 
 
+@pytest.mark.slow  # quick: the test before, by the scoring functions of `infembed evaluate`
 @pytest.mark.ray
-def test_the_score_is_the_figure_of_infembed_evaluate(ray_cluster, made, data, tmp_path):
+def test_score_equals_infembed_evaluate(ray_cluster, made, data, tmp_path):
     asked = EvaluateSettings(
         records=data["held"],
         distractors=data["distractors"],
@@ -168,38 +170,41 @@ def test_the_score_is_the_figure_of_infembed_evaluate(ray_cluster, made, data, t
     assert 0 < abs(figures["p-MRR"]) < 1
 
 
-def test_training_ends_with_the_patience_also_when_resumed_at_that_point(made):
+@pytest.mark.integration
+def test_early_stopping_also_when_resumed_at_that_step(made):
     assert list(scores(made["patient"].path).values()) == [0.1, 0.3, 0.3, 0.2]
     assert len(read_metrics(made["patient"].path)) == 4
     assert made["patient"].manifest["counts"]["steps"] == 4
-    assert made["patient"].manifest["exported"] == {"step": 3, "score": 0.3}  # of equals the newest that was kept
+    assert made["patient"].manifest["exported"] == {"step": 3, "score": 0.3}  # the newest of equal scores
 
 
 def evaluated(path, settings):
-    """p-MRR of a checkpoint, as it is loaded from its directory."""
+    """Compute p-MRR and mean nDCG@10 of an exported model."""
     _, task = held_out(settings.validation)
     encoder = InstructionEncoder.from_pretrained(path)
     queries = encoder.encode_queries([q.query for q in task.queries], [q.instruction for q in task.queries])
     ranked = exact_search(
         queries, encoder.encode_passages(task.corpus["text"].to_pylist()), task.corpus["id"].to_pylist()
     )
-    return means(score(task, {q.id: r for q, r in zip(task.queries, ranked, strict=True)}))["p-MRR"]
+    figures = means(score(task, {q.id: r for q, r in zip(task.queries, ranked, strict=True)}))
+    ndcg = [value for name, value in figures.items() if name.startswith("nDCG@10")]
+    return figures["p-MRR"], sum(ndcg) / len(ndcg)
 
 
-def test_held_out_records_that_are_trained_on_are_counted():
+def test_held_out_records_in_the_training_set_are_counted():
     trained = [replace(record(n), id="row-1" if n == 1 else f"r{n}") for n in range(8)]
     held = [
-        about(1, "aspirin"),  # another record, whose id is only the number of its row
+        about(1, "aspirin"),  # another record: its id is only a row number
         replace(about(60, "bread"), query_positive="query 5"),
         replace(about(61, "wolves"), document_positive="passage 0"),
-        about(7, "chess"),  # the id
+        about(7, "chess"),  # same id
         about(62, "paint"),
     ]
     held[0] = replace(held[0], id="row-1")
     assert overlapping(trained, held) == 3
 
 
-def test_the_run_warns_of_held_out_records_that_are_trained_on(settings, data, tmp_path, capsys, monkeypatch):
+def test_run_warns_of_held_out_records_in_the_training_set(settings, data, tmp_path, capsys, monkeypatch):
     def before_training(*_):
         raise InterruptedError
 
@@ -217,49 +222,42 @@ def test_the_run_warns_of_held_out_records_that_are_trained_on(settings, data, t
         ({"split": "dev"}, r"validation.records=.*: no row has split=dev"),
     ],
 )
-def test_bad_held_out_files_are_named(settings, changes, message):
+def test_error_names_a_bad_held_out_file(settings, changes, message):
     with pytest.raises(InputError, match=message):
         run(with_validation(settings, **changes))
 
 
-def test_a_score_without_anything_to_measure_is_refused(settings, tmp_path):
+def test_metric_with_nothing_to_measure_is_rejected(settings, tmp_path):
     rows = [
         columns_of(replace(about(n, t), instruction_negative=f"For children, about {t}, in plain words."))
         for n, t in enumerate(TOPICS)
     ]
     nothing = with_validation(settings, records=jsonl(tmp_path / "dev.jsonl", rows))
-    with pytest.raises(InputError, match=r"validation.metric=p_mrr: in these records no passage ceases to be right"):
+    with pytest.raises(InputError, match=r"validation.metric=p_mrr: in these records no passage becomes irrelevant"):
         run(nothing)
 
 
-def worker(rank, workers, port, settings, results):
+def worker(rank, settings):
     from infembed_ray.training.backbone import load_encoder
     from infembed_ray.training.engine import Engine
     from infembed_ray.training.validation import Validation
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     engine = Engine(load_encoder(settings), settings)
-    results[rank] = Validation(settings).figures(engine)
+    figures = Validation(settings).figures(engine)
     engine.close()
+    return figures
 
 
-def test_workers_that_share_the_parameters_find_together_what_one_finds(settings):
+@pytest.mark.integration
+def test_sharded_workers_get_the_figures_of_one_worker(settings):
     shared = settings.model_copy(update={"workers": 2, "share_encoder": False, "lora": None})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (2, port, shared, results), nprocs=2)
-        found = dict(results)
+    found = run_workers(worker, 2, shared)
     assert found[0] == found[1]
-    assert found[0]["validation_p_mrr"] == pytest.approx(evaluated(settings.model, settings), abs=1e-6)
+    assert found[0]["validation_p_mrr"] == pytest.approx(evaluated(settings.model, settings)[0], abs=1e-6)
 
 
-def test_a_step_that_ends_the_patience_is_kept_though_it_has_no_score(settings):
-    patient = InTraining(with_validation(settings, patience=2))
-    assert patient.keeps(Progress(step=4, stale=2))
-    assert not patient.keeps(Progress(step=4, stale=1))
-    assert not patient.keeps(Progress(step=3))
+def test_last_step_of_early_stopping_needs_a_checkpoint_even_without_score(settings):
+    patient = Validation(with_validation(settings, patience=2))
+    assert patient.needs_checkpoint(Progress(step=4, stale=2))
+    assert not patient.needs_checkpoint(Progress(step=4, stale=1))
+    assert not patient.needs_checkpoint(Progress(step=3))

@@ -1,7 +1,7 @@
-"""Remote embedders: OpenAI-compatible /embeddings, and Cohere's /embed.
+"""Remote embedders: OpenAI-compatible /embeddings, and Cohere's /embed, through the LLM client (`infembed_ray.llm`).
 
-They are asked by the engine of the synthesis: every text's embedding is in a journal before it is used, and is looked up
-before a request is sent, so no text is paid for twice, whatever task or run it is in; the budget is reserved before.
+Every embedding is in a journal before it is used, and the journal is read before a request is sent: you never pay for the
+same text twice, whatever task or run it is in. Each request's worst-case cost is reserved from the budget first.
 """
 
 from __future__ import annotations
@@ -11,143 +11,144 @@ import base64
 import itertools
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from infembed_ray.config import RetrieverSettings
+from infembed_ray.config.evaluation import ApiSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers import formats
+from infembed_ray.evaluation.retrievers.retriever import passage_text, query_text
 from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.llm import budget, prices
+from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.client import ChatClient, run_in_thread
+from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
+from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Grant, LeaseReport, resources
 from infembed_ray.modeling.layout import Side
 from infembed_ray.storage import local_path, require_writable
-from infembed_ray.synthesis import budget, prices
-from infembed_ray.synthesis.chat import Completion, Request, RowFailure, RunFailure, sound
-from infembed_ray.synthesis.client import ChatClient, Unanswered, Wire, finish, token_counts
-from infembed_ray.synthesis.journal import Journal
-from infembed_ray.synthesis.limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Gate, Grant, Lease, Report, resources
-from infembed_ray.synthesis.prices import PriceTable
 
-RENEWED_S = 0.5
-"""Seconds between two reports to the ledger while all goes well."""
+REPORT_INTERVAL_S = 0.5
+"""Seconds between reports to the ledger while nothing fails."""
 COHERE_TEXTS = 96
-"""Most texts of one request to Cohere."""
+"""Maximum texts of a request to Cohere."""
 BLANK = "."
-"""What is sent for a text without any: the APIs refuse it."""
+"""Stands in for an empty text, which the APIs reject."""
 
 _PATHS = {"openai": "embeddings", "cohere": "embed"}
 _INPUT_TYPES: dict[Side, str] = {"query": "search_query", "passage": "search_document"}
 
 
 class ApiEncoder:
-    """A remote embedder. There is one process of it in a run: it keeps the budget.
+    """A remote embedder. A run has one process of it, which keeps the budget. Embeddings are unit vectors.
 
     Args:
-        settings: resolved, of kind `api`.
+        settings: from `baselines.resolve`.
         identity: hash of all that decides its embeddings.
 
     Raises:
-        InputError: no journal is given, or it cannot be written; or the budget cannot be kept.
+        InputError: the journal is missing or cannot be written, or the budget cannot be kept.
     """
 
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
+    def __init__(self, settings: ApiSettings, identity: str) -> None:
         require_usable(settings)
-        assert settings.model is not None
-        assert settings.api.journal is not None
         api = settings.api
+        assert api.journal is not None
         self.identity = identity
         self._settings = settings
-        self._model = settings.model
-        self._directory = local_path(settings.api.journal, "api.journal")
-        require_writable(self._directory, "api.journal")
+        directory = local_path(api.journal, "api.journal")
+        require_writable(directory, "api.journal")
         self._prices = prices.load(api.prices)
-        self._journal = Journal(self._directory)
-        spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(self._directory, self._prices)
+        self._journal = Journal(directory)
+        spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(directory, self._prices)
         slots = min(api.limits.in_flight or api.in_flight, api.in_flight)
-        self._ledger = budget.NotedLedger(api.limits, slots, spent_usd, self._directory)
+        self._ledger = budget.DurableLedger(api.limits, slots, spent_usd, directory)
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
-        """(n, d) float32 unit vectors.
+        """Embed queries with their instructions: (n, d) float32.
 
         Raises:
-            InputError: as of `encode_passages`.
+            InputError: as `encode_passages`.
         """
-        return self._encode([formats.query_text(self._settings, query) for query in queries], "query")
+        return self._encode([query_text(self._settings, query) for query in queries], "query")
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """(n, d) float32 unit vectors.
+        """Embed passages: (n, d) float32.
 
         Raises:
-            InputError: a key is missing or refused, the model unknown, the budget used up, the endpoint out of reach, a
-                text refused, or an embedding is no vector of finite numbers. What was paid for is in the journal.
+            InputError: a key is missing or refused, the model is unknown, the budget is used up, the endpoint cannot be
+                reached or refuses a text, or an embedding is not finite. Embeddings that were paid are in the journal.
         """
-        return self._encode([formats.passage_text(self._settings, text) for text in texts], "passage")
+        return self._encode([passage_text(self._settings.passage, text) for text in texts], "passage")
 
     def _encode(self, texts: Sequence[str], side: Side) -> np.ndarray:
-        wanted = [self._request(text, side) for text in texts]
-        missing = {request.key: request for request in wanted if self._journal.get(request.key) is None}
+        requests = [self._request(text, side) for text in texts]
+        missing = {request.key: request for request in requests if self._journal.get(request.key) is None}
         if missing:
-            finish(self._ask(list(missing.values())))
-        embeddings = [self._vector(request) for request in wanted]
-        if len({len(vector) for vector in embeddings}) > 1:
+            run_in_thread(self._fetch(list(missing.values())))
+        embeddings = [self._embedding(request) for request in requests]
+        if len({len(embedding) for embedding in embeddings}) > 1:
             raise InputError(
-                f"model={self._model}: its embeddings differ in length; set dimensions, or another journal"
+                f"model={self._settings.model}: its embeddings differ in length; set dimensions, or another journal"
             )
-        whole = np.array(embeddings, dtype=np.float32)
-        return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(min=1e-12)
+        stacked = np.array(embeddings, dtype=np.float32)
+        return stacked / np.linalg.norm(stacked, axis=-1, keepdims=True).clip(min=1e-12)
 
-    def _vector(self, request: _Embed) -> np.ndarray:
+    def _embedding(self, request: _EmbedRequest) -> np.ndarray:
         known = self._journal.get(request.key)
         assert known is not None
-        return _numbers(known.text)
+        return _decoded(known.text)
 
-    def _request(self, text: str, side: Side) -> _Embed:
-        cut = text[: self._settings.api.max_characters]
+    def _request(self, text: str, side: Side) -> _EmbedRequest:
+        """Make the request for one text; its key names the embedding in the journal."""
         protocol = self._settings.api.protocol
         parameters: dict[str, Any] = {"encoding_format": "float"}
         if protocol == "cohere":
             parameters = {"input_type": _INPUT_TYPES[side], "embedding_types": ["float"], "truncate": "END"}
         if self._settings.dimensions is not None:
             parameters["output_dimension" if protocol == "cohere" else "dimensions"] = self._settings.dimensions
-        parameters["texts" if protocol == "cohere" else "input"] = [cut if cut.strip() else BLANK]
-        return _Embed(self._model, (), "embedding=1", "embed", side, parameters)
+        truncated = text[: self._settings.api.max_characters]
+        parameters["texts" if protocol == "cohere" else "input"] = [truncated if truncated.strip() else BLANK]
+        return _EmbedRequest(self._settings.model, (), "embedding=1", "embed", side, parameters)
 
-    async def _ask(self, requests: Sequence[_Embed]) -> None:
-        """Have the endpoint embed texts; all embeddings are in the journal afterwards."""
+    async def _fetch(self, requests: Sequence[_EmbedRequest]) -> None:
+        """Send the texts of requests, many in each HTTP request, until all embeddings are in the journal."""
         api = self._settings.api
 
-        async def exchange(report: Report) -> Grant:
+        async def exchange(report: LeaseReport) -> Grant:
             return self._ledger.exchange(report)
 
         lease = Lease(uuid.uuid4().hex, resources(api.limits), api.in_flight, api.limits.window_s)
-        gate = Gate(lease, exchange, min(RENEWED_S, api.limits.window_s / 100))
-        wire = Wire(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
+        gate = RateLimiter(lease, exchange, min(REPORT_INTERVAL_S, api.limits.window_s / 100))
+        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
-            asyncio.create_task(self._ask_at_once(client, requests[start : start + api.texts_per_request]))
+            asyncio.create_task(self._fetch_batch(client, requests[start : start + api.texts_per_request]))
             for start in range(0, len(requests), api.texts_per_request)
         ]
         try:
             await asyncio.gather(*tasks)
         except (RowFailure, RunFailure) as failure:
-            gate.fail(str(failure))  # what is in flight is still journaled, nothing more is sent
+            gate.fail(str(failure))  # responses in flight are still journaled, nothing more is sent
             await asyncio.gather(*tasks, return_exceptions=True)
             raise InputError(
-                f"model={self._model}: {failure}; the same command resumes, nothing is paid twice"
+                f"model={self._settings.model}: {failure}; the same command resumes, and paid embeddings are kept"
             ) from failure
         finally:
             await client.close()
             self._ledger.conclude()
 
-    async def _ask_at_once(self, client: ChatClient, requests: Sequence[_Embed]) -> None:
-        together = replace(requests[0], parameters=requests[0].with_texts([each.texts[0] for each in requests]))
+    async def _fetch_batch(self, client: ChatClient, requests: Sequence[_EmbedRequest]) -> None:
+        """Send several texts in one HTTP request; if the endpoint refuses it, halve it to find the text at fault."""
         try:
-            answer = await client.send(together)
+            answer = await client.send(requests[0].with_texts([request.texts[0] for request in requests]))
         except RowFailure as failure:
-            if failure.__cause__ is not None:  # given up after retries: the texts are not to blame
+            if failure.__cause__ is not None:  # retries failed, so no text is at fault
                 raise
             if len(requests) == 1:
                 raise RowFailure(
@@ -155,111 +156,105 @@ class ApiEncoder:
                     "it is too long for the model"
                 ) from failure
             half = len(requests) // 2
-            await self._ask_at_once(client, requests[:half])
-            await self._ask_at_once(client, requests[half:])
+            await self._fetch_batch(client, requests[:half])
+            await self._fetch_batch(client, requests[half:])
             return
-        vectors: list[str] = json.loads(answer.text)
-        if len(vectors) != len(requests):
-            raise RowFailure(f"{len(vectors)} embeddings for {len(requests)} texts; this is no embeddings endpoint")
-        shares = _shares(answer.prompt_tokens, [len(each.texts[0].encode()) for each in requests])
-        answered = list(zip(requests, vectors, shares, strict=True))
-        sound = [np.isfinite(_numbers(vector)).all() for vector in vectors]
+        embeddings: list[str] = json.loads(answer.text)
+        if len(embeddings) != len(requests):
+            raise RowFailure(f"{len(embeddings)} embeddings for {len(requests)} texts; is this an embeddings endpoint?")
+        tokens = _divided(answer.prompt_tokens, [len(request.texts[0].encode()) for request in requests])
+        finite = [np.isfinite(_decoded(embedding)).all() for embedding in embeddings]
+        answered = itertools.compress(zip(requests, embeddings, tokens, strict=True), finite)
         await asyncio.gather(
             *(
-                self._journal.append(each, replace(answer, text=vector, prompt_tokens=tokens))
-                for each, vector, tokens in itertools.compress(answered, sound)
+                self._journal.append(request, replace(answer, text=embedding, prompt_tokens=count))
+                for request, embedding, count in answered
             )
         )
-        if not all(sound):
-            text = requests[sound.index(False)].texts[0]
-            raise RowFailure(f"the embedding of {text[:60]!r} is not finite; its endpoint is at fault")
+        if not all(finite):
+            text = requests[finite.index(False)].texts[0]
+            raise RowFailure(f"the embedding of {text[:60]!r} is not finite; check the endpoint")
 
 
-def require_usable(settings: RetrieverSettings, where: str = "model") -> None:
-    """Can this API be asked, as far as its settings say?
+def require_usable(settings: ApiSettings, where: str = "model") -> None:
+    """Check that the settings of an API are complete.
 
     Raises:
-        InputError: it has no URL or no journal, or a budget that cannot be kept; `where` names the setting.
+        InputError: the URL or the journal is missing, or a budget cannot be kept; `where` names the retriever.
     """
     api = settings.api
     if not api.endpoint.base_url.startswith(("http://", "https://")):
         raise InputError(
-            f"{where}.api.endpoint.base_url={api.endpoint.base_url}: no URL; write it like https://host/v1"
+            f"{where}.api.endpoint.base_url={api.endpoint.base_url}: not a URL; write it like https://host/v1"
         )
     if api.journal is None:
-        raise InputError(f"{where}.api.journal is missing: give a directory, in which what was paid for is kept")
+        raise InputError(f"{where}.api.journal is missing: give a directory for the embeddings that you pay for")
     if api.protocol == "cohere" and api.texts_per_request > COHERE_TEXTS:
         raise InputError(f"{where}.api.texts_per_request={api.texts_per_request}: Cohere takes at most {COHERE_TEXTS}")
-    if api.limits.budget_usd is not None and prices.load(api.prices).price(str(settings.model)) is None:
+    if api.limits.budget_usd is not None and prices.load(api.prices).price(settings.model) is None:
         raise InputError(
-            f"{where}.api.limits.budget_usd={api.limits.budget_usd:g}: no price is known of model={settings.model}; give its "
-            f"prices in a file and set {where}.api.prices=FILE"
+            f"{where}.api.limits.budget_usd={api.limits.budget_usd:g}: the price of model={settings.model} is unknown; give "
+            f"it in a file and set {where}.api.prices=FILE"
         )
 
 
-class _Embed(Request):
-    """A request to embed some texts, which stand where the protocol has them."""
+class _EmbedRequest(Request):
+    """A request to embed texts, which are in the protocol's parameter for them."""
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body of the HTTP request."""
         return {"model": self.model, **self.parameters}
 
-    @cached_property
+    @property
     def texts(self) -> list[str]:
-        """The texts."""
-        texts: list[str] = self.parameters["texts" if "texts" in self.parameters else "input"]
+        """The texts to embed."""
+        texts: list[str] = self.parameters.get("texts", self.parameters.get("input"))
         return texts
 
-    def with_texts(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Its parameters with other texts."""
-        return {**self.parameters, "texts" if "texts" in self.parameters else "input": list(texts)}
+    def with_texts(self, texts: list[str]) -> _EmbedRequest:
+        """Return the same request for other texts."""
+        return replace(self, parameters={**self.parameters, "texts" if "texts" in self.parameters else "input": texts})
 
 
 def worst_case(request: Request, table: PriceTable) -> Amounts:
-    """The most that a request can use: no tokenizer makes more tokens of a text than its UTF-8 bytes, and two marks."""
-    assert isinstance(request, _Embed)
+    """Bound what a request can use: no tokenizer makes more tokens of a text than its UTF-8 bytes and two marks."""
+    assert isinstance(request, _EmbedRequest)
     tokens = sum(len(text.encode()) + 2 for text in request.texts)
     usd = table.usd(request.model, Completion("", "", "", tokens, 0))
     return {SLOTS: 1, REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
 
 
 def embeddings_of(protocol: str, body: bytes) -> Completion:
-    """The embeddings in a response's body: a JSON list of base64 texts, each a vector's float32 numbers.
+    """Read a response: its text is a JSON list of base64 strings, each an embedding's float32 numbers.
 
     Raises:
-        Unanswered: there are none.
+        Unanswered: the body holds no embeddings.
     """
     try:
         answer = json.loads(body)
-        vectors = answer["embeddings"]["float"] if protocol == "cohere" else list(_in_order(answer["data"]))
+        if protocol == "cohere":
+            embeddings = answer["embeddings"]["float"]
+            usage, name = (answer.get("meta") or {}).get("billed_units"), "input_tokens"
+        else:
+            embeddings = [entry["embedding"] for entry in sorted(answer["data"], key=lambda entry: int(entry["index"]))]
+            usage, name = answer.get("usage"), "prompt_tokens"
         return Completion(
-            text=json.dumps([base64.b64encode(np.array(v, dtype="<f4").tobytes()).decode() for v in vectors]),
+            text=json.dumps([base64.b64encode(np.array(e, dtype="<f4").tobytes()).decode() for e in embeddings]),
             finish_reason="stop",
-            model=sound(str(answer.get("model") or "")),
-            prompt_tokens=_tokens(protocol, answer),
+            model=replace_surrogates(str(answer.get("model") or "")),
+            prompt_tokens=token_counts(usage, name)[0],
             completion_tokens=0,
         )
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Unanswered("the response holds no embeddings (cut short?)") from error
+        raise Unanswered("the response holds no embeddings (truncated?)") from error
 
 
-def _numbers(vector: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(vector), dtype="<f4")
+def _decoded(embedding: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(embedding), dtype="<f4")
 
 
-def _in_order(data: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    for entry in sorted(data, key=lambda entry: int(entry["index"])):
-        yield entry["embedding"]
-
-
-def _tokens(protocol: str, answer: Mapping[str, Any]) -> int:
-    if protocol == "cohere":
-        return token_counts((answer.get("meta") or {}).get("billed_units"), "input_tokens")[0]
-    return token_counts(answer.get("usage"), "prompt_tokens")[0]
-
-
-def _shares(total: int, sizes: Sequence[int]) -> list[int]:
-    """A total divided by sizes, in whole numbers that sum to it."""
+def _divided(total: int, sizes: Sequence[int]) -> list[int]:
+    """Divide a total in proportion to sizes, into whole numbers that sum to it."""
     borders = (np.cumsum([0, *sizes], dtype=np.int64) * total // max(1, sum(sizes))).tolist()
     return [stop - start for start, stop in itertools.pairwise(borders)]

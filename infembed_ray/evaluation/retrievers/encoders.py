@@ -1,8 +1,8 @@
-"""Encoders on this machine: checkpoints through `InstructionEncoder`, others through sentence-transformers.
+"""Local encoders: checkpoints through `InstructionEncoder`, others through sentence-transformers.
 
-`InstructionEncoder` loads most models and gives the same numbers. sentence-transformers is for models with modules of
-its own (Dense layers: INSTRUCTOR), and for those whose embeddings are no unit vectors (Contriever). Neither ever runs
-code that comes with a model.
+`InstructionEncoder` loads most models and gives the same numbers. sentence-transformers serves models with modules of its
+own (Dense layers: INSTRUCTOR) and models whose embeddings are not normalized (Contriever). Code that comes with a model
+never runs.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from infembed_ray.config import RetrieverSettings
+from infembed_ray.config.evaluation import EncoderSettings, SentenceTransformersSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers import formats
+from infembed_ray.evaluation.retrievers.retriever import passage_text, query_format, query_text, split
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
 
 
 class CheckpointEncoder:
-    """An `InstructionEncoder` that reads texts by its own template, or by given formats.
+    """An `InstructionEncoder` that reads texts by its own template or by formats. Embeddings are unit vectors.
 
     Args:
-        settings: resolved, of kind `encoder`.
-        device: of torch.
-        batch_tokens: most tokens of a forward pass, padding included.
+        settings: from `baselines.resolve`.
+        device: torch device.
+        batch_tokens: tokens of a forward pass, with padding.
         identity: hash of all that decides its embeddings.
 
     Raises:
-        InputError: the model cannot be loaded, or is not as the settings want it.
+        InputError: the model cannot be loaded, or does not fit the settings.
     """
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        assert settings.model is not None
+    def __init__(self, settings: EncoderSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._batch_tokens = batch_tokens
@@ -59,15 +58,15 @@ class CheckpointEncoder:
         )
         if any(backbone.config.is_encoder_decoder for backbone in self.encoder.backbones):
             raise InputError(
-                f"kind=encoder, model={settings.model}: has an encoder and a decoder, which are no embedder; set "
-                "kind=sentence_transformers if that library made it one, or kind=seq2seq for a reranker"
+                f"kind=encoder, model={settings.model}: is an encoder-decoder model; set kind=sentence_transformers if that "
+                "library made it an embedder, or kind=seq2seq for a reranker"
             )
         if settings.adapter is not None:
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
             self.encoder.backbone = with_adapters(self.encoder.backbone, adapter)
         if formatted and self.encoder.interaction is not None:
             raise InputError(
-                f"model={settings.model}: reads instruction and query apart, so no format can hold both; "
+                f"model={settings.model}: reads instruction and query separately, so it cannot use formats; "
                 "drop instructed_query and plain_query"
             )
         if not settings.pool_prompt and self.encoder.pooling != "mean":
@@ -77,38 +76,36 @@ class CheckpointEncoder:
         self.encoder.to(device)
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
-        """(n, d) float32 unit vectors."""
+        """Embed queries with their instructions: (n, d) float32."""
         if self._settings.instructed_query is None:
             texts, instructions = [query.query for query in queries], [query.instruction for query in queries]
             return self.encoder.embed(self.encoder.tokenize_queries(texts, instructions), self._batch_tokens)
-        wholes = [formats.query_text(self._settings, query) for query in queries]
-        tokens = self.encoder.tokenize_queries(wholes, [None] * len(wholes))
+        inputs = [query_text(self._settings, query) for query in queries]
+        tokens = self.encoder.tokenize_queries(inputs, [None] * len(inputs))
         if self._settings.pool_prompt:
             return self.encoder.embed(tokens, self._batch_tokens)
-        prompts = [
-            formats.split(formats.query_format(self._settings, q), "query", instruction=q.instruction or "")[0]
-            for q in queries
-        ]
-        return self._embed_without(prompts, wholes, tokens, self.encoder.text.query_length)
+        formats = [query_format(self._settings, query) for query in queries]
+        prompts = [split(f, "query", instruction=q.instruction or "")[0] for f, q in zip(formats, queries, strict=True)]
+        return self._embed_without_prompts(prompts, inputs, tokens, self.encoder.text.query_length)
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """(n, d) float32 unit vectors."""
-        wholes = [formats.passage_text(self._settings, text) for text in texts]
-        tokens = self.encoder.tokenize_passages(wholes)
+        """Embed passages: (n, d) float32."""
+        inputs = [passage_text(self._settings.passage, text) for text in texts]
+        tokens = self.encoder.tokenize_passages(inputs)
         if self._settings.pool_prompt or self._settings.passage is None:
             return self.encoder.embed(tokens, self._batch_tokens)
-        prompt, _ = formats.split(self._settings.passage, "passage")
-        return self._embed_without([prompt] * len(wholes), wholes, tokens, self.encoder.text.passage_length)
+        prompt, _ = split(self._settings.passage, "passage")
+        return self._embed_without_prompts([prompt] * len(inputs), inputs, tokens, self.encoder.text.passage_length)
 
     @torch.inference_mode()
-    def _embed_without(
+    def _embed_without_prompts(
         self, prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[Tokens], length: int
     ) -> np.ndarray:
-        """Embeddings of texts, whose prompts are attended to but are no part of the mean (GritLM, arXiv 2402.09906)."""
+        """Embed texts whose prompts are attended to but not pooled (GritLM, arXiv 2402.09906)."""
         if not texts:
             return np.zeros((0, self.encoder.dimension), dtype=np.float32)
         encoded = self.encoder.tokenizer(list(texts), truncation=True, max_length=length)
-        left_out = [_tokens_of(encoded, row, prompt, len(tokens[row])) for row, prompt in enumerate(prompts)]
+        left_out = [_prompt_tokens(encoded, row, prompt, len(tokens[row])) for row, prompt in enumerate(prompts)]
         embeddings = np.zeros((len(texts), self.encoder.dimension), dtype=np.float32)
         self.encoder.eval()
         for rows in length_sorted_batches([len(text) for text in tokens], self._batch_tokens):
@@ -118,18 +115,18 @@ class CheckpointEncoder:
         return embeddings
 
 
-def _tokens_of(encoded: Any, row: int, prompt: str, length: int) -> int:
-    """How many tokens of a text come before the end of its prompt: special ones too, but never all."""
+def _prompt_tokens(encoded: Any, row: int, prompt: str, length: int) -> int:
+    """Count the tokens of a text up to the end of its prompt, special tokens included; at least one is left."""
     if not prompt:
         return 0
     first = encoded.char_to_token(row, len(prompt))
-    if first is None:  # a space that is part of no token; or the text was cut within its prompt
+    if first is None:  # a space that no token covers, or the text was truncated within its prompt
         first = encoded.char_to_token(row, len(prompt) + 1)
     return min(length - 1, length if first is None else first)
 
 
 def _pooled_after(layout: Layout, left_out: torch.Tensor) -> Layout:
-    """The same padded layout, of each text of which so many leading tokens are not pooled."""
+    """Exclude the first `left_out` tokens of each text of a padded layout from pooling."""
     starts = torch.repeat_interleave(layout.lengths.cumsum(0) - layout.lengths, layout.lengths)
     within = torch.arange(len(layout.tokens)) - starts
     kept = within >= torch.repeat_interleave(left_out, layout.lengths)
@@ -137,10 +134,10 @@ def _pooled_after(layout: Layout, left_out: torch.Tensor) -> Layout:
 
 
 def with_adapters(model: Any, path: str) -> Any:
-    """A model into whose weights saved LoRA adapters are merged.
+    """Merge saved LoRA adapters into a model's weights.
 
     Raises:
-        InputError: they are none, or none of this model.
+        InputError: the path holds no adapters, or adapters of another model.
     """
     from peft import PeftModel
 
@@ -154,19 +151,19 @@ def with_adapters(model: Any, path: str) -> Any:
 
 
 class SentenceTransformersEncoder:
-    """A model that sentence-transformers loads, with prompts of ours.
+    """A model that sentence-transformers loads, with our prompts.
 
     Args:
-        settings: resolved, of kind `sentence_transformers`.
-        device: of torch.
-        batch_tokens: most tokens of a forward pass, by the longest there may be.
+        settings: from `baselines.resolve`.
+        device: torch device.
+        batch_tokens: tokens of a forward pass, if all texts had the maximum length.
         identity: hash of all that decides its embeddings.
 
     Raises:
-        InputError: the model cannot be loaded, or only by running code of its own.
+        InputError: the model cannot be loaded, or only with code of its own.
     """
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: SentenceTransformersSettings, device: str, batch_tokens: int, identity: str) -> None:
         from sentence_transformers import SentenceTransformer
 
         self.identity = identity
@@ -184,34 +181,32 @@ class SentenceTransformersEncoder:
         except (OSError, ValueError, ImportError, SafetensorError) as error:
             raise checkpoint.unloadable(f"model={settings.model}", error) from error
         self.model.set_pooling_include_prompt(settings.pool_prompt)
-        self._longest = self.model.max_seq_length or 512
+        self._max_length = self.model.max_seq_length or 512
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
-        """(n, d) float32."""
-        parts = []
+        """Embed queries with their instructions: (n, d) float32."""
+        inputs = []
         for query in queries:
-            prompt, rest = formats.split(
-                formats.query_format(self._settings, query), "query", instruction=query.instruction or ""
-            )
-            parts.append((prompt, query.query + rest))
-        return self._encode(parts, "query", self._settings.query_length)
+            text_format = query_format(self._settings, query)
+            prompt, rest = split(text_format, "query", instruction=query.instruction or "")
+            inputs.append((prompt, query.query + rest))
+        return self._encode(inputs, self._settings.query_length)
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """(n, d) float32."""
-        prompt, rest = formats.split(self._settings.passage or "{passage}", "passage")
-        return self._encode([(prompt, text + rest) for text in texts], "passage", self._settings.passage_length)
+        """Embed passages: (n, d) float32."""
+        prompt, rest = split(self._settings.passage, "passage")
+        return self._encode([(prompt, text + rest) for text in texts], self._settings.passage_length)
 
-    def _encode(self, parts: Sequence[tuple[str, str]], side: Side, length: int | None) -> np.ndarray:
-        """Embeddings of (prompt, text) pairs, those of one prompt at a time."""
-        self.model.max_seq_length = min(length or self._longest, self._longest)
+    def _encode(self, inputs: Sequence[tuple[str, str]], length: int | None) -> np.ndarray:
+        """Embed (prompt, text) pairs, grouped by prompt where prompts are not pooled."""
+        self.model.max_seq_length = min(length or self._max_length, self._max_length)
         rows: dict[str, list[int]] = {}
-        for row, (prompt, _) in enumerate(parts):
-            rows.setdefault(prompt if not self._settings.pool_prompt else "", []).append(row)
+        for row, (prompt, _) in enumerate(inputs):
+            rows.setdefault("" if self._settings.pool_prompt else prompt, []).append(row)
         embeddings: np.ndarray | None = None
         for prompt, of_prompt in rows.items():
-            texts = [parts[row][1] if prompt else "".join(parts[row]) for row in of_prompt]
-            some = self.model.encode(
-                texts,
+            encoded = self.model.encode(
+                [inputs[row][1] if prompt else "".join(inputs[row]) for row in of_prompt],
                 prompt=prompt,
                 batch_size=max(1, self._batch_tokens // self.model.max_seq_length),
                 normalize_embeddings=self._settings.normalize,
@@ -219,6 +214,6 @@ class SentenceTransformersEncoder:
                 convert_to_tensor=True,
             )
             if embeddings is None:
-                embeddings = np.empty((len(parts), some.shape[1]), dtype=np.float32)
-            embeddings[of_prompt] = some.float().cpu().numpy()
+                embeddings = np.empty((len(inputs), encoded.shape[1]), dtype=np.float32)
+            embeddings[of_prompt] = encoded.float().cpu().numpy()
         return np.empty((0, 0), dtype=np.float32) if embeddings is None else embeddings

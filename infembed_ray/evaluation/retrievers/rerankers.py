@@ -1,7 +1,7 @@
-"""Rerankers: models that read a query and a passage together and say how relevant the one is to the other.
+"""Rerankers: models that read a query and a passage together and score the passage's relevance.
 
-Scores are logit differences, relevant - not relevant: they order as the probabilities that are usually given, which
-round to 1.0 for many passages at once.
+Scores are logit differences, relevant - irrelevant. They order as the usual probabilities do, without the ties of
+probabilities that round to 1.0.
 """
 
 from __future__ import annotations
@@ -22,62 +22,64 @@ from transformers import (
     AutoTokenizer,
 )
 
-from infembed_ray.config import RetrieverSettings
+from infembed_ray.config.evaluation import (
+    CausalSettings,
+    ClassifierSettings,
+    RandomSettings,
+    RerankerSettings,
+    Seq2SeqSettings,
+)
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers import formats
 from infembed_ray.evaluation.retrievers.encoders import with_adapters
-from infembed_ray.evaluation.retrievers.retriever import Reranker
+from infembed_ray.evaluation.retrievers.retriever import Reranker, fill, passage_text, query_text
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.progress import say
 
 
-def load(settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> Reranker:
-    """The reranker of resolved settings of kind `seq2seq`, `classifier` or `causal`.
+def load(settings: RerankerSettings, device: str, batch_tokens: int, identity: str) -> Reranker:
+    """Load the reranker of resolved settings.
 
     Raises:
-        InputError: the model cannot be loaded, or is not one of this kind.
+        InputError: the model cannot be loaded, or is of another kind.
     """
-    kinds: dict[str, type[_ModelReranker]] = {"seq2seq": Seq2Seq, "classifier": Classifier, "causal": Causal}
-    return kinds[settings.kind](settings, device, batch_tokens, identity)
+    if isinstance(settings, Seq2SeqSettings):
+        return Seq2Seq(settings, device, batch_tokens, identity)
+    if isinstance(settings, CausalSettings):
+        return Causal(settings, device, batch_tokens, identity)
+    return Classifier(settings, device, batch_tokens, identity)
 
 
-class Chance:
-    """Scores by chance: what any reranker has to beat. The same pair always has the same score.
+class RandomReranker:
+    """Scores at random, the lower bound for any reranker. The same pair always has the same score."""
 
-    Args:
-        settings: its `seed`.
-        identity: hash of all that decides its scores.
-    """
-
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
+    def __init__(self, settings: RandomSettings, identity: str) -> None:
         self.identity = identity
         self._seed = settings.seed
 
     def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
-        """(n) float32 in [0, 1), from a hash of the texts."""
+        """Draw scores from a hash of the texts: (n) float32 in [0, 1)."""
         return np.array([self._draw(query, passage) for query, passage in pairs], dtype=np.float32)
 
     def _draw(self, query: Query, passage: str) -> float:
         texts = "\0".join((str(self._seed), query.query, query.instruction or "", passage))
-        return int.from_bytes(hashlib.sha256(texts.encode()).digest()[:3], "big") / 2**24  # all that float32 can hold
+        return int.from_bytes(hashlib.sha256(texts.encode()).digest()[:3], "big") / 2**24  # float32 has 24 bits
 
 
 class _ModelReranker(ABC):
-    """A reranker with a Hugging Face model; its kinds differ in the text it reads and in where its answer is."""
+    """A reranker with a Hugging Face model. Subclasses differ in the input and in the logits that are the answer."""
 
     model_class: Any
     model: Any
     tokenizer: Any
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        assert settings.model is not None
+    def __init__(self, settings: RerankerSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._device = device
         self._batch_tokens = batch_tokens
-        self._told_cut = False
+        self._warned = False
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model, revision=settings.revision)
             self.model, loaded = self.model_class.from_pretrained(
@@ -89,33 +91,37 @@ class _ModelReranker(ABC):
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise checkpoint.unloadable(f"kind={settings.kind}, model={settings.model}", error) from error
-        if missing := sorted(loaded["missing_keys"]):  # transformers fills them in by chance
+        if missing := sorted(loaded["missing_keys"]):  # transformers initializes them at random
             raise InputError(
-                f"kind={settings.kind}, model={settings.model}: has no weights for {missing[0]}, so it was not trained as "
-                "such a reranker; correct kind, or give another model"
+                f"kind={settings.kind}, model={settings.model}: has no weights for {missing[0]}, so it was not trained "
+                "as such a reranker; correct kind, or give another model"
             )
         if not self.tokenizer.is_fast:
-            raise InputError(f"model={settings.model}: its tokenizer is not a fast one; convert it to a tokenizer.json")
+            raise InputError(
+                f"model={settings.model}: its tokenizer is not a fast tokenizer; convert it to a tokenizer.json"
+            )
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and settings.pair_length > positions:
             raise InputError(
-                f"pair_length={settings.pair_length}: model={settings.model} has {positions} positions; set at most that"
+                f"pair_length={settings.pair_length}: model={settings.model} has only {positions} positions; set it to "
+                "that or less"
             )
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        if getattr(self.model.config, "pad_token_id", None) is None:  # by it, a classifying decoder finds a text's end
+        if getattr(self.model.config, "pad_token_id", None) is None:
+            # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.model.to(device).eval()
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
-        """(n) float32.
+        """Score pairs: (n) float32.
 
         Raises:
             InputError: a score is not finite.
         """
-        asked = {query: self._fitted(query) for query in {query for query, _ in pairs}}
-        inputs = self._read([(asked[query], formats.passage_text(self._settings, text)) for query, text in pairs])
+        texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
+        inputs = self._tokenize([(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs])
         scores = np.zeros(len(pairs), dtype=np.float32)
         for rows in length_sorted_batches([len(each["input_ids"]) for each in inputs], self._batch_tokens):
             batch = self.tokenizer.pad([inputs[row] for row in rows], return_tensors="pt").to(self._device)
@@ -124,96 +130,98 @@ class _ModelReranker(ABC):
             row = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise InputError(
                 f"model={self._settings.model}: the score of {pairs[row][0].query[:60]!r} with {pairs[row][1][:60]!r} is "
-                f"not finite; the weights are damaged, or dtype={self._settings.dtype} is too small for it: try float32"
+                f"not finite; the weights are damaged or dtype={self._settings.dtype} overflows: try float32"
             )
         return scores
 
     @abstractmethod
-    def _read(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        """What the tokenizer makes of (query, passage) pairs, at most `pair_length` tokens of each."""
+    def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
+        """Tokenize (query, passage) pairs, truncated to `pair_length` tokens."""
 
     @abstractmethod
     def _relevance(self, batch: Any) -> Tensor:
-        """(n) logit differences of a padded batch."""
+        """Return the logit differences of a padded batch: (n)."""
 
-    def _fitted(self, query: Query) -> str:
-        """The text of a query with its instruction, cut at `query_length`."""
-        text = formats.query_text(self._settings, query)
-        return text if self._settings.query_length is None else self._cut(text, self._settings.query_length)
+    def _query_text(self, query: Query) -> str:
+        """Format a query with its instruction and truncate it to `query_length`."""
+        text = query_text(self._settings, query)
+        return text if self._settings.query_length is None else self._truncated(text, self._settings.query_length)
 
-    def _cut(self, text: str, tokens: int) -> str:
-        """The beginning of a text that is so many tokens long, or less by the tokens of a character they would cut."""
+    def _truncated(self, text: str, tokens: int) -> str:
+        """Return the beginning of a text, at most `tokens` tokens long; characters are never divided."""
         places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if len(places) <= tokens:
             return text
-        # Of bytes, several tokens lie at the place of one character.
+        # A byte-level tokenizer may have several tokens at the place of one character.
         return text[: min(places[tokens - 1][1], places[tokens][0])] if tokens > 0 else ""
 
-    def _tell_cut(self) -> None:
-        if not self._told_cut:
+    def _warn_truncated_query(self) -> None:
+        if not self._warned:
             say(
-                f"rerank: a query alone is longer than pair_length={self._settings.pair_length} leaves room for and is "
-                "cut; raise it, if the model can read more"
+                f"rerank: a query without its passage exceeds pair_length={self._settings.pair_length} and is truncated; "
+                "raise pair_length if the model can read more"
             )
-            self._told_cut = True
+            self._warned = True
 
 
 class _Answering(_ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
+    _settings: Seq2SeqSettings | CausalSettings
+
+    def __init__(
+        self, settings: Seq2SeqSettings | CausalSettings, device: str, batch_tokens: int, identity: str
+    ) -> None:
         super().__init__(settings, device, batch_tokens, identity)
-        assert settings.answers is not None
         vocabulary = self.tokenizer.get_vocab()
         for token in settings.answers:
             if token not in vocabulary:
                 raise InputError(
-                    f"answers={list(settings.answers)}: {token!r} is no token of model={settings.model}; give tokens as "
-                    "its vocabulary has them, for example ▁true or Ġyes"
+                    f"answers={list(settings.answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
+                    "write tokens as the vocabulary does, for example ▁true or Ġyes"
                 )
         self._answers = [vocabulary[token] for token in settings.answers]
 
-    def _read(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
+    def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         most = self._settings.pair_length
-        read = self._prompts(pairs)
+        tokenized = self._prompts(pairs)
         return [
             each if len(each["input_ids"]) <= most else self._shortened(*pair)
-            for each, pair in zip(read, pairs, strict=True)
+            for each, pair in zip(tokenized, pairs, strict=True)
         ]
 
     def _shortened(self, query: str, passage: str) -> dict[str, list[int]]:
-        """The prompt of a pair without the end of its passage, and of the query if that does not do.
+        """Tokenize a prompt with the passage truncated, and the query too if that is not enough.
 
         Raises:
-            InputError: the prompt around them is too long already.
+            InputError: the rest of the prompt alone is too long.
         """
-        most = self._settings.pair_length
-        (read,) = self._prompts([(query, passage)])
-        # Tokens at a cut may come out otherwise than before it, so that one cut need not be enough.
-        while (over := len(read["input_ids"]) - most) > 0 and passage:
-            passage = self._cut(passage, self._length(passage) - over)
-            (read,) = self._prompts([(query, passage)])
-        while (over := len(read["input_ids"]) - most) > 0 and query:
-            self._tell_cut()
-            query = self._cut(query, self._length(query) - over)
-            (read,) = self._prompts([(query, passage)])
-        if over > 0:
-            raise InputError(f"pair_length={most}: the format `pair` alone is longer by {over} tokens; raise it")
-        return read
+        texts = {"passage": passage, "query": query}
+        for part in texts:
+            while True:
+                (tokens,) = self._prompts([(texts["query"], texts["passage"])])
+                excess = len(tokens["input_ids"]) - self._settings.pair_length
+                if excess <= 0:
+                    return tokens
+                if not texts[part]:
+                    break
+                if part == "query":
+                    self._warn_truncated_query()
+                # Truncation can change the tokens at the cut, so one pass may not be enough.
+                length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
+                texts[part] = self._truncated(texts[part], length - excess)
+        raise InputError(
+            f"pair_length={self._settings.pair_length}: the format `pair` alone is longer by {excess} tokens; raise it"
+        )
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        assert self._settings.pair is not None
-        texts = [formats.fill(self._settings.pair, query=query, passage=passage) for query, passage in pairs]
+        texts = [fill(self._settings.pair, query=query, passage=passage) for query, passage in pairs]
         return _rows(self.tokenizer(texts), "input_ids", "attention_mask") if texts else []
 
-    def _length(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _difference(self, logits: Tensor) -> Tensor:
-        """(n, vocabulary) -> (n)"""
+        """Subtract the logits of the two answers: (n, vocabulary) -> (n)."""
         relevant, irrelevant = self._answers
-        wide = logits.float()
-        return wide[:, relevant] - wide[:, irrelevant]
+        return logits[:, relevant].float() - logits[:, irrelevant].float()
 
 
 class Seq2Seq(_Answering):
@@ -231,9 +239,9 @@ class Causal(_Answering):
 
     model_class = AutoModelForCausalLM
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: CausalSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
-        self.tokenizer.padding_side = "left"  # so that the last token of all rows is in the last column
+        self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None:
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
             self.model = with_adapters(self.model, adapter).eval()
@@ -252,23 +260,23 @@ class Classifier(_ModelReranker):
 
     model_class = AutoModelForSequenceClassification
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: ClassifierSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         if self.model.config.num_labels > 2:
             raise InputError(
-                f"model={settings.model}: has {self.model.config.num_labels} classes, a reranker has one or two; "
-                "give a model that was trained as one"
+                f"model={settings.model}: has {self.model.config.num_labels} classes, but a reranker has one or two; "
+                "give a model that was trained as a reranker"
             )
 
-    def _read(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        most = self._settings.pair_length
-        room = most - self.tokenizer.num_special_tokens_to_add(pair=True) - 1
-        queries = {query: self._cut(query, room) for query in {query for query, _ in pairs}}
-        if any(query != cut for query, cut in queries.items()):
-            self._tell_cut()
+    def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         if not pairs:
             return []
-        # Lists, not single texts: of those, the tokenizer takes an empty passage for none, and leaves out its [SEP].
+        most = self._settings.pair_length
+        limit = most - self.tokenizer.num_special_tokens_to_add(pair=True) - 1
+        queries = {query: self._truncated(query, limit) for query in {query for query, _ in pairs}}
+        if any(query != truncated for query, truncated in queries.items()):
+            self._warn_truncated_query()
+        # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
         firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
         encoded = self.tokenizer(firsts, seconds, truncation="only_second", max_length=most)
         return _rows(encoded, *encoded)
@@ -279,5 +287,5 @@ class Classifier(_ModelReranker):
 
 
 def _rows(encoded: Any, *names: str) -> list[dict[str, list[int]]]:
-    """Text by text, some of what a tokenizer made of several."""
+    """Split fields of a tokenizer's batch into one mapping per text."""
     return [dict(zip(names, row, strict=True)) for row in zip(*(encoded[name] for name in names), strict=True)]

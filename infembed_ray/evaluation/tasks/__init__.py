@@ -1,1 +1,1 @@
-"""Retrieval tasks: what is searched, what is asked, what is right. One reader a published layout."""
+"""Retrieval tasks, with one reader per published layout."""

@@ -1,4 +1,4 @@
-"""A data set of the user's, laid out as BEIR's are: `corpus.jsonl`, `queries.jsonl`, `qrels/<split>.tsv`."""
+"""Your own data set in BEIR's layout: `corpus.jsonl`, `queries.jsonl`, `qrels/<split>.tsv`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
-from infembed_ray.evaluation.tasks.mteb_layout import titled
+from infembed_ray.evaluation.tasks.mteb_layout import with_title
 from infembed_ray.evaluation.tasks.repository import rows
 from infembed_ray.evaluation.tasks.task import Figure, Query, Task
 
@@ -16,18 +16,17 @@ _SPLIT = "qrels/test.tsv"
 
 
 def read(name: str) -> Task:
-    """The task of one split.
+    """Read the task of one split.
 
     - `corpus.jsonl`: `_id`, `title` (may be empty or missing), `text`.
-    - `queries.jsonl`: `_id`, `text`, and an `instruction` if the query has one. It serves all splits: queries without
-      a line in the split's judgements are not asked.
-    - the split: lines of `query-id`, `corpus-id`, `score`, under a header that says so.
+    - `queries.jsonl`: `_id`, `text`, and an optional `instruction`. Queries without a judgement in the split are left out.
+    - the split: a header and lines of `query-id`, `corpus-id`, `score`.
 
     Args:
-        name: the directory, whose split is `qrels/test.tsv`; or the file of another split.
+        name: the directory, for the split `qrels/test.tsv`; or the file of another split.
 
     Raises:
-        InputError: a file or a column is missing, a value is a list, or a score is no whole number.
+        InputError: a file or a column is missing, a value is a list, or a score is not a whole number.
     """
     corpus, queries, split = files(name)
     judged = rows([split], name, ("query-id", "corpus-id", "score"))
@@ -35,7 +34,9 @@ def read(name: str) -> Task:
     return Task(
         name=name,
         corpus=mapped(
-            name, [corpus], lambda: ((str(row["_id"]), titled(row)) for row in rows([corpus], name, ("_id", "text")))
+            name,
+            [corpus],
+            lambda: ((str(row["_id"]), with_title(row)) for row in rows([corpus], name, ("_id", "text"))),
         ),
         queries=tuple(
             Query(str(row["_id"]), str(row["text"]), row.get("instruction") or None)
@@ -48,7 +49,7 @@ def read(name: str) -> Task:
 
 
 def files(name: str) -> list[Path]:
-    """The corpus, the queries and the split's judgements.
+    """Return the files of the corpus, the queries and the split's judgements.
 
     Raises:
         InputError: one of them is missing.

@@ -1,4 +1,4 @@
-"""BRIGHT (Su et al., 2024): questions whose answers need reasoning to be found, in twelve subsets."""
+"""BRIGHT (Su et al., 2024): retrieval that requires reasoning, in twelve subsets."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from infembed_ray.evaluation.tasks.repository import Repository
 from infembed_ray.evaluation.tasks.task import Figure, Query, Task
 
 NONE = "N/A"
-"""The one item of a list that is empty, as the data set writes it."""
+"""The only item of an empty list, as the data set writes it."""
 
 
 def read(repository: Repository, subset: str) -> Task:
-    """One subset, a split of the configurations `documents` (`id`, `content`) and `examples`.
+    """Read one subset, a split of the configurations `documents` (`id`, `content`) and `examples`.
 
-    Of an example are read `id`, `query`, `gold_ids` (the relevant documents) and `excluded_ids` (documents that never
-    stand in its ranking, such as the query itself).
+    An example has `id`, `query`, `gold_ids` (relevant documents) and `excluded_ids` (documents that are never ranked for
+    it, such as the source of the query).
     """
-    documents = mapped(
-        repository.task,
-        repository.files("documents", subset),
-        lambda: (
-            (str(row["id"]), str(row["content"])) for row in repository.rows("documents", subset, ("id", "content"))
-        ),
-    )
+    task = repository.task
+    columns = ("id", "content")
     examples = list(repository.rows("examples", subset, ("id", "query"), ("gold_ids", "excluded_ids")))
     excluded = {str(example["id"]): frozenset(map(str, example["excluded_ids"])) - {NONE} for example in examples}
     return Task(
-        name=repository.task,
-        corpus=documents,
-        queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
-        qrels=judgements(
-            repository.task, ((example["id"], document, 1) for example in examples for document in example["gold_ids"])
+        name=task,
+        corpus=mapped(
+            task,
+            repository.files("documents", subset),
+            lambda: ((str(row["id"]), str(row["content"])) for row in repository.rows("documents", subset, columns)),
         ),
+        queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
+        qrels=judgements(task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
         figures=(Figure("nDCG@10", "nDCG@10"),),
         excluded={query: documents for query, documents in excluded.items() if documents},
     )

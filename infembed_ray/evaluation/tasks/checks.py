@@ -1,4 +1,4 @@
-"""What must hold of every task, whatever layout it was read from. A fault is an `InputError` before any work starts."""
+"""Checks of every task, whatever its layout, before any work starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Task
 
 HIGHEST = 1_000_000
-"""Score of a judgement: trec_eval counts documents by score, and gives up, without a word, where there are too many."""
+"""Maximum score of a judgement: trec_eval counts documents per score and silently gives up above its limit."""
 
 
 def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dict[str, int]]:
-    """Query id, document id and score of every judgement -> qrels.
+    """Collect judgements, each a query id, a document id and a score, as qrels.
 
     Raises:
-        InputError: a score that is no whole number, or above `HIGHEST`; or two scores for the same document of the same query.
+        InputError: a score is not a whole number or above `HIGHEST`, or a document has two scores for one query.
     """
     qrels: dict[str, dict[str, int]] = defaultdict(dict)
     for query, document, score in rows:
@@ -29,7 +29,7 @@ def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dic
             grade = float(score)
         except (TypeError, ValueError):
             grade = float("nan")
-        if not (grade == grade // 1 and grade <= HIGHEST):  # not a number is neither
+        if not (grade == grade // 1 and grade <= HIGHEST):  # false for NaN
             raise InputError(f"{where} has the score {score}; scores are whole numbers up to {HIGHEST:,}")
         if qrels[str(query)].setdefault(str(document), int(grade)) != grade:
             raise InputError(f"{where} has two scores; keep one")
@@ -37,12 +37,12 @@ def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dic
 
 
 def checked(task: Task) -> Task:
-    """The task itself, if it can be evaluated.
+    """Return the task if it can be evaluated.
 
     Raises:
-        InputError: no queries; ids of queries that are not unique; an empty query; an instruction that is no
-            text; judgements of unknown queries, or queries without judgements; queries without candidates; judgements,
-            candidates or changes that name unknown documents; relevant documents that are excluded or without text.
+        InputError: there are no queries; a query id is not unique; a query is empty, or has no judgements or candidates;
+            an instruction is not a text; judgements, candidates or changes name unknown queries or documents; a relevant
+            document is excluded or empty.
     """
     where = f"tasks={task.name}"
     known = _unique_queries(task)
@@ -50,8 +50,8 @@ def checked(task: Task) -> Task:
         raise InputError(f"{where}: qrels name {_some('query', unknown)}, not in queries; drop these judgements")
     if unjudged := [query.id for query in task.queries if not task.qrels.get(query.id)]:
         raise InputError(f"{where}: {_some('query', unjudged)} without judgements; judge or drop it")
-    among = task.candidates
-    if among is not None and (without := [query.id for query in task.queries if not among.get(query.id)]):
+    candidates = task.candidates
+    if candidates is not None and (without := [q.id for q in task.queries if not candidates.get(q.id)]):
         raise InputError(f"{where}: {_some('query', without)} without candidates; give some or drop it")
     for change in task.changes:
         if absent := [query for query in (change.original, change.changed) if query not in known]:
@@ -59,13 +59,11 @@ def checked(task: Task) -> Task:
     _known_documents(task)
     for query, excluded in task.excluded.items():
         if both := [document for document, score in task.qrels[query].items() if score > 0 and document in excluded]:
-            raise InputError(
-                f"{where}: query {query} excludes {_some('document', both)}, relevant to it; mend one list"
-            )
+            raise InputError(f"{where}: query {query} excludes relevant {_some('document', both)}; correct one list")
     empty = set(task.corpus["id"].filter(pc.equal(task.corpus["text"], "")).to_pylist())
     relevant = (document for judged in task.qrels.values() for document, score in judged.items() if score > 0)
     if blank := [document for document in relevant if document in empty]:
-        raise InputError(f"{where}: relevant {_some('document', blank)} without text; fill in its text")
+        raise InputError(f"{where}: relevant {_some('document', blank)} without text; add the text")
     return task
 
 
@@ -80,7 +78,7 @@ def _unique_queries(task: Task) -> set[str]:
             raise InputError(f"tasks={task.name}: query {query.id} is empty; write it or drop it")
         if not isinstance(query.instruction, str | None):
             raise InputError(
-                f"tasks={task.name}: query {query.id} has the instruction {query.instruction!r:.60}; write it as a text"
+                f"tasks={task.name}: query {query.id} has the instruction {query.instruction!r:.60}; write it as text"
             )
         known.add(query.id)
     return known
@@ -90,8 +88,8 @@ def _known_documents(task: Task) -> None:
     ids = task.corpus["id"]
     for field, named in _named(task):
         documents = pa.array(named, pa.string()).unique()
-        there = ids.filter(pc.is_in(ids, value_set=documents))  # not the other way round: that makes a table of all ids
-        if unknown := documents.filter(pc.invert(pc.is_in(documents, value_set=there))).to_pylist():
+        present = ids.filter(pc.is_in(ids, value_set=documents))  # the reverse would build a table of all ids
+        if unknown := documents.filter(pc.invert(pc.is_in(documents, value_set=present))).to_pylist():
             raise InputError(
                 f"tasks={task.name}: {field} name {_some('document', unknown)}, not in the corpus; is the corpus whole? "
                 "Add the documents, or drop what names them"
@@ -99,7 +97,7 @@ def _known_documents(task: Task) -> None:
 
 
 def _named(task: Task) -> Iterator[tuple[str, list[str]]]:
-    """What names documents, and which."""
+    """Yield each field that names documents, with the documents."""
     yield "qrels", [document for judged in task.qrels.values() for document in judged]
     yield "changed judgements", [document for change in task.changes for document in change.documents]
     lists = {id(documents): documents for documents in (task.candidates or {}).values()}  # queries may share one
@@ -107,6 +105,6 @@ def _named(task: Task) -> Iterator[tuple[str, list[str]]]:
 
 
 def _some(what: str, ids: list[str]) -> str:
-    """`query 3 and 12 others`."""
+    """Name the first id and count the others: `query 3 and 12 others`."""
     others = len(ids) - 1
     return f"{what} {ids[0]}" + (f" and {others} other{'s' * (others > 1)}" if others else "")

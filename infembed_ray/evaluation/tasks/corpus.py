@@ -1,4 +1,4 @@
-"""A task's corpus as a memory-mapped Arrow file, written once from the published files, however many rows they have."""
+"""Corpora as memory-mapped Arrow files, converted once from the published files in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ from infembed_ray.object_store import scratch
 from infembed_ray.progress import track
 
 _FORMAT = 1
-"""Of the files in the cache: raised when the same sources are to give another one."""
+"""Version of the cached files; raise it when the same sources must give another file."""
 _ROWS = 4096
 
 
 def mapped(task: str, files: Sequence[Path], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
-    """The corpus that some files hold: (m) `CORPUS`, memory-mapped, in the order of the files.
+    """Return the corpus of some files, memory-mapped: (m) `CORPUS`, in the order of the files.
 
-    It is kept in the scratch directory of this machine (`object_store.scratch`) under the names, sizes and times of
-    the files, and read from there the next time. Texts are without white space at either end, as mteb gives them. A
-    document that stands in the files more than once, with the same text, stands in the corpus once.
+    It is cached in this machine's scratch directory (`object_store.scratch`), keyed by the names, sizes and times of the
+    files. Texts are stripped, as in mteb. Duplicate documents with equal texts are dropped.
 
     Args:
-        task: name, for progress and error messages.
-        files: from which `documents` reads.
-        documents: gives ids and texts; not called when the corpus is there already.
+        task: name of the task, for progress and error messages.
+        files: the files that `documents` reads.
+        documents: yields ids and texts; not called if the corpus is cached.
 
     Raises:
-        InputError: no documents, an empty id, or an id with two texts; and what `documents` raises.
+        InputError: there are no documents, an id is empty, or an id has two texts; and whatever `documents` raises.
     """
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
     path = scratch() / "corpora" / f"{key}.arrow"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f"{key}.", dir=path.parent) as folder:  # another process may be at it
+        with TemporaryDirectory(prefix=f"{key}.", dir=path.parent) as folder:  # other processes may write it too
             partial = Path(folder, path.name)
             _write(partial, task, documents())
-            _keep_one_copy(partial, task)
+            _drop_duplicates(partial, task)
             partial.replace(path)
     return _open(path)
 
@@ -63,20 +62,20 @@ def _write(path: Path, task: str, documents: Iterator[tuple[str, str]]) -> None:
         pa.ipc.new_file(sink, CORPUS) as writer,
         track(f"read {task}", None) as advance,
     ):
-        while some := list(islice(documents, _ROWS)):
-            ids, texts = zip(*some, strict=True)
+        while rows := list(islice(documents, _ROWS)):
+            ids, texts = zip(*rows, strict=True)
             if "" in ids:
                 raise InputError(f"tasks={task}: document {written + ids.index('') + 1} has an empty id; give it one")
             stripped = [text.strip() for text in texts]
             writer.write_batch(pa.record_batch([pa.array(ids, pa.string()), pa.array(stripped, pa.string())], CORPUS))
-            written += len(some)
-            advance(len(some))
+            written += len(rows)
+            advance(len(rows))
     if not written:
         raise InputError(f"tasks={task}: the corpus is empty; give documents")
 
 
-def _keep_one_copy(path: Path, task: str) -> None:
-    """Leave out copies of documents, if there are any."""
+def _drop_duplicates(path: Path, task: str) -> None:
+    """Drop duplicate documents, if there are any."""
     corpus = _open(path)
     ids = corpus["id"]
     if pc.count_distinct(ids).as_py() == len(ids):

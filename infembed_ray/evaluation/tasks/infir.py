@@ -1,4 +1,4 @@
-"""The retrieval task in a set of InF-IR records."""
+"""The retrieval task of a set of InF-IR records."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 from infembed_ray.records import SCENARIOS, Passage, Record
 
 TASK = "records"
-"""Its name, unless another is given."""
+"""Default name."""
 
 POSITIVE, NEGATIVE_INSTRUCTION, NEGATIVE_QUERY = SCENARIOS
 
 NOTATION = {POSITIVE: "(I+,Q+)", NEGATIVE_INSTRUCTION: "(I-,Q+)", NEGATIVE_QUERY: "(I+,Q-)"}
-"""Kind of query -> how the paper writes it."""
-
+"""Kind of query -> the paper's notation."""
 
 FIGURES = (
     Figure("p-MRR", "p-MRR"),
@@ -33,46 +32,44 @@ def instruction_following(
     max_distractors: int | None = None,
     name: str = TASK,
 ) -> Task:
-    """What a set of records asks, about all its passages and the distractors.
+    """Make the retrieval task of records, over all their passages and the distractors.
 
     - Corpus: `document_positive`, `hard_negative_document_1` and `hard_negative_document_2` of all records, then the
-      first `max_distractors` distractors; of equal texts only the first stands in it.
-    - Queries, three a record, each with its own right passage: (I+,Q+) -> P+, (I-,Q+) -> P1-, (I+,Q-) -> P2-. All
-      other passages count as irrelevant. Where two queries have the same instruction and text, the right passages of
-      both are right for both.
-    - Changes, for p-MRR, two a record, both with the query Q+: from I+ to I-, which makes P+ irrelevant, and from I-
-      to I+, which makes P1- irrelevant.
+      first `max_distractors` distractors, without duplicate texts.
+    - Queries, three per record, each with one relevant passage: (I+,Q+) -> P+, (I-,Q+) -> P1-, (I+,Q-) -> P2-. All other
+      passages count as irrelevant. Queries with the same instruction and text share their relevant passages.
+    - Changes for p-MRR, two per record, both with the query Q+: from I+ to I-, which makes P+ irrelevant, and from I- to
+      I+, which makes P1- irrelevant.
 
-    Ids are `record/<record id>/<scenario>` for queries and for the passages that answer them, and
-    `distractor/<id>`.
+    Ids are `record/<record id>/<scenario>` for queries and their relevant passages, and `distractor/<id>`.
     """
     ids: dict[str, str] = {}  # text -> id
     queries: list[Query] = []
-    right: dict[tuple[str | None, str], dict[str, int]] = defaultdict(dict)
+    relevant: dict[tuple[str | None, str], dict[str, int]] = defaultdict(dict)
     changes: list[tuple[Query, Query]] = []
     for record in records:
         good, bad = record.instruction_positive, record.instruction_negative
-        asked = {
+        scenarios = {
             POSITIVE: (good, record.query_positive, record.document_positive),
             NEGATIVE_INSTRUCTION: (bad, record.query_positive, record.hard_negative_document_1),
             NEGATIVE_QUERY: (good, record.query_negative, record.hard_negative_document_2),
         }
         of_record = {}
-        for kind, (instruction, query, answer) in asked.items():
+        for kind, (instruction, query, answer) in scenarios.items():
             own = f"record/{record.id}/{kind}"
-            right[instruction, query][ids.setdefault(answer, own)] = 1
+            relevant[instruction, query][ids.setdefault(answer, own)] = 1
             of_record[kind] = Query(own, query, instruction, kind, group=record.id)
         queries += of_record.values()
         original, changed = of_record[POSITIVE], of_record[NEGATIVE_INSTRUCTION]
         changes += [(original, changed), (changed, original)]
 
-    answers = len(ids)
+    of_records = len(ids)
     for passage in distractors:
-        if len(ids) - answers == max_distractors:
+        if len(ids) - of_records == max_distractors:
             break
         ids.setdefault(passage.text, f"distractor/{passage.id}")
 
-    qrels = {q.id: right[q.instruction, q.query] for q in queries}
+    qrels = {q.id: relevant[q.instruction, q.query] for q in queries}
     return Task(
         name=name,
         corpus=pa.table({"id": list(ids.values()), "text": list(ids)}, schema=CORPUS),
@@ -80,5 +77,5 @@ def instruction_following(
         qrels=qrels,
         figures=FIGURES,
         changes=tuple(Change(a.id, b.id, tuple(d for d in qrels[a.id] if d not in qrels[b.id])) for a, b in changes),
-        about={"records": len(records), "distractors": len(ids) - answers},
+        about={"records": len(records), "distractors": len(ids) - of_records},
     )

@@ -1,4 +1,4 @@
-"""MAIR (Sun et al., 2024): 126 tasks, each query with an instruction."""
+"""MAIR (Sun et al., 2024): 126 tasks with an instruction for each query."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from infembed_ray.evaluation.tasks.task import Figure, Query, Task
 
 
 def read(queries: Repository, docs: Repository, config: str) -> Task:
-    """One task: a configuration of two repositories.
+    """Read one task, a configuration of two repositories.
 
-    Rows of `queries`: `qid`, `instruction`, `query`, `labels` (`id` and `score` of each relevant document); of `docs`:
-    `id`, `doc`. A configuration may have several parts, each with a corpus of its own: `x_queries` are asked of
-    `x_docs`. Then ids begin with `x/`, and the candidates of a query are the documents of its part. The figure is the
-    mean over all queries, as in MAIR's own tables.
+    Rows of `queries` have `qid`, `instruction`, `query` and `labels` (`id` and `score` of each relevant document); rows of
+    `docs` have `id` and `doc`. A configuration may have several parts with separate corpora: `x_queries` search `x_docs`.
+    Their ids get the prefix `x/`, and a query's candidates are the documents of its part. The figure is the mean over all
+    queries, as in MAIR's own tables.
     """
     task = queries.task
-    asked = _parts(queries, config, "queries")
-    searched = _parts(docs, config, "docs")
-    if set(asked) != set(searched):
+    query_parts = _parts(queries, config, "queries")
+    doc_parts = _parts(docs, config, "docs")
+    if set(query_parts) != set(doc_parts):
         raise InputError(
-            f"tasks={task}: {config} has the queries of {', '.join(asked)} and the documents of {', '.join(searched)}; "
-            "fetch both repositories anew"
+            f"tasks={task}: {config} has the queries of {', '.join(query_parts)} and the documents of {', '.join(doc_parts)}; "
+            "fetch both repositories again"
         )
     corpus = mapped(
         task,
-        [file for split in searched.values() for file in docs.files(config, split)],
-        lambda: _documents(docs, config, searched),
+        [file for split in doc_parts.values() for file in docs.files(config, split)],
+        lambda: _documents(docs, config, doc_parts),
     )
     rows = [
         (part, row)
-        for part, split in asked.items()
+        for part, split in query_parts.items()
         for row in queries.rows(config, split, ("qid", "instruction", "query"), ("labels",))
     ]
     return Task(
@@ -46,12 +46,12 @@ def read(queries: Repository, docs: Repository, config: str) -> Task:
         ),
         qrels=judgements(task, _labels(task, rows)),
         figures=(Figure("nDCG@10", "nDCG@10"),),
-        candidates=None if len(searched) == 1 else _candidates(rows, corpus["id"].to_pylist(), list(searched)),
+        candidates=None if len(doc_parts) == 1 else _candidates(rows, corpus["id"].to_pylist(), list(doc_parts)),
     )
 
 
 def _parts(repository: Repository, config: str, what: str) -> dict[str, str]:
-    """How ids of a part begin -> its split: `x/` -> `x_queries`; where there is one part only, the empty string."""
+    """Map each part's id prefix to its split: `x/` -> `x_queries`; a single part has no prefix."""
     splits = repository.splits(config)
     return {"" if len(splits) == 1 else split.removesuffix(f"_{what}") + "/": split for split in splits}
 

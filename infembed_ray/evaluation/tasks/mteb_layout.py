@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
-
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.metrics import Qrels
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.repository import Repository
-from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.evaluation.tasks.task import Figure, Query, Task
 
 _ID = "_id|id"
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What one repository holds."""
+def read(repository: Repository) -> Task:
+    """Read a repository as a task without figures, which each benchmark adds.
 
-    corpus: pa.Table
-    queries: tuple[Query, ...]
-    qrels: Qrels
-    candidates: Mapping[str, Sequence[str]] | None
-
-
-def read(repository: Repository) -> Contents:
-    """All of a repository but what only its benchmark has.
-
-    - `corpus`: `_id`, `title` (may be empty or missing), `text`; `queries`: `_id`, `text`; ids may also be called `id`.
+    - `corpus`: `_id`, `title` (may be empty or missing), `text`; `queries`: `_id`, `text`. Ids may also be called `id`.
     - `default` (or `qrels`), split `test`: `query-id`, `corpus-id`, `score`.
-    - `instruction`, if it is there: `query-id`, `instruction`; else a column of that name in `queries`, if it has one.
-    - `top_ranked`, if it is there: `query-id`, `corpus-ids`.
+    - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
+    - `top_ranked`, optional: `query-id`, `corpus-ids`.
 
     Raises:
         InputError: a file, a configuration, a column or the instruction of a query is missing; or a query has two
@@ -43,7 +30,7 @@ def read(repository: Repository) -> Contents:
     corpus = mapped(
         repository.task,
         repository.files("corpus"),
-        lambda: ((str(row[_ID]), titled(row)) for row in repository.rows("corpus", None, (_ID, "text"))),
+        lambda: ((str(row[_ID]), with_title(row)) for row in repository.rows("corpus", None, (_ID, "text"))),
     )
     instructions = repository.by_query("instruction", ("instruction",)) if "instruction" in repository.configs else None
     queries = []
@@ -59,14 +46,29 @@ def read(repository: Repository) -> Contents:
     if "top_ranked" in repository.configs:
         ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
         candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
-    return Contents(
-        corpus,
-        tuple(queries),
-        judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged)),
-        candidates,
+    return Task(
+        name=repository.task,
+        corpus=corpus,
+        queries=tuple(queries),
+        qrels=judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged)),
+        figures=(),
+        candidates=candidates,
     )
 
 
-def titled(row: Mapping[str, Any]) -> str:
-    """A document's text, after its title if it has one, as mteb and BEIR join them."""
+def read_instructir(repository: Repository) -> Task:
+    """Read InstructIR (Oh et al., 2024): every query under several instructions, each with its own relevant document.
+
+    Query ids are `<query>_<instruction>`: the part before the first `_` is the query's group.
+    """
+    task = read(repository)
+    return replace(
+        task,
+        queries=tuple(replace(query, group=query.id.partition("_")[0]) for query in task.queries),
+        figures=(Figure("Robustness@10", "Robustness@10"), Figure("nDCG@10", "nDCG@10")),
+    )
+
+
+def with_title(row: Mapping[str, Any]) -> str:
+    """Return a document's text after its title, if it has one, as mteb and BEIR join them."""
     return f"{row['title']} {row['text']}" if row.get("title") else str(row["text"])

@@ -1,7 +1,7 @@
-"""A data set of the Hugging Face hub as it lies in a mirror: `<mirror>/<owner>/<name>`, laid out as its repository is.
+"""Dataset repositories of the Hugging Face hub in a mirror, `<mirror>/<owner>/<name>`.
 
-Its card, `README.md`, lists its configurations, their splits and the files that hold them; files are found by that
-list and nothing else, as `datasets.load_dataset(path, config, split)` finds them.
+The dataset card (`README.md`) lists configurations, splits and files. Files are found by that list alone, as
+`datasets.load_dataset(path, config, split)` finds them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from infembed_ray.records import hidden, raw_rows
 
 CARD = "README.md"
 MANIFEST = "mirror.json"
-"""At the root of a mirror: the commit of each repository, and the size and SHA-256 of each file."""
-
+"""File at the root of a mirror: the commit of each repository, and the size and SHA-256 of each file."""
 FORMAT = 1
-"""Of that file."""
+"""Version of the manifest."""
 
 Configs = Mapping[str, Mapping[str, Sequence[str]]]
-"""Configuration -> split -> patterns of the files that hold it."""
+"""Configuration -> split -> patterns of its files."""
+
+NOT_FETCHED: Mapping[str, Any] = {"revision": None, "files": {}}
+"""Entry of the manifest for a repository that is not in it."""
 
 
 class Repository:
-    """What a task reads of one repository.
+    """One repository of a mirror, as a task reads it.
 
     Args:
-        root: of the mirror.
+        root: directory of the mirror.
         name: `<owner>/<name>`.
-        task: that reads it, for error messages.
+        task: name of the task, for error messages.
     """
 
     def __init__(self, root: Path, name: str, task: str) -> None:
@@ -43,35 +45,31 @@ class Repository:
         self.name = name
         self.task = task
         self.path = root / name
-
-    @property
-    def fetching(self) -> str:
-        """The command that brings the task's data."""
-        return f"fetch it where there is internet: infembed data fetch {self.root} {self.task}"
+        self._remedy = f"fetch it on a machine with internet: infembed data fetch {root} {task}"
 
     @cached_property
     def recorded(self) -> Mapping[str, Any]:
-        """What the mirror's manifest says of it: `revision`, and `files` with their `size` and `sha256`."""
-        found: Mapping[str, Any] = manifest(self.root).get(self.name, {"revision": None, "files": {}})
+        """Its part of the manifest: `revision`, and `files` with `size` and `sha256`."""
+        found: Mapping[str, Any] = manifest(self.root).get(self.name, NOT_FETCHED)
         return found
 
     @cached_property
     def configs(self) -> Configs:
-        """What its card lists.
+        """The configurations on its card.
 
         Raises:
             InputError: it is not in the mirror.
         """
         card = self.path / CARD
         if not card.is_file():
-            raise InputError(f"tasks={self.task}: data={self.root} has no {self.name}/{CARD}; {self.fetching}")
+            raise InputError(f"tasks={self.task}: data={self.root} has no {self.name}/{CARD}; {self._remedy}")
         return configs(card.read_text(encoding="utf-8"), f"tasks={self.task}: {card}")
 
     def splits(self, config: str) -> Sequence[str]:
-        """The splits of a configuration.
+        """Return the splits of a configuration.
 
         Raises:
-            InputError: there is no such configuration.
+            InputError: the card has no such configuration.
         """
         if config not in self.configs:
             raise InputError(
@@ -81,12 +79,12 @@ class Repository:
         return list(self.configs[config])
 
     def files(self, config: str, split: str | None = None) -> list[Path]:
-        """The files of a split; of the only one, where the split is not there or not named.
+        """Return the files of a split. A configuration's only split need not be named.
 
-        In a mirror with a manifest they are those that it names, so that half a corpus is never taken for a whole one.
+        In a mirror with a manifest, the files are those that it lists, so an incomplete corpus is never read.
 
         Raises:
-            InputError: no such configuration or split; a file is missing or not as long as it was when it was fetched.
+            InputError: there is no such configuration or split; a file is missing or has another size than when fetched.
         """
         splits = self.splits(config)
         if split is None or split not in splits:
@@ -97,30 +95,30 @@ class Repository:
                 )
             split = splits[0]
         recorded = self.recorded["files"]
-        there = (file.relative_to(self.path) for file in self.path.rglob("*") if file.is_file())
-        visible = (file.as_posix() for file in there if not hidden(file))
+        present = (file.relative_to(self.path) for file in self.path.rglob("*") if file.is_file())
+        visible = (file.as_posix() for file in present if not hidden(file))
         names = matching(self.configs[config][split], recorded or visible)
         if not names:
-            raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self.fetching}")
+            raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self._remedy}")
         for name in recorded and names:
             file = self.path / name
             size = file.stat().st_size if file.is_file() else None
             if size != recorded[name]["size"]:
                 fault = "is missing" if size is None else f"has {size} bytes, not {recorded[name]['size']}"
-                raise InputError(f"tasks={self.task}: {file} {fault}; {self.fetching}")
+                raise InputError(f"tasks={self.task}: {file} {fault}; {self._remedy}")
         return [self.path / name for name in names]
 
     def rows(
         self, config: str, split: str | None, columns: Sequence[str], lists: Sequence[str] = ()
     ) -> Iterator[dict[str, Any]]:
-        """The rows of a split, in bounded memory; see `rows`."""
+        """Yield the rows of a split in bounded memory; see `rows`."""
         return rows(self.files(config, split), self.task, columns, lists)
 
     def by_query(self, config: str, columns: Sequence[str], lists: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-        """The rows of a configuration that has at most one for each query: `query-id` -> row.
+        """Return the rows of a configuration with at most one row per query: `query-id` -> row.
 
         Raises:
-            InputError: a query has two rows; and as `rows`.
+            InputError: a query has two rows; or as `rows`.
         """
         found: dict[str, dict[str, Any]] = {}
         for row in self.rows(config, None, ("query-id", *columns), lists):
@@ -134,19 +132,19 @@ class Repository:
 def rows(
     files: Iterable[Path], task: str, columns: Sequence[str], lists: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The rows of some files, each of which has all the columns and lists.
+    """Yield the rows of files, and check their columns.
 
     Args:
-        files: of a format that `records.raw_rows` reads.
-        task: that reads them, for error messages.
-        columns: names of columns of single values; `_id|id` is either of two.
-        lists: names of columns of lists.
+        files: in a format that `records.raw_rows` reads.
+        task: name of the task, for error messages.
+        columns: required columns of single values; `_id|id` accepts either name.
+        lists: required columns of lists.
 
-    Returns:
-        rows as they are, and besides, under the name as it is given here, what each of the columns holds.
+    Yields:
+        each row, with the value of every required column also under the name that is given here.
 
     Raises:
-        InputError: a file cannot be read; or a row lacks a column, or has a list for a single value or the reverse.
+        InputError: a file cannot be read, a row lacks a column, or a value is a list where it must not be or vice versa.
     """
     for file in files:
         for number, values in enumerate(raw_rows(file, f"tasks={task}: file"), start=1):
@@ -165,7 +163,11 @@ def rows(
 
 
 def manifest(root: Path) -> dict[str, Any]:
-    """Repository -> `revision` and `files`, as a mirror's manifest says; nothing where the mirror has none."""
+    """Read a mirror's manifest: repository -> `revision` and `files`; empty if there is none.
+
+    Raises:
+        InputError: the manifest is damaged or of another format.
+    """
     file = root / MANIFEST
     if not file.is_file():
         return {}
@@ -182,25 +184,21 @@ def manifest(root: Path) -> dict[str, Any]:
 
 
 def configs(card: str, where: str) -> Configs:
-    """What a data set's card lists under `configs`.
-
-    Args:
-        card: text of the file.
-        where: it is, for error messages.
+    """Parse `configs` from the front matter of a dataset card; `where` names the card in errors.
 
     Raises:
-        InputError: no list of configurations in it.
+        InputError: the card has no list of configurations.
     """
     front = card.split("---\n", 2)[1] if card.startswith("---\n") and card.count("---\n") > 1 else ""
     try:
         listed = (yaml.safe_load(front) or {})["configs"]
         return {config["config_name"]: _splits(config["data_files"]) for config in listed}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{where} lists no `configs` with their files; give the card of the data set") from error
+        raise InputError(f"{where} lists no `configs` with their files; give the data set's own card") from error
 
 
 def _splits(data_files: Any) -> dict[str, list[str]]:
-    """As `datasets` reads them: a list of splits with a path or paths, or just paths, which are of split `train`."""
+    """Normalize the forms that `datasets` accepts: a list of splits with paths, or paths alone, which are split `train`."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     found: dict[str, list[str]] = {}
     for entry in entries:
@@ -210,7 +208,7 @@ def _splits(data_files: Any) -> dict[str, list[str]]:
 
 
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of the file names (with slashes) that match a pattern, sorted. `*` stays within a folder, `**` does not."""
+    """Return the file names that match a glob pattern, sorted. `*` stays within a folder, `**` crosses folders."""
     wanted = [PurePosixPath(pattern).as_posix() for pattern in patterns]
     return sorted({name for name in names if any(_matches(name.split("/"), p.split("/")) for p in wanted)})
 

@@ -1,10 +1,11 @@
-"""A retrieval task, whatever benchmark it comes from."""
+"""Retrieval tasks, independent of the benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,47 +17,53 @@ CORPUS = pa.schema([("id", pa.string()), ("text", pa.string())])
 
 @dataclass(frozen=True)
 class Query:
-    """One query under at most one instruction."""
+    """A query with at most one instruction."""
 
     id: str
     query: str
     instruction: str | None = None
     kind: str = ""
-    """The task's own name for queries of its sort: figures can be over one kind only."""
+    """The task's name for queries of this kind; a figure can be restricted to one kind."""
     group: str | None = None
-    """What it shares with queries that are not independent of it: above all, the same one under other instructions.
-    Robustness@k is over groups, and statistics resample them whole."""
+    """Shared by queries that are not independent, such as one query under several instructions. Robustness@k is over
+    groups, and statistics resample whole groups."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of the tables: the mean of a measure over a task's queries, or those of one kind."""
+    """A number of the tables: the mean of a measure over a task's queries, or over those of one kind."""
 
     name: str
-    """Unique in its task: `nDCG@10 (I+,Q+)`."""
+    """Unique in the task: `nDCG@10 (I+,Q+)`."""
     measure: str
-    """As `metrics` names it: `nDCG@10`, `MAP@1000`, `recall@100`, `MRR@10`, `Robustness@10`, `p-MRR`."""
+    """A name of `metrics`: `nDCG@10`, `MAP@1000`, `recall@100`, `MRR@10`, `Robustness@10`, `p-MRR`."""
     kind: str | None = None
-    """Only queries of this kind count. Not for p-MRR and Robustness, which are over changes and groups."""
+    """Restricts the figure to queries of this kind; not for p-MRR and Robustness, which are over changes and groups."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is searched, what is asked, and what is right."""
+    """A corpus, queries and relevance judgements."""
 
     name: str
-    """As the catalogue and the tables call it: `followir/core17`."""
+    """Its name in `tasks` and in tables: `followir/core17`."""
     corpus: pa.Table
-    """(m) `CORPUS`: ids all different. It may be memory-mapped: it is never copied whole."""
+    """(m) `CORPUS`, with unique ids. It may be memory-mapped and is never copied as a whole."""
     queries: tuple[Query, ...]
     qrels: Qrels
-    """Of every query; documents of the corpus."""
+    """Judgements for every query; all documents are in the corpus."""
     figures: tuple[Figure, ...]
-    """What is shown, the main one first."""
+    """The main figure is the first."""
     changes: tuple[Change, ...] = ()
     candidates: Mapping[str, Sequence[str]] | None = None
-    """Query id -> the documents that are ranked for it, where the benchmark says so (re-ranking)."""
+    """Query id -> the documents to rank for it; None: the whole corpus."""
     excluded: Mapping[str, AbstractSet[str]] = field(default_factory=dict)
-    """Query id -> documents that never stand in its ranking."""
+    """Query id -> documents that are never ranked for it."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the result file says of it besides: data set, revision, files, numbers."""
+    """Further facts for the result file: repositories, revisions, counts."""
+    corpus_file: Path = Path()
+    """File of the corpus that all nodes can map into memory, once it is shared (`chunks.share`)."""
+
+    def has_candidates(self, depth: int) -> bool:
+        """Whether its candidates are a ranking to re-rank. Longer lists are the part of the corpus a query is about."""
+        return self.candidates is not None and max(map(len, self.candidates.values())) <= depth

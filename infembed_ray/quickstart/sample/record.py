@@ -1,7 +1,7 @@
-"""Make the sample's seeds and journal from what was written for it: python -m infembed_ray.quickstart.sample.record
+"""Write the sample's seeds and journal: python -m infembed_ray.quickstart.sample.record
 
-Every seed goes through the pipeline's own steps; the completions come from its authored line instead of a model. Run
-this again after a prompt has changed: the journal's keys depend on the prompts.
+Each seed goes through the pipeline's own steps; its completions come from the authored line instead of a model. Run
+this again after a change of a prompt, because the journal's keys depend on the prompts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from datetime import datetime, timezone
 from typing import Any
 
 from infembed_ray import records
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.llm.chat import Completion, Request
+from infembed_ray.llm.journal import encode
 from infembed_ray.progress import say
 from infembed_ray.quickstart.sample import AUTHORED, JOURNAL, MODEL, SEEDS
-from infembed_ray.synthesis.chat import Completion, Request
-from infembed_ray.synthesis.journal import encode
-from infembed_ray.synthesis.steps import synthesize
+from infembed_ray.synthesis.pipeline import synthesize
 
 TEST_TOPICS = {"coffee", "databases", "hypertension", "space-missions"}
-"""Held out of training; all other topics are trained on."""
+"""Topics of the test split; all others are for training."""
 SOURCE = "bundled-sample"
 WRITTEN = datetime(2026, 11, 21, tzinfo=timezone.utc)
 
@@ -30,11 +30,11 @@ _DOCUMENTS = {
     "negative_instruction": "hard_negative_document_1",
     "negative_query": "hard_negative_document_2",
 }
-"""Candidate of the judge -> its authored column."""
+"""Candidate of the judge -> authored column."""
 
 
 def record() -> tuple[bytes, bytes]:
-    """Seeds and journal as the bytes of their JSONL files."""
+    """Return seeds and journal as the bytes of their JSONL files."""
     authored = [json.loads(line) for line in AUTHORED.read_text(encoding="utf-8").splitlines()]
     seeds = [_seed(row) for row in authored]
     pool = [seed.passage for seed in seeds]
@@ -43,7 +43,7 @@ def record() -> tuple[bytes, bytes]:
 
     async def pass_through(seed: records.Seed, row: Mapping[str, Any]) -> None:
         async def complete(request: Request) -> Completion:
-            # Nobody counted tokens: 0, and no price table knows this model.
+            # No model wrote this, so there are no token counts.
             completion = Completion(_completion(request, row), "stop", MODEL.model, 0, 0)
             journal.append(encode(request, completion, WRITTEN))
             return completion
@@ -66,7 +66,7 @@ def _seed(row: Mapping[str, Any]) -> records.Seed:
 
 
 def _completion(request: Request, row: Mapping[str, Any]) -> str:
-    """What was authored for a step, in the text format its prompt asks for."""
+    """Return the authored text of a step, in the format that its prompt asks for."""
     if request.step.startswith("judge_"):
         return f"Answer: {_number(request, row['judge'][request.step.removeprefix('judge_')], row)}"
     label = {"instruction": "Instruction", "query": "Query", "hard": "Passage"}[request.step.split("_")[0]]
@@ -74,7 +74,7 @@ def _completion(request: Request, row: Mapping[str, Any]) -> str:
 
 
 def _number(request: Request, verdict: str, row: Mapping[str, Any]) -> str:
-    """The number under which the judge's prompt shows the candidate of an authored verdict."""
+    """Return the number of the authored verdict's candidate in the judge's prompt."""
     if verdict == "none":
         return verdict
     shown = request.messages[0]["content"]

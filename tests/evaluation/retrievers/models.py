@@ -1,4 +1,4 @@
-"""Tiny random models of the sorts that rerankers are, each with a tokenizer like theirs."""
+"""Tiny random rerankers, each with a tokenizer of its kind."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n
 
 
 def t5(path: Path) -> str:
-    """Encoder-decoder; pieces begin with ▁ where a word does, texts end with </s>."""
+    """Write an encoder-decoder; pieces mark word starts by ▁, texts end with </s>."""
     tokenizer = _pieces(["<pad>", "</s>", "<unk>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     config = T5Config(
@@ -41,7 +41,7 @@ def t5(path: Path) -> str:
 
 
 def llama(path: Path, labels: int = 0) -> str:
-    """Decoder; texts begin with <s>, there is no padding token. With labels, a classifier."""
+    """Write a decoder; texts begin with <s>, without a padding token. With labels, a classifier."""
     tokenizer = _pieces(["<s>", "</s>", "<unk>"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
@@ -53,7 +53,7 @@ def llama(path: Path, labels: int = 0) -> str:
 
 
 def byte_level(path: Path) -> str:
-    """Decoder whose tokens are bytes and what training merged of them: a rare character is several tokens."""
+    """Write a decoder with a byte-level tokenizer: a rare character is several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ def byte_level(path: Path) -> str:
 
 
 def bert(path: Path, labels: int) -> str:
-    """Sequence classifier over [CLS] query [SEP] passage [SEP]; of 0 labels: without a head."""
+    """Write a sequence classifier over [CLS] query [SEP] passage [SEP]; with 0 labels, without a head."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

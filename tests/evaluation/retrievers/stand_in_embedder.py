@@ -1,4 +1,4 @@
-"""A stand-in for an embeddings API: a real HTTP server on loopback, with latency, faults and a bill."""
+"""A stand-in for an embeddings API: an HTTP server on loopback with latency, faults and token counts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ DIMENSION = 8
 
 
 def embedding(text: str, kind: str = "") -> list[float]:
-    """What the server says of a text: not a unit vector."""
+    """Return the server's embedding of a text, not normalized."""
     seed = int.from_bytes(hashlib.sha256(f"{kind}/{text}".encode()).digest()[:8], "big")
     return (3 * np.random.default_rng(seed).standard_normal(DIMENSION)).tolist()
 
 
 @dataclass
 class Server:
-    """Its behaviour, which tests change at will, and what it saw."""
+    """Behaviour, which tests change, and the requests that it saw."""
 
     url: str = ""
     key: str = "secret"
     latency_s: float = 0.0
     faults: list[str] = field(default_factory=list)
-    """What becomes of the next requests: `429`, `500`, `dropped`, `truncated`, `wrong count`, `nan`."""
+    """Faults of the next requests: `429`, `500`, `dropped`, `truncated`, `wrong count`, `nan`."""
     longest: int = 10**9
-    """Characters of a text; a longer one is refused."""
+    """Maximum characters of a text."""
     paid: Counter[str] = field(default_factory=Counter)
-    """Text -> times it was embedded and answered."""
+    """Text -> number of times it was embedded and answered."""
     tokens: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
@@ -92,7 +92,7 @@ class Server:
 
 @contextmanager
 def serving() -> Iterator[Server]:
-    """Run it in a thread."""
+    """Run the server in a thread."""
     server, loop, ready = Server(), asyncio.new_event_loop(), threading.Event()
 
     async def start() -> web.AppRunner:

@@ -1,4 +1,4 @@
-"""Remote embedders against a real server on loopback, which bills what it embeds."""
+"""Remote embedders against a server on loopback that counts what it embeds."""
 
 import subprocess
 import sys
@@ -7,14 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from infembed_ray.config import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import api, baselines
 from infembed_ray.evaluation.retrievers.retriever import Encoder
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.synthesis.journal import Journal
+from infembed_ray.llm.journal import Journal
 from tests.evaluation.retrievers import stand_in_embedder
 from tests.evaluation.retrievers.stand_in_embedder import embedding
+
+pytestmark = pytest.mark.integration
 
 PASSAGES = [f"passage {number} about bread" for number in range(40)]
 QUERIES = [Query("1", "how is aspirin dosed", "for nurses"), Query("2", "what is bread")]
@@ -30,7 +31,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def encoder(server, tmp_path):
-    """Makes an encoder; each is as a new run with the same journal."""
+    """Make encoders, each like a new run with the same journal."""
 
     def make(baseline="openai-v3-large", limits=None, **changed) -> Encoder:
         path = "v2" if baseline.startswith("cohere") else "v1"
@@ -61,16 +62,16 @@ def test_openai_embeds_queries_with_their_instruction_and_passages_in_their_orde
     assert server.bodies[0].keys() == {"model", "input", "encoding_format"}
 
 
-def test_cohere_is_told_which_side_a_text_is_of(server, encoder):
+def test_cohere_gets_the_side_of_each_text(server, encoder):
     remote = encoder("cohere-embed-english-v3.0", dimensions=8)
     np.testing.assert_allclose(remote.encode_passages(PASSAGES[:3]), units(PASSAGES[:3], "search_document"), atol=1e-6)
-    both = [Query("1", PASSAGES[0])]  # the same text on the other side is another embedding
+    both = [Query("1", PASSAGES[0])]  # on the other side, a text has another embedding
     np.testing.assert_allclose(remote.encode_queries(both), units(PASSAGES[:1], "search_query"), atol=1e-6)
     assert server.bodies[0]["output_dimension"] == 8
     assert server.bodies[0]["truncate"] == "END"
 
 
-def test_no_text_is_paid_for_twice_whatever_it_stands_with_and_in_which_run(server, encoder):
+def test_you_never_pay_for_the_same_text_twice(server, encoder):
     first = encoder().encode_passages([*PASSAGES[:20], PASSAGES[3]])
     again = encoder().encode_passages(PASSAGES[10:] + PASSAGES[:10])
     np.testing.assert_array_equal(first[10:20], again[:10])
@@ -115,12 +116,12 @@ def test_a_server_that_keeps_failing_ends_the_run_and_the_next_resumes(server, e
     assert set(server.paid.values()) == {1}
 
 
-def test_a_killed_process_loses_no_answer_that_it_had_journaled(server, encoder, tmp_path):
+def test_a_killed_process_keeps_its_journaled_embeddings(server, encoder, tmp_path):
     server.latency_s = 0.05
     remote = encoder(api={"in_flight": 2})
     asked = remote._settings.model_dump_json()
     script = (
-        "import sys; from infembed_ray.config import RetrieverSettings as S; from infembed_ray.evaluation.retrievers import api;"
+        "import sys; from infembed_ray.config.evaluation import ApiSettings as S; from infembed_ray.evaluation.retrievers import api;"
         "api.ApiEncoder(S.model_validate_json(sys.argv[1]), '').encode_passages([f'passage {i}' for i in range(400)])"
     )
     process = subprocess.Popen([sys.executable, "-c", script, asked])
@@ -131,7 +132,7 @@ def test_a_killed_process_loses_no_answer_that_it_had_journaled(server, encoder,
     finally:
         process.kill()
         process.wait()
-    while server.in_flight:  # it answers what it has begun, whoever listens
+    while server.in_flight:  # the server finishes requests in progress
         time.sleep(0.01)
     passages = [f"passage {i}" for i in range(400)]
     answered, journaled = set(server.paid), len(Journal(tmp_path / "journal"))
@@ -172,7 +173,7 @@ def test_the_budget_is_reserved_before_and_never_exceeded_whatever_the_runs(serv
     with pytest.raises(InputError, match=r"limits\.budget_usd=.*used up"):
         encoder(limits=budget).encode_passages(PASSAGES)
     assert 0 < server.tokens * USD_PER_TOKEN <= budget["budget_usd"]
-    with pytest.raises(InputError, match=r"used up"):  # it is that of all runs
+    with pytest.raises(InputError, match=r"used up"):  # the budget covers all runs
         for run in range(20):
             encoder(limits=budget).encode_passages([f"{text}, {run}" for text in PASSAGES])
     assert server.tokens * USD_PER_TOKEN <= budget["budget_usd"]
@@ -180,19 +181,19 @@ def test_the_budget_is_reserved_before_and_never_exceeded_whatever_the_runs(serv
     assert server.paid[PASSAGES[0]] == server.paid[PASSAGES[-1]] == 1
 
 
-def test_tokens_of_a_request_are_divided_among_its_texts_without_loss():
+def test_tokens_of_a_request_are_divided_among_its_texts():
     for total, sizes in ((100, [1, 2, 3]), (7, [5, 5, 5, 5]), (0, [3]), (5, [0, 0])):
-        shares = api._shares(total, sizes)
+        shares = api._divided(total, sizes)
         assert sum(shares) == (total if sum(sizes) else 0)
         assert min(shares) >= 0
 
 
-def test_what_is_no_embedding_is_refused(server, encoder):
+def test_malformed_embeddings_are_rejected(server, encoder):
     server.faults = ["nan"]
     with pytest.raises(InputError, match=r"the embedding of 'passage 0 about bread' is not finite"):
         encoder().encode_passages(PASSAGES[:3])
     encoder().encode_passages(PASSAGES[:3])
-    assert [server.paid[text] for text in PASSAGES[:3]] == [2, 1, 1]  # what came with it is kept
+    assert [server.paid[text] for text in PASSAGES[:3]] == [2, 1, 1]  # the other embeddings of the request are kept
     server.faults = ["wrong count"]
     with pytest.raises(InputError, match=r"3 embeddings for 4 texts"):
         encoder().encode_passages(PASSAGES[3:7])
@@ -202,12 +203,12 @@ def test_what_is_no_embedding_is_refused(server, encoder):
     ("wrong", "said"),
     [
         ({"journal": None}, r"models\.x\.api\.journal is missing"),
-        ({"endpoint": {"base_url": "localhost"}}, "no URL"),
-        ({"limits": {"budget_usd": 1}, "prices": None}, "no price is known of model=odd"),
+        ({"endpoint": {"base_url": "localhost"}}, "not a URL"),
+        ({"limits": {"budget_usd": 1}, "prices": None}, "the price of model=odd is unknown"),
         ({"protocol": "cohere", "texts_per_request": 97}, "Cohere takes at most 96"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_sent(tmp_path, wrong, said):
+def test_invalid_api_settings_are_rejected_before_any_request(tmp_path, wrong, said):
     settings = {"baseline": "openai-v3-large", "model": "odd", "api": {"journal": str(tmp_path)} | wrong}
     with pytest.raises(InputError, match=said):
-        baselines.inputs(baselines.resolve("x", RetrieverSettings.of(settings)), "models.x")
+        baselines.inputs(baselines.resolve("x", settings), "models.x")

@@ -1,13 +1,15 @@
-"""What a setting of a model means; and that every baseline is as its source documents it."""
+"""Settings of models resolve, and every baseline is as its source documents it."""
 
+import hashlib
+import json
 import re
 
 import pytest
 
-from infembed_ray.config import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.report.paper import TABLES
-from infembed_ray.evaluation.retrievers import baselines, formats
+from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers.retriever import fill, passage_text, query_text
 from infembed_ray.evaluation.tasks.task import Query
 from tests.modeling import backbones
 
@@ -49,7 +51,7 @@ QWEN3_SYSTEM = (
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-PAIRS = {  # name -> what it reads of the query under its instruction and the passage, and its answers
+PAIRS = {  # name -> its input for query, instruction and passage, and its answers
     "monobert": ("Q I", None),
     "tart-flan-t5-xl": ("I [SEP] Q", None),
     "monot5-base": ("Query: Q I Document: P Relevant:", ("▁true", "▁false")),
@@ -81,7 +83,7 @@ def entry(name):
 
 
 @pytest.mark.parametrize("name", baselines.entries())
-def test_every_baseline_resolves_or_says_why_not_and_what_to_do(name):
+def test_every_baseline_resolves_or_its_error_has_a_remedy(name):
     if entry(name).refused is None:
         assert baselines.resolve("x", name).baseline == name
         return
@@ -95,21 +97,18 @@ def test_prompts_render_as_documented(name):
     settings, documented_as = entry(name).settings, SAME.get(name, name)
     if documented_as in PAIRS:
         text, answers = PAIRS[documented_as]
-        asked = formats.query_text(settings, QUERY)
-        passage = formats.passage_text(settings, "P")
-        read = asked if settings.pair is None else formats.fill(settings.pair, query=asked, passage=passage)
-        assert (read, settings.answers) == (text, answers)
+        query, passage = query_text(settings, QUERY), passage_text(settings.passage, "P")
+        if answers is None:
+            assert query == text
+        else:
+            assert (fill(settings.pair, query=query, passage=passage), settings.answers) == (text, answers)
         return
     documented = DOCUMENTED[documented_as]
+    formats = [getattr(settings, name, None) for name in ("instructed_query", "plain_query", "passage")]
     if documented is None:
-        assert (settings.instructed_query, settings.plain_query, settings.passage) == (None, None, None)
+        assert formats == [None, None, None]
         return
-    written = (
-        formats.query_text(settings, QUERY),
-        formats.query_text(settings, PLAIN),
-        formats.passage_text(settings, "P"),
-    )
-    assert written == documented
+    assert (query_text(settings, QUERY), query_text(settings, PLAIN), passage_text(formats[2], "P")) == documented
 
 
 def test_tables_2_and_5_are_complete():
@@ -121,7 +120,8 @@ def test_tables_2_and_5_are_complete():
 @pytest.mark.parametrize("name", baselines.entries())
 def test_revisions_are_commits_or_marked_as_unknown(name):
     settings = entry(name).settings
-    for model, revision in ((settings.model, settings.revision), (settings.adapter, settings.adapter_revision)):
+    for part in (("model", "revision"), ("adapter", "adapter_revision")):
+        model, revision = (getattr(settings, name, None) for name in part)
         if revision is not None:
             assert re.fullmatch("[0-9a-f]{40}", revision)
         elif model is not None:
@@ -135,8 +135,8 @@ def test_a_nearby_name_is_suggested():
         baselines.resolve("x", {"baseline": "monot5"})
 
 
-def test_settings_build_on_a_baseline_down_to_the_parts_of_its_api(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # workers have other directories, so paths come out absolute
+def test_settings_override_a_baseline_down_to_its_api(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # workers have other working directories
     mine = baselines.resolve("x", {"baseline": "cohere-embed-english-v3.0", "dimensions": 256, "api": {"journal": "j"}})
     assert (mine.api.protocol, mine.api.endpoint.api_key_env, mine.api.journal) == (
         "cohere",
@@ -148,7 +148,7 @@ def test_settings_build_on_a_baseline_down_to_the_parts_of_its_api(tmp_path, mon
     assert again == mine
 
 
-def test_the_revision_of_a_baseline_is_that_of_no_other_model():
+def test_another_model_does_not_inherit_a_baselines_revision():
     assert baselines.resolve("x", {"baseline": "e5-base-v2"}).revision is not None
     assert baselines.resolve("x", {"baseline": "e5-base-v2", "model": "someone/copy"}).revision is None
     assert (
@@ -156,12 +156,13 @@ def test_the_revision_of_a_baseline_is_that_of_no_other_model():
     )
 
 
-def test_a_refused_baseline_works_with_a_model_given(minilm):
+def test_a_refused_baseline_works_with_another_model(minilm):
     assert baselines.resolve("x", {"baseline": "tart-contriever", "model": minilm}).instructed_query == (
         "{instruction} [SEP] {query}"
     )
 
 
+@pytest.mark.integration
 def test_a_directory_is_a_checkpoint_whose_latest_is_followed(tmp_path, monkeypatch):
     backbones.write("llama", tmp_path / "out" / "1234")
     (tmp_path / "out" / "latest").write_text("1234\n")
@@ -174,7 +175,7 @@ def test_a_directory_is_a_checkpoint_whose_latest_is_followed(tmp_path, monkeypa
         assert names.keys() == {"retriever"}
 
 
-def test_adapters_are_looked_for_before_work_starts(minilm, tmp_path):
+def test_missing_adapters_are_reported_before_work_starts(minilm, tmp_path):
     settings = baselines.resolve("x", {"model": minilm, "adapter": str(tmp_path)})
     for missing in ("adapter_config.json", "adapter_model.safetensors"):
         with pytest.raises(InputError, match=rf"models\.x\.adapter=.*no {re.escape(missing)}"):
@@ -183,13 +184,16 @@ def test_adapters_are_looked_for_before_work_starts(minilm, tmp_path):
     assert baselines.inputs(settings)[0].keys() == {"model", "adapter"}
 
 
-def test_a_hub_name_is_taken_as_it_is_with_its_revision():
+def test_a_hub_name_and_revision_stay_as_they_are():
     settings = baselines.resolve("x", {"model": "org/model", "revision": "abc"})
-    with pytest.raises(InputError, match=r"models\.x\.model=org/model: neither a model directory here nor"):
+    with pytest.raises(
+        InputError, match=r"models\.x\.model=org/model: cannot be loaded from a directory or from the hub"
+    ):
         baselines.inputs(settings, "models.x")
 
 
-def test_the_identity_of_a_hub_model_is_that_of_the_commit_it_means_now(tmp_path, monkeypatch):
+@pytest.mark.integration
+def test_the_identity_of_a_hub_model_includes_its_current_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--org--tiny"
     (cached / "refs").mkdir(parents=True)
@@ -209,31 +213,40 @@ def test_the_identity_of_a_hub_model_is_that_of_the_commit_it_means_now(tmp_path
     [
         ({"model": "/nowhere"}, r"models\.x\.model=/nowhere: no such model directory"),
         ("./nowhere", r"models\.x\.model=\./nowhere: no such model directory"),
-        ({}, r"models\.x\.model is missing: kind encoder needs it"),
-        ({"kind": "seq2seq", "model": "a/b"}, r"models\.x\.instructed_query is missing: kind seq2seq needs it"),
+        ({}, r"models\.x: model is missing"),
+        ({"kind": "seq2seq", "model": "a/b"}, r"models\.x: instructed_query is missing"),
         ({"kind": "monot5"}, r"models\.x: kind='monot5'"),
         ({"model": "a/b", "prompt": "x"}, r"models\.x: unknown key prompt"),
-        ({"model": "a/b", "pair": "{query} {passage}"}, r"models\.x\.pair: not a setting of kind encoder; drop it"),
-        ({"baseline": "bm25", "dtype": "float16"}, r"models\.x\.dtype: not a setting of kind bm25"),
+        (
+            {"model": "a/b", "pair": "{query} {passage}"},
+            r"models\.x: unknown key pair: a setting of kind seq2seq or causal; drop it",
+        ),
+        (
+            {"baseline": "bm25", "dtype": "float16"},
+            r"models\.x: unknown key dtype: a setting of kind encoder or sentence_transformers or",
+        ),
         ({"model": "a/b", "plain_query": "{query}"}, "give instructed_query and plain_query both, or neither"),
         ({"baseline": "bm25", "plain_query": "{query} {instruction}"}, r"plain_query=.*: write it with \{query\}"),
         ({"baseline": "e5-base-v2", "passage": "passage: "}, r"passage='passage: ': write it with \{passage\}"),
         ({"baseline": "bm25", "instructed_query": "{query} {query}"}, r"each once"),
-        ({"baseline": "monot5-base", "pair": "{query} {text}"}, r"pair=.*write it with \{passage\} and \{query\}"),
-        ({"baseline": "bge-base-en", "pool_prompt": False}, r"pool_prompt=false: is about a mean"),
-        ({"model": "a/b", "pool_prompt": False}, r"pool_prompt=false: says nothing without formats"),
-        ({"baseline": "e5-base-v2", "template": "query_first"}, r"template=query_first: formats say how"),
+        ({"baseline": "monot5-base", "pair": "{query} {text}"}, r"pair=.*write it with \{query\} and \{passage\}"),
+        ({"baseline": "bge-base-en", "pool_prompt": False}, r"pool_prompt=false: needs pooling=mean"),
+        ({"model": "a/b", "pool_prompt": False}, r"pool_prompt=false: needs formats"),
+        ({"baseline": "e5-base-v2", "template": "query_first"}, r"template=query_first: formats replace"),
         (
             {"baseline": "openai-v3-large", "api": {"journal": "s3://b/j"}},
             r"models\.x\.api\.journal=s3://b/j: must be a path",
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_in_one_line(given, said):
+def test_settings_that_do_not_fit_are_rejected_in_one_line(given, said):
     with pytest.raises(InputError, match=said) as refused:
         baselines.resolve("x", given)
     assert "\n" not in str(refused.value)
 
 
-def test_defaults_are_not_taken_for_settings_of_another_kind():
-    assert baselines.resolve("x", RetrieverSettings(kind="random", pooling="auto")).kind == "random"
+def test_identities_are_those_of_the_first_release():
+    identities = [baselines.resolve("x", name).identity() for name in ("bm25", "contriever", "monobert", "random")]
+    assert all(len(identity) == 22 for identity in identities)
+    digest = hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
+    assert digest == "2c76f05103dc66a3c1670215b5ee315215445e691ac0bca3e8d8d09542283d1e"

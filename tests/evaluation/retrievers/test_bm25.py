@@ -1,4 +1,4 @@
-"""BM25 against its formula, written out."""
+"""BM25 against its formula."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ import Stemmer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.config import Bm25, RetrieverSettings
+from infembed_ray.config.evaluation import Bm25
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Ranker
@@ -26,7 +26,7 @@ def task(passages: dict[str, str], queries: list[Query], **others) -> Task:
 
 
 def bm25(**settings) -> Ranker:
-    ranker = baselines.load(baselines.resolve("x", RetrieverSettings(**({"baseline": "bm25"} | settings))))
+    ranker = baselines.load(baselines.resolve("x", {"baseline": "bm25"} | settings))
     assert isinstance(ranker, Ranker)
     return ranker
 
@@ -57,7 +57,7 @@ texts = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(texts, min_size=2, max_size=12), texts, st.sampled_from([(1.5, 0.75), (0.9, 0.4), (0.0, 0.0)]))
-def test_scores_are_those_of_the_formula_and_documents_that_share_no_term_are_left_out(written, query, how):
+def test_scores_follow_the_formula_and_documents_without_shared_terms_are_left_out(written, query, how):
     passages = {f"d{row:02}": text for row, text in enumerate([*written, "bread flour"])}
     run = bm25(bm25=Bm25(k1=how[0], b=how[1])).rank(task(passages, [Query("q", query or "nothing")]), 1000)
     expected = {i: score for i, score in by_the_formula(passages, query, *how).items() if score > 0}
@@ -70,7 +70,7 @@ def test_ties_go_to_the_higher_id_also_at_the_last_place():
     assert list(bm25().rank(task(same | {"e": "aspirin"}, [Query("q", "bread")]), 2)["q"]) == ["d", "c"]
 
 
-def test_candidates_are_all_ranked_nothing_else_is_and_excluded_ones_never_are():
+def test_bm25_ranks_all_candidates_and_never_excluded_documents():
     passages = {"a": "bread", "b": "aspirin", "c": "nurse", "d": "bread bread", "e": "bread flour"}
     queries = [Query("q", "bread"), Query("r", "bread")]
     asked = task(
@@ -94,7 +94,7 @@ def test_the_instruction_is_part_of_the_query_or_not():
     assert set(bm25(baseline="bm25-query-only").rank(asked, 10)["q"]) == {"a"}
 
 
-def test_words_are_stemmed_and_stopwords_left_out_as_asked():
+def test_stemmer_and_stopwords_apply():
     passages = {"a": "dosing of drugs", "b": "the doses"}
     asked = task(passages, [Query("q", "dose of the drug")])
     assert set(bm25().rank(asked, 10)["q"]) == {"a", "b"}
@@ -102,7 +102,7 @@ def test_words_are_stemmed_and_stopwords_left_out_as_asked():
     assert set(bm25(bm25=Bm25(stemmer=None, stopwords=None)).rank(asked, 10)["q"]) == {"a", "b"}
 
 
-def test_texts_and_queries_without_any_term_are_no_trouble():
+def test_texts_and_queries_without_terms_are_allowed():
     passages = {"a": "", "b": "the of", "c": "bread"}
     run = bm25().rank(task(passages, [Query("q", "the"), Query("r", "?"), Query("s", "bread")]), 10)
     assert run["q"] == {}

@@ -1,4 +1,4 @@
-"""Encoders with formats of their own against sentence-transformers and plain transformers."""
+"""Encoders with formats against sentence-transformers and transformers."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, models
 from transformers import AutoModel, AutoTokenizer
 
-from infembed_ray.config import Lora, RetrieverSettings
+from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Encoder
@@ -20,6 +20,8 @@ from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation.retrievers import models as tiny
 from tests.modeling import backbones
+
+pytestmark = pytest.mark.integration
 
 QUERIES = [
     Query("1", "how is aspirin dosed", "for nurses, in plain words"),
@@ -45,7 +47,7 @@ E5_TEXTS = [
 
 
 def load(batch_tokens=64, **settings):
-    encoder = baselines.load(baselines.resolve("x", RetrieverSettings(**settings)), "cpu", batch_tokens)
+    encoder = baselines.load(baselines.resolve("x", settings), "cpu", batch_tokens)
     assert isinstance(encoder, Encoder)
     return encoder
 
@@ -74,14 +76,14 @@ def with_dense(minilm, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["encoder", "sentence_transformers"])
-def test_formats_give_the_embeddings_of_the_texts_they_stand_for(minilm, their_minilm, kind):
+def test_formats_give_the_embeddings_of_formatted_texts(minilm, their_minilm, kind):
     encoder = load(kind=kind, model=minilm, **E5)
     close(encoder.encode_queries(QUERIES), their_minilm.encode(E5_TEXTS, normalize_embeddings=True))
     texts = [f"passage: {passage}" for passage in PASSAGES]
     close(encoder.encode_passages(PASSAGES), their_minilm.encode(texts, normalize_embeddings=True))
 
 
-def test_without_formats_a_plain_model_reads_by_the_given_template(minilm, their_minilm):
+def test_without_formats_a_plain_model_uses_the_given_template(minilm, their_minilm):
     texts = ["how is aspirin dosed for nurses, in plain words", "what is bread"]
     for model in (minilm, {"model": minilm}):
         settings = baselines.resolve("x", model, template="query_first")
@@ -91,7 +93,7 @@ def test_without_formats_a_plain_model_reads_by_the_given_template(minilm, their
 
 
 @pytest.mark.parametrize("how", [{}, {"share_encoder": False}, {"interaction": "cross_attention"}])
-def test_our_checkpoints_embed_as_they_do_themselves_whatever_the_template_given(minilm, tmp_path, how):
+def test_our_checkpoints_keep_their_own_template(minilm, tmp_path, how):
     torch.manual_seed(0)
     own = InstructionEncoder.from_pretrained(minilm, template="instruct_query", query_prefix="q: ", **how)
     if own.passage_backbone is not None:
@@ -104,9 +106,9 @@ def test_our_checkpoints_embed_as_they_do_themselves_whatever_the_template_given
     close(encoder.encode_passages(PASSAGES), own.encode_passages(PASSAGES))
 
 
-def test_cross_attention_takes_no_formats(minilm, tmp_path):
+def test_cross_attention_rejects_formats(minilm, tmp_path):
     InstructionEncoder.from_pretrained(minilm, interaction="cross_attention").save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="reads instruction and query apart, so no format can hold both"):
+    with pytest.raises(InputError, match="reads instruction and query separately, so it cannot use formats"):
         load(model=str(tmp_path), **E5)
 
 
@@ -128,7 +130,7 @@ def test_a_prompt_that_is_not_pooled_is_attended_to_but_no_part_of_the_mean(mini
     close(encoder.encode_passages(PASSAGES), [expected("a passage: ", passage) for passage in PASSAGES])
 
 
-def test_gritlm_is_a_bidirectional_decoder_of_which_the_prompt_is_not_pooled(tmp_path):
+def test_gritlm_is_bidirectional_and_does_not_pool_the_prompt(tmp_path):
     model = backbones.write("mistral", tmp_path)
     encoder = load(baseline="gritlm-7b", model=model, dtype="float32")
     tokenizer, plain = (
@@ -150,7 +152,7 @@ def test_gritlm_is_a_bidirectional_decoder_of_which_the_prompt_is_not_pooled(tmp
     close(encoder.encode_queries(QUERIES), expected)
 
 
-def test_a_text_that_is_cut_within_its_prompt_still_has_an_embedding(minilm):
+def test_a_text_truncated_within_its_prompt_has_an_embedding(minilm):
     encoder = load(model=minilm, pool_prompt=False, query_length=6, **GRIT)
     assert np.isfinite(encoder.encode_queries(QUERIES)).all()
 
@@ -170,12 +172,12 @@ def test_e5_mistral_ends_texts_with_eos_and_pools_it(tmp_path):
 def test_saved_adapters_are_merged_into_the_model_they_were_trained_over(tmp_path):
     base = backbones.write("llama", tmp_path / "base")
     tuned = InstructionEncoder.from_pretrained(base, append_eos=True)
-    adapters.add(tuned, Lora(rank=2, alpha=8, target_modules=("q_proj", "down_proj")))
+    adapters.add(tuned.backbones, Lora(rank=2, alpha=8, target_modules=("q_proj", "down_proj")))
     torch.manual_seed(1)
     for name, parameter in tuned.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    adapters.save(tuned, tmp_path / "adapter")
+    adapters.save(tuned.backbones, tmp_path / "adapter")
     encoder = load(baseline="repllama-v1-7b", model=base, adapter=str(tmp_path / "adapter"), dtype="float32")
     texts = ["query: how is aspirin dosed for nurses, in plain words", "query: what is bread"]
     close(encoder.encode_queries(QUERIES[:2]), tuned.encode_queries(texts), atol=1e-5)
@@ -183,15 +185,15 @@ def test_saved_adapters_are_merged_into_the_model_they_were_trained_over(tmp_pat
     assert np.abs(without - encoder.encode_queries(QUERIES[:2])).max() > 0.01
 
 
-def test_adapters_of_another_model_are_refused(minilm, tmp_path):
+def test_adapters_of_another_model_are_rejected(minilm, tmp_path):
     tuned = InstructionEncoder.from_pretrained(backbones.write("llama", tmp_path / "base"))
-    adapters.add(tuned, Lora(target_modules=("q_proj",)))
-    adapters.save(tuned, tmp_path / "adapter")
+    adapters.add(tuned.backbones, Lora(target_modules=("q_proj",)))
+    adapters.save(tuned.backbones, tmp_path / "adapter")
     with pytest.raises(InputError, match="no adapters of this model"):
         load(kind="encoder", model=minilm, adapter=str(tmp_path / "adapter"))
 
 
-def test_a_model_with_modules_of_its_own_is_for_sentence_transformers(with_dense):
+def test_a_model_with_its_own_modules_needs_sentence_transformers(with_dense):
     with pytest.raises(InputError, match="has a Dense module"):
         load(kind="encoder", model=with_dense, **E5)
     formats = {"instructed_query": "{instruction} {query}", "plain_query": "say {query}", "passage": "read: {passage}"}
@@ -225,15 +227,15 @@ def test_lengths_are_those_of_each_side(minilm, their_minilm):
     assert np.abs(np.subtract(*encoder.encode_passages(["aspirin and bread", "aspirin"]))).max() > 0.01
 
 
-def test_half_precision_is_near_and_the_identity_is_another(minilm):
+def test_half_precision_is_close_and_changes_the_identity(minilm):
     exact, half = (load(model=minilm, dtype=dtype, **E5) for dtype in ("float32", "bfloat16"))
     cosines = (exact.encode_queries(QUERIES) * half.encode_queries(QUERIES)).sum(1)
     assert cosines.min() > 0.99
     assert exact.identity != half.identity
 
 
-def test_an_encoder_decoder_is_no_encoder(tmp_path):
-    with pytest.raises(InputError, match=r"kind=encoder, model=.*an encoder and a decoder.*kind=seq2seq"):
+def test_an_encoder_decoder_is_not_an_encoder(tmp_path):
+    with pytest.raises(InputError, match=r"kind=encoder, model=.*is an encoder-decoder model.*kind=seq2seq"):
         load(model=tiny.t5(tmp_path), **E5)
 
 
@@ -246,12 +248,12 @@ def test_no_texts_have_no_embeddings(minilm):
 
 def test_a_missing_package_is_named_before_work_starts(minilm, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    settings = baselines.resolve("x", RetrieverSettings(kind="sentence_transformers", model=minilm, **E5))
+    settings = baselines.resolve("x", {"kind": "sentence_transformers", "model": minilm, **E5})
     with pytest.raises(InputError, match=r"models\.x=.*needs the package.*infembed-ray\[sentence-transformers\]"):
         baselines.inputs(settings, "models.x")
 
 
-def test_code_that_comes_with_a_model_is_never_run(tmp_path, minilm):
+def test_code_that_comes_with_a_model_never_runs(tmp_path, minilm):
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w').close()\nclass Config: pass\nclass Model: pass\n"
     (tmp_path / "odd.py").write_text(code)
@@ -260,18 +262,18 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path, minilm):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
     for kind in ("encoder", "sentence_transformers"):
-        settings = baselines.resolve("x", RetrieverSettings(kind=kind, model=str(tmp_path), **E5))
-        with pytest.raises(InputError, match=r"models\.x\.model=.*never run here; serve it behind"):
+        settings = baselines.resolve("x", {"kind": kind, "model": str(tmp_path), **E5})
+        with pytest.raises(InputError, match=r"models\.x\.model=.*never runs; serve it behind"):
             baselines.inputs(settings, "models.x")
     assert not ran.exists()
 
 
-def test_the_identity_is_that_of_the_weights_and_of_how_they_are_asked(tmp_path):
+def test_the_identity_depends_on_weights_and_prompts(tmp_path):
     backbones.write("llama", tmp_path / "a")
     backbones.write("llama", tmp_path / "b")
 
     def of(**settings):
-        return baselines.identity(baselines.resolve("x", RetrieverSettings(**settings)))
+        return baselines.identity(baselines.resolve("x", settings))
 
     same = of(model=str(tmp_path / "a"))
     assert same == of(model=str(tmp_path / "b"))

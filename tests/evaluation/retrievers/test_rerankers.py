@@ -1,4 +1,4 @@
-"""Batched rerankers against one pair at a time, computed in another way."""
+"""Batched rerankers against an independent computation, one pair at a time."""
 
 import math
 
@@ -14,11 +14,13 @@ from transformers import (
     AutoTokenizer,
 )
 
-from infembed_ray.config import RetrieverSettings
+from infembed_ray.config.evaluation import RandomSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines, rerankers
 from infembed_ray.evaluation.tasks.task import Query
 from tests.evaluation.retrievers import models
+
+pytestmark = pytest.mark.integration
 
 NURSES = Query("1", "how is aspirin dosed", "for nurses")
 PLAIN = Query("2", "what is bread")
@@ -49,7 +51,7 @@ def byte_level(tmp_path_factory):
 
 
 def load(batch_tokens=64, **settings):
-    resolved = baselines.resolve("x", RetrieverSettings(**settings))
+    resolved = baselines.resolve("x", settings)
     return baselines.load(resolved, "cpu", batch_tokens)
 
 
@@ -112,7 +114,7 @@ def test_a_classifier_of_one_class_scores_as_sentence_transformers_cross_encoder
     np.testing.assert_allclose(classifier(berts[1], pair_length=64).score(PAIRS), expected, atol=1e-5)
 
 
-def test_of_two_classes_the_second_is_relevance(berts):
+def test_relevance_is_the_second_of_two_classes(berts):
     theirs = CrossEncoder(berts[2], device="cpu", max_length=64)
     expected = theirs.predict([(asked(q), p) for q, p in PAIRS], activation_fn=torch.nn.Softmax(dim=-1))[:, 1]
     got = classifier(berts[2], pair_length=64).score(PAIRS)
@@ -127,14 +129,14 @@ def test_a_decoder_classifies_by_the_last_token_of_each_pair(tmp_path):
     np.testing.assert_allclose(classifier(path).score(PAIRS), expected, atol=1e-4)
 
 
-def test_what_is_too_long_of_a_passage_is_cut_and_neither_query_nor_prompt(t5, llama, berts):
+def test_long_passages_are_truncated_but_not_query_or_prompt(t5, llama, berts):
     long = "bread is baked from flour and water " * 40
     for make, model, before, after in (
         (monot5, t5, "Query: how is aspirin dosed for nurses Document: ", " Relevant:"),
         (causal, llama, "Query: how is aspirin dosed for nursesDocument: ", "Relevant:"),  # it knows no line ends
     ):
         reranker = make(model, pair_length=48)
-        (read,) = reranker._read([(asked(NURSES), long)])
+        (read,) = reranker._tokenize([(asked(NURSES), long)])
         assert 46 <= len(read["input_ids"]) <= 48
         kept = reranker.tokenizer.decode(read["input_ids"], skip_special_tokens=True)
         assert kept.startswith(before)
@@ -145,29 +147,29 @@ def test_what_is_too_long_of_a_passage_is_cut_and_neither_query_nor_prompt(t5, l
         whole = make(model, pair_length=200).score([(NURSES, passage)])
         np.testing.assert_allclose(reranker.score([(NURSES, long)]), whole, atol=1e-5)
     reranker = classifier(berts[2], pair_length=24)
-    kept = reranker.tokenizer.decode(reranker._read([(asked(NURSES), long)])[0]["input_ids"])
+    kept = reranker.tokenizer.decode(reranker._tokenize([(asked(NURSES), long)])[0]["input_ids"])
     assert kept.startswith(f"[CLS] {asked(NURSES)} [SEP] bread")
 
 
-def test_a_query_that_alone_is_too_long_is_cut_and_said_so_once(t5, berts, capsys):
+def test_a_query_longer_than_a_pair_is_truncated_with_one_warning(t5, berts, capsys):
     endless = Query("3", "how is aspirin dosed " * 40)
     for reranker in (monot5(t5, pair_length=32), classifier(berts[1], pair_length=32)):
-        assert len(reranker._read([(endless.query, "a passage")])[0]["input_ids"]) <= 32
+        assert len(reranker._tokenize([(endless.query, "a passage")])[0]["input_ids"]) <= 32
         assert np.isfinite(reranker.score([(endless, "a passage")] * 3)).all()
         assert capsys.readouterr().out.count("pair_length=32") == 1
 
 
 @pytest.mark.parametrize("pair_length", range(36, 40))
-def test_a_cut_never_divides_a_character_of_many_tokens(byte_level, pair_length):
+def test_truncation_never_divides_a_character_of_several_tokens(byte_level, pair_length):
     reranker = causal(byte_level, answers=("y", "n"), pair="Q: {query} D: {passage} R:", pair_length=pair_length)
-    (read,) = reranker._read([("what", "\N{BREAD}" * 40)])
+    (read,) = reranker._tokenize([("what", "\N{BREAD}" * 40)])
     assert pair_length - 4 < len(read["input_ids"]) <= pair_length
     kept = reranker.tokenizer.decode(read["input_ids"])
     assert set(kept.removeprefix("Q: what D: ").removesuffix(" R:")) == {"\N{BREAD}"}
 
 
-def test_more_tokens_than_the_model_has_positions_are_refused(berts):
-    with pytest.raises(InputError, match=r"pair_length=513: model=.* has 512 positions"):
+def test_pair_length_is_at_most_the_models_positions(berts):
+    with pytest.raises(InputError, match=r"pair_length=513: model=.* has only 512 positions"):
         classifier(berts[1], pair_length=513)
 
 
@@ -189,27 +191,27 @@ def test_adapters_are_merged_or_refused(llama, tmp_path):
         causal(llama, adapter=str(tmp_path / "adapter"))
 
 
-def test_query_length_bounds_the_query_alone(berts):
+def test_query_length_truncates_only_the_query(berts):
     short = classifier(berts[1], query_length=3)
     same = short.score([(Query("a", "how is aspirin dosed"), "bread"), (Query("b", "how is aspirin baked"), "bread")])
     assert same[0] == pytest.approx(same[1], abs=1e-6)
 
 
-def test_an_answer_must_be_a_token(t5):
-    with pytest.raises(InputError, match=r"answers=.*'maybe' is no token of model="):
+def test_answers_must_be_in_the_vocabulary(t5):
+    with pytest.raises(InputError, match=r"answers=.*'maybe' is not in the vocabulary of model="):
         monot5(t5, answers=("maybe", "▁false"))
 
 
-def test_a_model_that_is_no_such_reranker_is_refused_and_not_filled_up_by_chance(berts, t5):
+def test_a_model_without_a_rerankers_head_is_rejected(berts, t5):
     with pytest.raises(InputError, match=r"kind=classifier.*no weights for classifier"):
         classifier(berts[0])
-    with pytest.raises(InputError, match="has 3 classes, a reranker has one or two"):
+    with pytest.raises(InputError, match="has 3 classes, but a reranker has one or two"):
         classifier(berts[3])
     with pytest.raises(InputError, match="kind=seq2seq"):
         load(baseline="monot5-base", model=berts[1])
 
 
-def test_scores_that_are_not_finite_are_refused_and_name_the_pair(berts, tmp_path):
+def test_a_score_that_is_not_finite_names_the_pair(berts, tmp_path):
     broken = models.bert(tmp_path, 1)
     weights = load_file(tmp_path / "model.safetensors")
     weights["classifier.bias"][:] = math.nan
@@ -221,12 +223,12 @@ def test_scores_that_are_not_finite_are_refused_and_name_the_pair(berts, tmp_pat
 def test_damaged_weights_are_named(tmp_path):
     broken = models.bert(tmp_path, 1)
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(InputError, match=r"model.model=.*no whole safetensors file"):
+    with pytest.raises(InputError, match=r"model.model=.*damaged or truncated"):
         classifier(broken)
 
 
-def test_chance_depends_on_the_texts_and_the_seed_alone():
-    first, again, other = (rerankers.Chance(RetrieverSettings(kind="random", seed=seed), "") for seed in (0, 0, 1))
+def test_random_scores_depend_only_on_texts_and_seed():
+    first, again, other = (rerankers.RandomReranker(RandomSettings(kind="random", seed=seed), "") for seed in (0, 0, 1))
     many = [(Query(str(i), f"query {i}"), f"passage {i}") for i in range(2000)]
     scores = first.score(many)
     np.testing.assert_array_equal(scores[::-1], again.score(many[::-1]))

@@ -1,4 +1,4 @@
-"""A data set of the user's is a task, if nothing is wrong with it."""
+"""Your own data set is a task if it is consistent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.evaluation import published
 from tests.evaluation.published import DOCUMENTS, edit, texts
 
 
-def test_a_directory_of_the_users_is_a_task(tmp_path: Path) -> None:
+def test_your_own_directory_is_a_task(tmp_path: Path) -> None:
     name = str(published.beir_like(tmp_path))
 
     task, dev = catalogue.load(name), catalogue.load(f"{name}/qrels/dev.tsv")
@@ -56,7 +56,7 @@ BEIR_FAULTS = {
     "an instruction that is a list": (
         "queries.jsonl",
         lambda rows: [rows[0] | {"instruction": ["only", "reports"]}, *rows[1:]],
-        r"query q0 has the instruction \['only', 'reports'\]; write it as a text",
+        r"query q0 has the instruction \['only', 'reports'\]; write it as text",
     ),
     "a query twice": ("queries.jsonl", lambda rows: [*rows, rows[0]], "two queries have the id q0"),
     "an empty query": ("queries.jsonl", lambda rows: [rows[0] | {"text": " "}, *rows[1:]], "query q0 is empty"),
@@ -65,15 +65,15 @@ BEIR_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", BEIR_FAULTS)
-def test_a_faulty_directory_is_refused(tmp_path: Path, fault: str) -> None:
+def test_a_faulty_directory_is_rejected(tmp_path: Path, fault: str) -> None:
     file, change, message = BEIR_FAULTS[fault]
     name = str(published.beir_like(tmp_path))
     edit(tmp_path / file, change)
 
-    with pytest.raises(InputError, match=f"tasks={name}: .*{message}") as told:
+    with pytest.raises(InputError, match=f"tasks={name}: .*{message}") as error:
         catalogue.load(name)
 
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_faulty_directory_is_refused(tmp_path: Path, fault: str) -> None:
         ("q0\t5", "another number of fields than the header"),
     ],
 )
-def test_a_faulty_judgement_is_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_a_faulty_judgement_is_rejected(tmp_path: Path, line: str, message: str) -> None:
     name = str(published.beir_like(tmp_path))
     with (tmp_path / "qrels" / "test.tsv").open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
@@ -96,7 +96,7 @@ def test_a_faulty_judgement_is_refused(tmp_path: Path, line: str, message: str) 
         catalogue.load(name)
 
 
-def test_judgements_without_a_header_are_refused(tmp_path: Path) -> None:
+def test_judgements_without_a_header_are_rejected(tmp_path: Path) -> None:
     name = str(published.beir_like(tmp_path))
     (tmp_path / "qrels" / "test.tsv").write_text("q0\t0\t1\nq0\t1\t1\n", encoding="utf-8")
 
@@ -104,7 +104,7 @@ def test_judgements_without_a_header_are_refused(tmp_path: Path) -> None:
         catalogue.load(name)
 
 
-def test_a_directory_without_its_files_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_its_files_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"no corpus\.jsonl in .*with corpus\.jsonl, queries\.jsonl and qrels/test\.tsv"
     ):

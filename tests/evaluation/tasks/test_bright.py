@@ -1,4 +1,4 @@
-"""BRIGHT's tasks hold what its layout says."""
+"""BRIGHT is read from its layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.evaluation import published
 from tests.evaluation.published import edit
 
 
-def test_bright_excludes_what_an_example_names_and_nothing_for_n_a(tmp_path: Path) -> None:
+def test_bright_excludes_the_named_documents_and_none_for_n_a(tmp_path: Path) -> None:
     root = str(published.bright_like(tmp_path))
 
     with_none, with_some = catalogue.load("bright/biology", root), catalogue.load("bright/leetcode", root)
@@ -25,14 +25,14 @@ def test_bright_excludes_what_an_example_names_and_nothing_for_n_a(tmp_path: Pat
     assert with_some.queries[0].instruction is None
 
 
-def test_a_document_that_is_excluded_and_relevant_is_refused(tmp_path: Path) -> None:
+def test_a_document_that_is_excluded_and_relevant_is_rejected(tmp_path: Path) -> None:
     root = published.bright_like(tmp_path)
     edit(
         root / published.BRIGHT / "examples" / "leetcode-00000-of-00001.parquet",
         lambda rows: [row | {"excluded_ids": row["gold_ids"][:1]} for row in rows],
     )
 
-    with pytest.raises(InputError, match=r"query 0 excludes document coffee_and_sleep/leetcode_0.txt, relevant to it"):
+    with pytest.raises(InputError, match=r"query 0 excludes relevant document coffee_and_sleep/leetcode_0.txt"):
         catalogue.load("bright/leetcode", str(root))
 
 
@@ -44,7 +44,7 @@ def test_a_document_that_is_excluded_and_relevant_is_refused(tmp_path: Path) -> 
         (lambda row: row | {"gold_ids": row["gold_ids"][0]}, "gold_ids holds 'coffee.*; give a list"),
     ],
 )
-def test_examples_that_would_exclude_nothing_or_single_letters_are_refused(
+def test_examples_with_malformed_exclusions_are_rejected(
     tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
 ) -> None:
     root = published.bright_like(tmp_path)

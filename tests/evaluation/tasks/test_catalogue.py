@@ -1,4 +1,4 @@
-"""Published tasks by name; a user's own by path."""
+"""Tasks load by name, your own by path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks import catalogue, registry
 from tests.evaluation import published
 
 
@@ -16,11 +16,11 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("mirror")
     for write in (published.followir_like, published.mair_like, published.instructir_like):
         write(root)
-    return str(published.bright_like(root, [entry.options["subset"] for entry in catalogue.BENCHMARKS["bright"].tasks]))
+    return str(published.bright_like(root, [entry.options["subset"] for entry in registry.BENCHMARKS["bright"].tasks]))
 
 
 def test_every_default_task_loads_with_the_figures_that_tables_average(mirror: str) -> None:
-    for benchmark in catalogue.BENCHMARKS.values():
+    for benchmark in registry.BENCHMARKS.values():
         loaded = {entry.name: catalogue.load(entry.name, mirror) for entry in benchmark.tasks}
         for figures in benchmark.averages.values():
             for task, figure in figures.items():
@@ -28,40 +28,17 @@ def test_every_default_task_loads_with_the_figures_that_tables_average(mirror: s
         assert [task.name for task in loaded.values()] == list(loaded)
 
 
-def test_the_benchmarks_have_the_tasks_that_they_were_published_with() -> None:
-    sizes = {name: (len(of.tasks), len(of.others)) for name, of in catalogue.BENCHMARKS.items()}
-
-    assert sizes == {"followir": (3, 0), "mair": (5, 121), "bright": (12, 0), "instructir": (1, 0)}
-    assert len(catalogue.TASKS) == 142
-
-
-@pytest.mark.parametrize(
-    ("names", "expanded"),
-    [
-        (["followir"], ["followir/robust04", "followir/news21", "followir/core17"]),
-        (["mair"], [f"mair/{task}" for task in published.MAIR]),
-        (["mair/CAsT_*"], [f"mair/CAsT_{year}" for year in (2019, 2020, 2021, 2022)]),
-        (
-            ["instructir", "followir/core17", "followir"],
-            ["instructir", "followir/core17", "followir/robust04", "followir/news21"],
-        ),
-    ],
-)
-def test_names_are_expanded_without_repetition(names: list[str], expanded: list[str]) -> None:
-    assert catalogue.expand(names) == expanded
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("folowir", "did you mean followir"),
-        ("bright/leetcod", r"did you mean bright/leetcode\?.; a directory of that name is ./bright/leetcod$"),
+        ("bright/leetcod", r"did you mean bright/leetcode\?.; for a directory of that name write ./bright/leetcod$"),
         ("corpora/acme", "no such task, and no such directory; valid: bright, followir, instructir, mair$"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) -> None:
+def test_an_unknown_name_is_rejected_with_the_nearest(name: str, message: str) -> None:
     for use in (
-        lambda: catalogue.expand([name]),
+        lambda: registry.expand([name]),
         lambda: catalogue.load(name, "mirror"),
         lambda: catalogue.files(name),
     ):
@@ -76,7 +53,7 @@ def test_a_task_whose_data_are_missing_says_which_command_fetches_them(tmp_path:
         catalogue.load("bright/pony", str(tmp_path))
 
 
-def test_the_files_of_a_task_are_those_that_decide_what_it_is(mirror: str, tmp_path: Path) -> None:
+def test_the_files_of_a_task_are_all_that_it_reads(mirror: str, tmp_path: Path) -> None:
     biology = {file.relative_to(mirror).as_posix() for file in catalogue.files("bright/biology", mirror)}
     own = published.beir_like(tmp_path / "own")
 
@@ -89,7 +66,7 @@ def test_the_files_of_a_task_are_those_that_decide_what_it_is(mirror: str, tmp_p
     assert catalogue.files(str(own)) == [own / "corpus.jsonl", own / "queries.jsonl", own / "qrels" / "test.tsv"]
 
 
-def test_a_task_says_where_it_comes_from(mirror: str) -> None:
+def test_a_task_names_its_repositories(mirror: str) -> None:
     assert catalogue.load("mair/dd-15", mirror).about == {
         "repositories": {published.MAIR_QUERIES: None, published.MAIR_DOCS: None}
     }

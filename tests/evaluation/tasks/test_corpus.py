@@ -1,4 +1,4 @@
-"""A corpus is written once, read from the map of a file, and its ids are each one text's."""
+"""A corpus is converted once and memory-mapped, and its ids are unique."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from infembed_ray.object_store import SCRATCH
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file that the documents come from, as far as `mapped` knows."""
+    """A source file of documents."""
     path = tmp_path / "corpus.jsonl"
     path.write_text("1", encoding="utf-8")
     return path
 
 
-def test_it_is_written_once_for_the_same_files(source: Path) -> None:
+def test_the_same_files_are_converted_once(source: Path) -> None:
     first = mapped("task", [source], lambda: iter([("a", " one\n"), ("b", "two")]))
 
     def again() -> Iterator[tuple[str, str]]:
@@ -37,14 +37,14 @@ def test_it_is_written_once_for_the_same_files(source: Path) -> None:
     assert first.to_pylist() == [{"id": "a", "text": "one"}, {"id": "b", "text": "two"}]
 
 
-def test_it_is_written_anew_when_a_file_changes(source: Path) -> None:
+def test_a_changed_file_is_converted_again(source: Path) -> None:
     mapped("task", [source], lambda: iter([("a", "old")]))
     os.utime(source, ns=(1, 1))
 
     assert mapped("task", [source], lambda: iter([("a", "new")]))["text"].to_pylist() == ["new"]
 
 
-def test_a_reading_that_fails_leaves_nothing(source: Path, scratch: Path) -> None:
+def test_a_failed_conversion_leaves_no_file(source: Path, scratch: Path) -> None:
     def documents() -> Iterator[tuple[str, str]]:
         yield "a", "one"
         raise InputError("line 2 is damaged")
@@ -55,7 +55,7 @@ def test_a_reading_that_fails_leaves_nothing(source: Path, scratch: Path) -> Non
     assert not list((scratch / "corpora").iterdir())
 
 
-def test_two_that_write_it_at_the_same_time_both_get_it(source: Path, scratch: Path) -> None:
+def test_concurrent_conversions_both_succeed(source: Path, scratch: Path) -> None:
     both_are_at_it = Barrier(2, timeout=10)
 
     def documents() -> Iterator[tuple[str, str]]:
@@ -88,7 +88,7 @@ def test_texts_are_never_all_in_memory(source: Path) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12))
-def test_copies_of_a_document_are_left_out(numbers: list[int]) -> None:
+def test_duplicate_documents_are_dropped(numbers: list[int]) -> None:
     source = Path(os.environ[SCRATCH]).parent / "corpus.jsonl"
     source.write_text(str(numbers), encoding="utf-8")
 
@@ -106,6 +106,6 @@ def test_copies_of_a_document_are_left_out(numbers: list[int]) -> None:
         ([("a", "one"), ("b", "two"), ("a", "three")], "two documents have the id a"),
     ],
 )
-def test_what_is_no_corpus_is_refused(source: Path, documents: list[tuple[str, str]], message: str) -> None:
+def test_invalid_corpora_are_rejected(source: Path, documents: list[tuple[str, str]], message: str) -> None:
     with pytest.raises(InputError, match=f"tasks=task: {message}"):
         mapped("task", [source], lambda: iter(documents))

@@ -1,4 +1,4 @@
-"""FollowIR's tasks hold what its layout says."""
+"""FollowIR is read from its layout."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ FOLLOWIR_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FOLLOWIR_FAULTS)
-def test_a_faulty_followir_is_refused(tmp_path: Path, fault: str) -> None:
+def test_a_faulty_followir_is_rejected(tmp_path: Path, fault: str) -> None:
     file, change, message = FOLLOWIR_FAULTS[fault]
     root = published.followir_like(tmp_path)
     edit(root / published.FOLLOWIR["core17"] / f"{file}-00000-of-00001.parquet", change)
@@ -108,7 +108,7 @@ def test_a_faulty_followir_is_refused(tmp_path: Path, fault: str) -> None:
         catalogue.load("followir/core17", str(root))
 
 
-def test_a_query_under_neither_instruction_is_refused(tmp_path: Path) -> None:
+def test_a_query_under_neither_instruction_is_rejected(tmp_path: Path) -> None:
     root = published.followir_like(tmp_path)
     for file, key in (("queries/queries", "_id"), ("instruction/instruction", "query-id")):
         edit(

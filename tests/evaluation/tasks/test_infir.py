@@ -41,7 +41,7 @@ def test_a_record_gives_three_queries_three_passages_and_two_changes():
     assert task.changes == (Change(positive, poisoned, (positive,)), Change(poisoned, positive, (poisoned,)))
 
 
-def test_equal_texts_stand_once_in_the_corpus_and_answer_every_query_they_answer():
+def test_equal_texts_are_one_passage_relevant_to_all_their_queries():
     shared = replace(record("b"), document_positive="answer of a")
     task = instruction_following([record("a"), shared], passages("answer of a", "noise", "noise"))
     assert task.corpus.num_rows == len(set(corpus(task).values())) == 6
@@ -49,7 +49,7 @@ def test_equal_texts_stand_once_in_the_corpus_and_answer_every_query_they_answer
     assert task.qrels["record/b/positive"] == {"record/a/positive": 1}
 
 
-def test_the_first_distractors_that_are_no_answers_are_taken():
+def test_distractors_that_are_answers_do_not_count():
     task = instruction_following([record("r")], passages("answer of r", "one", "one", "two", "three"), 2)
     assert [t for d, t in corpus(task).items() if d.startswith("distractor/")] == ["one", "two"]
     assert instruction_following([record("r")], passages("one"), 0).about["distractors"] == 0
@@ -64,6 +64,6 @@ def test_two_queries_of_the_same_text_share_their_answers():
     assert task.qrels["record/a/positive"] == task.qrels["record/b/positive"] == both
 
 
-def test_a_passage_that_stays_relevant_is_no_change():
+def test_a_passage_that_stays_relevant_is_not_a_change():
     same = replace(record("r"), hard_negative_document_1="answer of r")
     assert [change.documents for change in instruction_following([same]).changes] == [(), ()]

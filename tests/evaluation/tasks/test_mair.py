@@ -1,4 +1,4 @@
-"""MAIR's tasks hold what its layout says."""
+"""MAIR is read from its layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_mair_grades_documents(tmp_path: Path) -> None:
     assert (task.queries[1].instruction or "").startswith("You search an archive.")
 
 
-def test_parts_of_a_mair_task_are_searched_apart(tmp_path: Path) -> None:
+def test_parts_of_a_mair_task_are_searched_separately(tmp_path: Path) -> None:
     root = published.mair_like(tmp_path)
     repositories = [Repository(root, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)]
 
@@ -41,7 +41,7 @@ def test_parts_of_a_mair_task_are_searched_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["d7", {"id": "d7"}, {"score": 1}])
-def test_a_label_without_id_or_score_is_refused(tmp_path: Path, label: object) -> None:
+def test_a_label_without_id_or_score_is_rejected(tmp_path: Path, label: object) -> None:
     root = published.mair_like(tmp_path)
     edit(
         root / published.MAIR_QUERIES / "DD_2015" / "queries.jsonl",

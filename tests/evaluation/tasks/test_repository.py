@@ -1,4 +1,4 @@
-"""Files of a data set are found by its card, as `datasets.load_dataset` finds them."""
+"""The dataset card finds files, as in `datasets.load_dataset`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", [published.FOLLOWIR["core17"], published.MAIR_QUERIES, published.MAIR_DOCS, published.BRIGHT]
 )
-def test_rows_are_those_that_load_dataset_gives(
+def test_rows_equal_those_of_load_dataset(
     root: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -50,7 +50,7 @@ def test_rows_are_those_that_load_dataset_gives(
         ("train/*", []),
     ],
 )
-def test_a_star_stays_within_a_folder_and_two_do_not(pattern: str, found: list[str]) -> None:
+def test_one_star_stays_within_a_folder_and_two_cross_folders(pattern: str, found: list[str]) -> None:
     names = ["corpus.jsonl", "data/test-00001-of-00002.parquet", "data/test-00000-of-00002.parquet"]
 
     assert matching([pattern], [*names, "data/old/test-x.jsonl"]) == found
@@ -65,7 +65,7 @@ def test_a_star_stays_within_a_folder_and_two_do_not(pattern: str, found: list[s
         ([{"split": "x", "path": "x-*"}, {"split": "y", "path": "y-*"}], {"x": ["x-*"], "y": ["y-*"]}),
     ],
 )
-def test_a_card_lists_files_in_any_of_the_ways_of_the_hub(data_files: object, splits: dict[str, list[str]]) -> None:
+def test_all_forms_of_the_hubs_cards_are_read(data_files: object, splits: dict[str, list[str]]) -> None:
     card = f"---\nconfigs: {json.dumps([{'config_name': 'c', 'data_files': data_files}])}\n---\n# Title\n"
 
     assert configs(card, "card") == {"c": splits}
@@ -74,17 +74,17 @@ def test_a_card_lists_files_in_any_of_the_ways_of_the_hub(data_files: object, sp
 @pytest.mark.parametrize(
     "card", ["# No front matter\n", "---\nlicense: mit\n---\n", "---\nconfigs: [1]\n---\n", "---\n{\n---\n"]
 )
-def test_a_card_without_a_list_of_files_is_refused(card: str) -> None:
+def test_a_card_without_configurations_is_rejected(card: str) -> None:
     with pytest.raises(InputError, match=r"README\.md lists no `configs`"):
         configs(card, "README.md")
 
 
-def test_a_repository_that_is_not_there_says_which_command_brings_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as told:
+def test_a_missing_repository_names_the_command_that_fetches_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
         Repository(tmp_path, "mteb/BRIGHT", "bright/pony").files("documents", "pony")
 
-    assert str(told.value) == (
-        f"tasks=bright/pony: data={tmp_path} has no mteb/BRIGHT/README.md; fetch it where there is internet: "
+    assert str(error.value) == (
+        f"tasks=bright/pony: data={tmp_path} has no mteb/BRIGHT/README.md; fetch it on a machine with internet: "
         f"infembed data fetch {tmp_path} bright/pony"
     )
 
@@ -96,7 +96,7 @@ def test_a_repository_that_is_not_there_says_which_command_brings_it(tmp_path: P
         ("documents", "physics", "has the splits biology, leetcode, not physics"),
     ],
 )
-def test_a_part_that_the_card_does_not_list_is_refused(
+def test_a_configuration_or_split_not_on_the_card_is_rejected(
     root: Path, config: str, split: str | None, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):

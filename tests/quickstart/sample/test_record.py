@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from infembed_ray import records
-from infembed_ray.config import SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.llm.client import replaying
+from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
 from infembed_ray.quickstart.sample.record import TEST_TOPICS, record
-from infembed_ray.synthesis.client import replaying
-from infembed_ray.synthesis.journal import Journal
-from infembed_ray.synthesis.steps import Outcome, synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 
 AUTHORED = [json.loads(line) for line in sample.AUTHORED.read_text(encoding="utf-8").splitlines()]
 

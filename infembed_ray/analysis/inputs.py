@@ -1,0 +1,89 @@
+"""Inputs of the analysis: a published synthesis output, or a file of InF-IR records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from infembed_ray import records
+from infembed_ray.records import Record
+from infembed_ray.storage import MANIFEST, read_manifest
+
+Rows = list[dict[str, Any]]
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "instruction": ("instruction_positive", "instruction_negative"),
+    "query": ("query_positive", "query_negative"),
+    "passage": ("document_positive", "hard_negative_document_1", "hard_negative_document_2"),
+}
+"""Kind of text -> its columns in a record."""
+
+
+@dataclass(frozen=True)
+class RecordSet:
+    """Records, and for a synthesis output also its rejected rows and their costs.
+
+    Attributes:
+        kept: records.
+        rejected, dead_letter: rows of `records.REJECTED` and `records.DEAD_LETTER`.
+        complements: rows of `records.COMPLEMENT`; empty if none were asked for.
+        provenance: `kept`, `rejected` or `dead_letter` -> provenance of its rows, if they have one.
+        manifest: manifest of the synthesis; empty for other records.
+    """
+
+    kept: list[Record]
+    rejected: Rows
+    dead_letter: Rows
+    complements: Rows
+    provenance: Mapping[str, Rows]
+    manifest: Mapping[str, Any]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Counts of the manifest."""
+        counts: Mapping[str, int] = self.manifest.get("counts", {})
+        return counts
+
+
+def read(path: Path, name: str) -> RecordSet:
+    """Read a synthesis output (a directory) or a file of records.
+
+    Args:
+        path: directory or file.
+        name: name of the setting, for error messages.
+
+    Raises:
+        InputError: as `records.read`; but a synthesis output without kept records is valid if it has rejected rows.
+    """
+    rejected, dead_letter = _rows(path / records.REJECTED_FILE), _rows(path / records.DEAD_LETTER_FILE)
+    file = path / records.KEPT_FILE if path.is_dir() else path
+    nothing_kept = (rejected or dead_letter) and file.is_file() and pq.read_metadata(file).num_rows == 0
+    return RecordSet(
+        kept=[] if nothing_kept else records.read(path, Record, name),
+        rejected=rejected,
+        dead_letter=dead_letter,
+        complements=_rows(path / records.COMPLEMENTS_FILE),
+        provenance={
+            "kept": _provenance(_rows(file) if _is_ours(file) else []),
+            "rejected": _provenance(rejected),
+            "dead_letter": _provenance(dead_letter),
+        },
+        manifest=read_manifest(path, name) if (path / MANIFEST).is_file() else {},
+    )
+
+
+def _rows(file: Path) -> Rows:
+    return records.read_raw(file) if file.is_file() else []
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether synthesis wrote the file; other records may have a `provenance` of another type."""
+    return file.suffix == ".parquet" and pq.read_schema(file).equals(records.RECORD)
+
+
+def _provenance(rows: Rows) -> Rows:
+    return [row["provenance"] for row in rows if row["provenance"]]

@@ -1,0 +1,1 @@
+"""Typed settings: one module for each stage."""

@@ -1,0 +1,169 @@
+"""Base class of all settings: a YAML file plus `key=value` overrides, validated strictly.
+
+The settings of a stage are one frozen class. Every field has a description with its unit. A `runtime_field` says where or how
+fast a step runs; it does not change the result, so it is not part of the step's identity (see `storage.Step`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+from infembed_ray.errors import InputError
+
+S = TypeVar("S", bound="Settings")
+
+
+def runtime_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
+    """Declare a field that says where or how fast a step runs, and does not change what it computes."""
+    return Field(default, description=description, json_schema_extra={"identity": False}, **bounds)
+
+
+class Settings(BaseModel):
+    """Frozen, strict settings. Load with `load`, or construct directly from Python."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _reject_converted_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject numbers of another type: pydantic alone reads `true` as 1 and `2.0` as the integer 2."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = set(get_args(annotation)) | {annotation}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("Input should be a number, not true or false")
+        if isinstance(value, float) and int in kinds and float not in kinds:
+            raise ValueError("Input should be a whole number")
+        return value
+
+    @classmethod
+    def load(cls: type[S], path: str | None = None, overrides: Sequence[str] = ()) -> S:
+        """Load a YAML file and apply `key=value` overrides.
+
+        Args:
+            path: of the YAML file; None starts from the defaults.
+            overrides: values are read as YAML; dots separate the parts of a nested key.
+
+        Raises:
+            InputError: the file is missing or does not hold a mapping, an override has no `=`, a key is unknown (the
+                message suggests the nearest one) or a value has the wrong type.
+        """
+        values: dict[str, Any] = {}
+        if path is not None:
+            file = Path(path)
+            if not file.is_file():
+                raise InputError(f"--config {path}: no such file; give a YAML file with settings")
+            try:
+                loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+            except yaml.YAMLError as error:
+                raise InputError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from error
+            if loaded is not None and not isinstance(loaded, dict):
+                raise InputError(f"--config {path}: must hold `key: value` lines, but holds a {type(loaded).__name__}")
+            values = loaded or {}
+        for override in overrides:
+            key, separator, text = override.partition("=")
+            if not separator or not key:
+                raise InputError(f"override {override!r}: write it as key=value, for example seed=1")
+            _set(values, key.split("."), _parse(text), override)
+        return cls.from_mapping(values, where=f"--config {path}" if path else "settings")
+
+    @classmethod
+    def from_mapping(cls: type[S], values: dict[str, Any], where: str = "settings") -> S:
+        """Make settings from a mapping.
+
+        Args:
+            values: field -> value.
+            where: start of the error message: where the values come from.
+
+        Raises:
+            InputError: some values are invalid; one line names all of them.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            faults = "; ".join(_fault(cls, fault) for fault in error.errors(include_url=False))
+            raise InputError(f"{where}: {faults}") from error
+
+    @classmethod
+    def unknown_key(cls, name: str) -> str:
+        """Return what an error says of a key that is not a setting: the nearest valid name."""
+        return nearest(name, cls.model_fields)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that decide the result (all but runtime fields) as plain JSON values."""
+
+        def decides(field: FieldInfo) -> bool:
+            return not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("identity") is False)
+
+        return {name: _json(getattr(self, name)) for name, field in type(self).model_fields.items() if decides(field)}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Settings):
+        return value.identity()
+    if isinstance(value, (tuple, list)):
+        return [_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    return value
+
+
+def _parse(text: str) -> Any:
+    """Read an override's value as YAML, so `2`, `true`, `null` and `[a, b]` mean what they mean in a file."""
+    try:
+        return yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        return text
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    for key in keys[:-1]:
+        inner = values.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise InputError(f"override {override!r}: {key} is a single value without fields")
+        values = inner
+    values[keys[-1]] = value
+
+
+def settings_class(annotation: Any) -> type[Settings] | None:
+    """Return the settings class in a field's annotation, also within a union or mapping; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return annotation
+    return next(filter(None, map(settings_class, get_args(annotation))), None)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return "did you mean X?", or the list of valid names if none is similar."""
+    valid = list(valid)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(sorted(valid))}"
+
+
+def _fault(cls: type[Settings], fault: Any) -> str:
+    """Format one pydantic error. Tags of unions, `<class name>`, are not part of the setting's name."""
+    location = [str(part) for part in fault["loc"]]
+    name = ".".join(part for part in location if not part.startswith("<"))
+    if fault["type"] == "extra_forbidden":
+        owner: type[Settings] = cls
+        for part in location[:-1]:
+            inner = settings_class(owner.model_fields[part].annotation) if part in owner.model_fields else None
+            owner = _tagged(part) or inner or owner
+        return f"unknown key {name}: {owner.unknown_key(location[-1])}"
+    if fault["type"] == "missing":
+        return f"{name} is missing: set {name}=..."
+    message = fault["msg"].removeprefix("Value error, ")
+    if isinstance(fault["input"], dict):
+        return f"{name}: {message}" if name else message
+    return f"{name}={fault['input']!r}: {message}"
+
+
+def _tagged(tag: str, root: type[Settings] = Settings) -> type[Settings] | None:
+    """Return the settings class of a union's tag `<class name>`; None for other parts of a location."""
+    found = (cls if tag == f"<{cls.__name__}>" else _tagged(tag, cls) for cls in root.__subclasses__())
+    return next(filter(None, found), None)

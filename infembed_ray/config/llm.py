@@ -1,0 +1,84 @@
+"""Settings of the LLM client: models, endpoints, limits and the Batch API."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from infembed_ray.config.base import Settings, runtime_field
+
+
+class ChatModel(Settings):
+    """An LLM of the synthesis pipeline and its parameters."""
+
+    model: str = Field(description="model id at the endpoint, for example gpt-4o-mini; recorded in the provenance")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
+    )
+    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
+    reasoning_effort: str | None = Field(
+        None, description="low, medium, high, ... for reasoning models; null: not sent"
+    )
+    structured: bool = Field(
+        False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
+    )
+
+
+class Endpoint(Settings):
+    """An OpenAI-compatible endpoint."""
+
+    base_url: str = runtime_field(
+        "https://api.openai.com/v1", description="URL up to /v1; with api_version (Azure OpenAI), the resource's URL"
+    )
+    api_key_env: str | None = runtime_field(
+        "OPENAI_API_KEY",
+        description="environment variable with the key, set on every node; null: the endpoint needs no key",
+    )
+    api_version: str | None = runtime_field(
+        None, description="api-version of Azure OpenAI, for example 2024-10-21; null: any other endpoint"
+    )
+    deployments: dict[str, str] = runtime_field(
+        {}, description="Azure OpenAI: model -> name of its deployment, where the two differ"
+    )
+    idempotency_header: str | None = runtime_field(
+        None,
+        description="header that carries a request's journal key, for endpoints or gateways that answer a repeated key from "
+        "memory, for example Idempotency-Key; null: none",
+    )
+    weight: float = runtime_field(
+        1.0, gt=0, description="share of the requests, relative to the other endpoints' weights"
+    )
+    timeout_s: float = runtime_field(120.0, gt=0, description="seconds until a request is abandoned and retried")
+    max_retries: int = runtime_field(
+        6, ge=0, description="retries of 5xx and time-outs before the row becomes a dead letter"
+    )
+    patience_s: float = runtime_field(
+        600.0, ge=0, description="seconds for which a request that gets 429 is retried before its row is a dead letter"
+    )
+
+
+class Limits(Settings):
+    """Limits of all actors of a run together; null: unlimited."""
+
+    requests_per_minute: int | None = runtime_field(None, ge=1, description="requests sent, answered or not")
+    tokens_per_minute: int | None = runtime_field(None, ge=1, description="tokens of prompts and answers")
+    in_flight: int | None = runtime_field(None, ge=1, description="requests in flight; null: actors x in_flight")
+    budget_usd: float | None = runtime_field(
+        None, ge=0, description="most USD at list prices over all runs on this journal; the run ends when it is used up"
+    )
+    window_s: float = runtime_field(
+        60.0, gt=0, description="length of the sliding windows in seconds; each gets its share of the limits per minute"
+    )
+
+
+class Batches(Settings):
+    """The Batch API, at half the price. The requests of a row go out in up to ten waves of batches.
+
+    The limits per minute do not apply to batches, which have a quota of their own. The budget applies to the worst case of
+    each submitted batch.
+    """
+
+    max_requests: int = runtime_field(50_000, ge=1, le=50_000, description="most requests of a batch")
+    poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
+    patience_h: float | None = runtime_field(
+        None, gt=0, description="hours until a batch is cancelled and the rest asked online; null: 24 at OpenAI"
+    )

@@ -1,0 +1,68 @@
+"""Settings of `infembed index` and `infembed index compact`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from infembed_ray.config.base import Settings, runtime_field
+
+FieldType = Literal["string", "integer", "number", "boolean", "date"]
+"""Type of a metadata column; dates are ISO 8601."""
+
+
+class IndexSettings(Settings):
+    """`infembed index`: checkpoint + corpus -> FAISS index."""
+
+    corpus: str = runtime_field(
+        description="passages: JSONL, Parquet or CSV with columns id and text (or passage); a file, a directory or an object-store URI"
+    )
+    columns: dict[str, str] = Field({}, description="column name of the index -> column name in the corpus")
+    metadata: dict[str, FieldType] = Field({}, description="further columns, for filters and hits -> their type")
+    model: str = runtime_field(description="checkpoint directory or hub name of the encoder")
+    output: str = runtime_field(description="directory for the published index")
+    shards: int = Field(2, ge=1, description="shards of the index; a hash of its id assigns a passage")
+    dimensions: int | None = Field(
+        None, ge=1, description="dimensions of the embeddings (Matryoshka); null: the model's"
+    )
+    factory: str | None = Field(
+        None,
+        description="index type of all shards, as faiss.index_factory spells it; null: chosen by count, dimension and memory",
+    )
+    memory_gib: float | None = Field(
+        None, gt=0, description="most memory of a shard's index while it is searched (GiB); null: no limit"
+    )
+    recall_floor: float = Field(
+        0.95, ge=0, le=1, description="least recall@10 against exact search; below it nothing is published"
+    )
+    batch_tokens: int = runtime_field(4096, ge=64, description="padded tokens per encoding batch")
+    actors: int = runtime_field(1, ge=1, description="encoding actors")
+    gpus_per_actor: float = runtime_field(0.0, ge=0, description="GPUs per encoding actor")
+    cpus_per_shard: float = runtime_field(
+        1.0,
+        gt=0,
+        description="CPUs and threads per task that builds a shard; with several, HNSW graphs are not reproducible",
+    )
+    gpus_per_shard: float = runtime_field(
+        0.0, ge=0, description="GPUs per task that builds a shard; centroids differ from those of CPUs"
+    )
+
+
+class CompactSettings(Settings):
+    """`infembed index compact`: an index + the changes since -> its next version."""
+
+    index: str = runtime_field(description="output directory of `infembed index`, or one version in it")
+    factory: str | None = Field(
+        None,
+        description="new index type of all shards, as faiss.index_factory spells it; auto: chosen; null: unchanged",
+    )
+    memory_gib: float | None = Field(None, gt=0, description="new limit of a shard's memory (GiB); null: unchanged")
+    recall_floor: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="new least recall@10; null: unchanged",
+    )
+    cpus_per_shard: float = runtime_field(1.0, gt=0, description="CPUs and threads per task that builds a shard")
+    gpus_per_shard: float = runtime_field(0.0, ge=0, description="GPUs per task that builds a shard")

@@ -1,0 +1,59 @@
+"""Settings of `infembed serve`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from infembed_ray.config.base import Settings, runtime_field
+
+
+class ServeSettings(Settings):
+    """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
+
+    index: str = runtime_field(description="a published index")
+    model: str | None = runtime_field(None, description="encoder; null: the one that built the index")
+    model_name: str | None = Field(None, description="the model's name in the API; null: its hub or directory name")
+    host: str = Field("127.0.0.1", description="address to bind; all but loopback need API keys")
+    port: int = Field(8000, ge=1, le=65535, description="HTTP port")
+    api_keys_env: str | None = Field(
+        "INFEMBED_API_KEYS", description="environment variable with comma-separated API keys; unset: no key needed"
+    )
+    api_keys_file: str | None = Field(
+        None, description="file of hashed API keys, written by `infembed key`; read again when it changes"
+    )
+    ha_proxy: bool = Field(
+        False,
+        description="put HAProxy before the ingress: several times the throughput, but it listens on all interfaces",
+    )
+    ingress_replicas: int = Field(1, ge=1, description="replicas of the HTTP API")
+    encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder; with autoscaling, the smallest number")
+    max_encoder_replicas: int | None = Field(
+        None, ge=1, description="autoscale the encoder up to this number of replicas; null: no autoscaling"
+    )
+    shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
+    gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
+    cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
+    gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
+    cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
+    runtime: Literal["auto", "torch", "onnx"] = Field(
+        "auto", description="runtime of the encoder; auto: ONNX Runtime on CPUs if it is equal and faster"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of weights and activations")
+    prefix_cache_mib: int = Field(
+        256, ge=0, description="prefix cache for instructions per encoder replica (causal backbones); 0: none"
+    )
+    batch_tokens: int = Field(
+        4096, ge=64, description="largest number of tokens in an encoding batch; lowered where that is as fast"
+    )
+    max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica; more are rejected with 429")
+    request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
+    max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
+    writable: bool = Field(True, description="allow documents to be put and deleted through the API")
+    config_file: str | None = runtime_field(
+        None, description="write a config file for `serve deploy` and start nothing; null: serve"
+    )
+    wait: bool = runtime_field(
+        True, description="stay in the foreground until interrupted; false: leave the API running and return"
+    )

@@ -1,0 +1,51 @@
+"""Settings of `infembed sweep`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.evaluation import EvaluateSettings, NamedRetriever
+from infembed_ray.config.training import TrainSettings
+
+
+class SweepTraining(TrainSettings):
+    """Settings of all trainings of a sweep."""
+
+    model: str = runtime_field("", description="set by `models` of the sweep; leave it out")
+    output: str = runtime_field("", description="set by `output` of the sweep; leave it out")
+
+
+class SweepEvaluation(EvaluateSettings):
+    """Settings of all evaluations of a sweep."""
+
+    models: dict[str, NamedRetriever] = runtime_field({}, description="set by the sweep; leave it out")
+    output: str = runtime_field("", description="set by `output` of the sweep; leave it out")
+
+
+class SweepSettings(Settings):
+    """`infembed sweep`: objectives x backbones x seeds, trained and evaluated -> one table (paper, Tables 3, 4 and 6)."""
+
+    train: SweepTraining = Field(description="settings of every training; a row may change some")
+    evaluate: SweepEvaluation = Field(description="settings of every evaluation")
+    output: str = runtime_field(description="directory of the published tables; its folder `trials` holds the trials")
+    models: dict[str, str] = runtime_field(description="label -> backbone: a directory or a hub name")
+    objectives: tuple[str, ...] = Field(
+        (),
+        description="objectives to train, one table row each; []: the objective of `train`, if there are no variants",
+    )
+    grid: dict[str, tuple[Any, ...]] = Field(
+        {}, description="field of `train` -> values; every objective is trained with all combinations, one row each"
+    )
+    variants: dict[str, dict[str, Any]] = Field(
+        {}, description="label -> fields of `train` to change; one more row each"
+    )
+    seeds: tuple[int, ...] = Field(
+        (42,), min_length=1, description="seeds of every row; the table shows mean and standard deviation over them"
+    )
+    base: bool = Field(True, description="evaluate the untrained backbones too, as the first row")
+    concurrent: int | None = runtime_field(
+        None, ge=1, description="maximum number of concurrent trials; null: as many as the cluster has resources for"
+    )

@@ -1,0 +1,170 @@
+"""The models and tasks of an evaluation, resolved and checked before any work starts. Does not depend on Ray."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from infembed_ray import records, storage
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.chunks import share, shared
+from infembed_ray.evaluation.embeddings import digest
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.registry import expand
+from infembed_ray.evaluation.tasks.task import Task
+
+EMBEDDINGS = "embeddings"
+"""Folder of the store in the output, if the settings name no other."""
+ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
+RANKER_KINDS = ("bm25",)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the settings.
+
+    Attributes:
+        inputs, names: its part of the step's identity, with its position, because the first model is the baseline.
+    """
+
+    label: str
+    retriever: RetrieverSettings
+    inputs: Mapping[str, Path]
+    names: Mapping[str, str]
+
+    @cached_property
+    def identity(self) -> str:
+        """Identity of its retriever. Computing it reads all weights, once."""
+        return baselines.identity(self.retriever)
+
+    @property
+    def reranks(self) -> bool:
+        """Whether it can only score documents that another model has found."""
+        return self.retriever.kind not in (*ENCODER_KINDS, *RANKER_KINDS)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the published results say of it."""
+        return self.retriever.model_dump(mode="json", exclude_defaults=True) | {"identity": self.identity}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that an evaluation reads.
+
+    Attributes:
+        store: directory of embeddings and scores.
+        data: files of the settings' own records.
+    """
+
+    models: Sequence[Model]
+    tasks: Sequence[Task]
+    store: Path
+    data: Mapping[str, Path]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of queries and passages."""
+        return sum(len(task.queries) for task in self.tasks), sum(task.corpus.num_rows for task in self.tasks)
+
+    def step(self, settings: EvaluateSettings) -> storage.Step:
+        """Return the step that publishes the evaluation of these inputs."""
+        paths, names = dict(self.data), {f"tasks.{task.name}": content_hash(task) for task in self.tasks}
+        for model in self.models:
+            paths |= model.inputs
+            names |= model.names
+        return storage.Step("evaluate", settings, settings.output, paths, names)
+
+
+def resolve(settings: EvaluateSettings) -> Inputs:
+    """Find models and tasks, and share the corpora. Reads no weights.
+
+    Raises:
+        InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
+    """
+    models = _models(settings)
+    store = storage.local_path(settings.embeddings or f"{settings.output}/{EMBEDDINGS}", "embeddings")
+    storage.require_writable(store, "embeddings")
+    data, tasks = _tasks(settings)
+    for number, task in enumerate(tasks):
+        file = share(task.corpus, store / "corpora")
+        tasks[number] = replace(task, corpus=shared(file), corpus_file=file)
+    _require_candidates(settings, models, tasks)
+    return Inputs(models, tasks, store, data)
+
+
+def content_hash(task: Task) -> str:
+    """Hash all contents of a task whose corpus is shared."""
+    queries = [astuple(query) for query in task.queries]
+    figures = [astuple(figure) for figure in task.figures]
+    changes = [astuple(change) for change in task.changes]
+    excluded = {query: sorted(documents) for query, documents in task.excluded.items()}
+    content = [task.corpus_file.stem, queries, task.qrels, figures, changes, task.candidates, excluded]
+    return digest([json.dumps(content, sort_keys=True)])
+
+
+def _models(settings: EvaluateSettings) -> list[Model]:
+    if not settings.models:
+        raise InputError("models is empty: set models.base=<checkpoint directory, hub name or name of a baseline>")
+    found = []
+    for position, (label, model) in enumerate(settings.models.items()):
+        retriever = baselines.resolve(label, model, settings.template)
+        paths, names = baselines.inputs(retriever, f"models.{label}")
+        prefix = f"models.{label} ({position})"
+        found.append(
+            Model(
+                label,
+                # Actors have other working directories, and `latest` may point elsewhere while they work.
+                retriever.model_copy(update={part: str(path) for part, path in paths.items()}),
+                {f"{prefix}.{part}": path for part, path in paths.items()},
+                {f"{prefix}.{part}": name for part, name in names.items()},
+            )
+        )
+    return found
+
+
+def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Path], list[Task]]:
+    """Return the files of the settings' own records, and all tasks."""
+    if not settings.tasks and settings.records is None:
+        raise InputError("tasks is empty: set tasks=[followir] or another benchmark, or records=<InF-IR records>")
+    if settings.distractors is not None and settings.records is None:
+        raise InputError(f"distractors={settings.distractors}: needs records; set records or drop the distractors")
+    tasks = [catalogue.load(name, settings.data) for name in expand(settings.tasks)]
+    data: dict[str, Path] = {}
+    if settings.records is not None:
+        data["records"] = storage.resolve_input(settings.records, "records")
+        rows = records.read(data["records"], records.Record, "records", split=settings.split)
+        distractors: Sequence[records.Passage] = ()
+        if settings.distractors is not None:
+            data["distractors"] = storage.resolve_input(settings.distractors, "distractors")
+            distractors = records.read(data["distractors"], records.Passage, "distractors")
+        tasks.append(instruction_following(rows, distractors, settings.max_distractors))
+    for name, count in Counter(task.name for task in tasks).items():
+        if count > 1:
+            raise InputError(f"tasks={name}: two tasks have this name; rename the directory, or leave one out")
+    return data, tasks
+
+
+def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tasks: Sequence[Task]) -> None:
+    """Check that every reranker has documents to score."""
+    first = settings.first_stage
+    if settings.rerank > settings.depth:
+        raise InputError(f"rerank={settings.rerank}: rankings end at depth={settings.depth}; set rerank to it or less")
+    if first is not None and first not in {model.label for model in models if not model.reranks}:
+        why = "is a reranker itself" if first in settings.models else "is not a label of models"
+        raise InputError(f"first_stage={first}: {why}; give the label of an encoder or of bm25")
+    for model in models:
+        for task in tasks:
+            if model.reranks and first is None and not task.has_candidates(settings.depth):
+                raise InputError(
+                    f"models.{model.label}: is a reranker, but {task.name} has no lists of {settings.depth} candidates or "
+                    "fewer; set first_stage=<label of the model whose top documents it scores>"
+                )

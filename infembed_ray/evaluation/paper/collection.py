@@ -1,0 +1,185 @@
+"""The results of several outputs, combined for a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from infembed_ray.config.base import nearest
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.results import Results, TaskSummary
+from infembed_ray.evaluation.scoring import Scores
+from infembed_ray.evaluation.tables import Cell, Column, cells
+
+BASE = "base"
+"""Row of a sweep's untrained backbones."""
+PER_SEED = ("seed", "model")
+"""Facts about a model that differ between seeds; a model has a list of each."""
+
+Figures = Mapping[str, Mapping[str, float | None]]
+"""Task -> figure -> mean."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of an evaluation, or a row of a sweep with all its seeds."""
+
+    key: str
+    """Unique name."""
+    label: str
+    """Label in its output, or row of a sweep."""
+    shown: str
+    """Label with the output's suffix, if another model has the same label."""
+    backbone: str | None
+    """Label of the backbone in a sweep; otherwise None."""
+    baseline: str
+    """Key of the model that it is compared with: in a sweep, its untrained backbone."""
+    output: str
+    """Label of its first output."""
+    about: Mapping[str, Any]
+    runs: tuple[Figures, ...]
+    """One per seed."""
+
+    def spread(self, column: Column) -> float | None:
+        """Sample standard deviation over seeds; None for a single seed."""
+        if len(self.runs) < 2:
+            return None
+        parts = [[run[task][figure] for task, figure in column.parts] for run in self.runs]
+        return stdev(fmean(mean for mean in of_run if mean is not None) for of_run in parts)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All models and their values. A model need not have all tasks."""
+
+    models: Mapping[str, Model]
+    """By key."""
+    results: Results
+    """By key; a query's value is the mean over seeds."""
+
+    def against(self, baseline: str) -> Collection:
+        """Compare all models with one baseline.
+
+        Raises:
+            InputError: no model has this key.
+        """
+        if baseline not in self.models:
+            raise InputError(f"baseline={baseline}: no model has this name; {nearest(baseline, self.models)}")
+        return replace(self, models={key: replace(model, baseline=baseline) for key, model in self.models.items()})
+
+    def cells(self, column: Column) -> dict[str, Cell]:
+        """Return the cell of every model that has the column; differences are to the model's own baseline."""
+        present = [key for key in self.models if all(task in self.results.scores[key] for task, _ in column.parts)]
+        found: dict[str, Cell] = {}
+        for baseline in dict.fromkeys(self.models[key].baseline for key in present):
+            others = [key for key in present if self.models[key].baseline == baseline != key]
+            if baseline in present:
+                found |= cells(self.results, column, [baseline, *others])
+            else:
+                for key in others:
+                    found |= cells(self.results, column, [key])
+        return {key: found[key] for key in present if key in found}
+
+
+def collect(outputs: Mapping[str, Results]) -> Collection:
+    """Combine the results of several outputs.
+
+    Models of one label in two outputs are the same model if their descriptions and all common values are equal; otherwise
+    the later one gets the output's label as a suffix.
+
+    Raises:
+        InputError: two outputs have different tasks of one name, or rankings of different depths.
+    """
+    first = next(iter(outputs))
+    models: dict[str, Model] = {}
+    scores: dict[str, dict[str, Scores]] = {}
+    for output, results in outputs.items():
+        if results.depth != outputs[first].depth:
+            raise InputError(
+                f"results.{output}: rankings hold {results.depth} documents, those of results.{first} "
+                f"{outputs[first].depth}: the figures cannot be compared; evaluate with one depth"
+            )
+        found = list(_models(output, results))
+        suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own in found}
+        for model, own in found:
+            key = model.key + suffixes[model.key]
+            if key in models:
+                runs = tuple({**old, **new} for old, new in zip(models[key].runs, model.runs, strict=True))
+                models[key] = replace(models[key], runs=runs)
+                scores[key] |= own
+            else:
+                baseline = model.baseline + suffixes[model.baseline]
+                models[key] = replace(model, key=key, shown=model.label + suffixes[model.key], baseline=baseline)
+                scores[key] = own
+    about = {key: model.about for key, model in models.items()}
+    return Collection(models, Results(_common_tasks(outputs), about, scores, outputs[first].depth))
+
+
+def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
+    """Return all tasks; tasks of one name must be equal in all outputs."""
+    tasks: dict[str, tuple[str, TaskSummary, dict[str, set[str]]]] = {}
+    for output, results in outputs.items():
+        for task, summary in results.tasks.items():
+            queries = {figure: set(values) for figure, values in next(iter(results.scores.values()))[task].items()}
+            where, same, same_queries = tasks.setdefault(task, (output, summary, queries))
+            if (same, same_queries) != (summary, queries):
+                raise InputError(
+                    f"results.{output}: its task {task!r} differs from that of results.{where} ({_difference(same, summary)}); "
+                    "make separate reports"
+                )
+    return {task: summary for task, (_, summary, _) in tasks.items()}
+
+
+def _models(output: str, results: Results) -> Iterator[tuple[Model, dict[str, Scores]]]:
+    """Yield the models of an output in its order, with their values; the seeds of a sweep's row are one model."""
+    cells: dict[tuple[str, str | None], list[str]] = {}
+    for label, about in results.models.items():
+        cells.setdefault((about.get("row", label), about.get("backbone")), []).append(label)
+    baselines: dict[str | None, str] = {}
+    for row, backbone in cells:
+        if row == BASE and backbone is not None:
+            baselines[backbone] = _key(row, backbone)
+        baselines.setdefault(backbone, _key(row, backbone))
+    for (row, backbone), labels in cells.items():
+        about = {name: value for name, value in results.models[labels[0]].items() if name not in PER_SEED}
+        about |= {name: [results.models[label].get(name) for label in labels] for name in PER_SEED}
+        runs = tuple(results.figures[label] for label in labels)
+        averaged = _averaged([results.scores[label] for label in labels])
+        yield Model(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs), averaged
+
+
+def _fits(
+    model: Model, own: Mapping[str, Scores], models: Mapping[str, Model], scores: Mapping[str, Mapping[str, Scores]]
+) -> bool:
+    """Whether no other model has this key, or only the same model."""
+    if model.key not in models:
+        return True
+    known = scores[model.key]
+    return models[model.key].about == model.about and all(known[t] == own[t] for t in known.keys() & own.keys())
+
+
+def _key(row: str, backbone: str | None) -> str:
+    return row if backbone is None else f"{backbone}, {row}"
+
+
+def _averaged(runs: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
+    if len(runs) == 1:
+        return dict(runs[0])
+    return {
+        task: {
+            figure: {query: fmean(run[task][figure][query] for run in runs) for query in values}
+            for figure, values in figures.items()
+        }
+        for task, figures in runs[0].items()
+    }
+
+
+def _difference(one: TaskSummary, other: TaskSummary) -> str:
+    if one.figures != other.figures:
+        return f"figures {', '.join(f.name for f in other.figures)} and {', '.join(f.name for f in one.figures)}"
+    for name in [*one.about, *other.about]:
+        if one.about.get(name) != other.about.get(name):
+            return f"{name} {other.about.get(name)!r} and {one.about.get(name)!r}"
+    return "other texts or judgements" if one.content != other.content else "other queries"

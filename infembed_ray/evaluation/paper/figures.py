@@ -1,0 +1,159 @@
+"""Figures 5 and 6 of the paper, beside ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infembed_ray.evaluation import tables
+from infembed_ray.evaluation.paper.collection import BASE, Collection, Model
+from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.paper.sheets import MODELS, plain, stands_for
+from infembed_ray.evaluation.significance import Estimate
+from infembed_ray.evaluation.tables import Cell, Column
+from infembed_ray.reporting.charts import Scale, Series
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model of Figure 5: p-MRR and score x100."""
+
+    group: str
+    label: str
+    ours: bool
+    p_mrr: Estimate
+    score: Estimate
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Figure 5: the models of a benchmark by group, best p-MRR first.
+
+    Attributes:
+        benchmark: title of the benchmark.
+        score: name of the score beside p-MRR.
+        groups: heading -> models.
+        scales: axes of p-MRR and of the score, which hold 0 and all intervals.
+        paper: whether models of the paper are among them.
+    """
+
+    benchmark: str
+    score: str
+    groups: Mapping[str, Sequence[Measured]]
+    scales: tuple[Scale, Scale]
+    paper: bool
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Figure 6 for one backbone and training: p-MRR x100 by epoch, with and without the quality filter."""
+
+    title: str
+    series: Sequence[Series]
+
+    @property
+    def epochs(self) -> tuple[float, float]:
+        """First and last epoch."""
+        epochs = [epoch for series in self.series for epoch, _ in series.points]
+        return min(epochs), max(epochs)
+
+
+def figure_5(collection: Collection, rows: Mapping[str, str]) -> list[Chart]:
+    """Return a chart for each evaluated benchmark with a p-MRR; FollowIR's also has the models of Table 5."""
+    charts = []
+    for benchmark, p_mrr, score in _obedience(collection):
+        obeys, retrieves = collection.cells(p_mrr), collection.cells(score)
+        paper = benchmark == "FollowIR" and p_mrr.title.startswith("average")
+        found = list(_table_5()) if paper else []
+        for key, model in collection.models.items():
+            if key in obeys and key in retrieves:
+                group = _size(model, rows) or "Ours" if paper else model.backbone or ""
+                label = key if paper else model.shown
+                found.append(Measured(group, label, True, _x100(obeys[key]), _x100(retrieves[key])))
+        if any(model.ours for model in found):
+            charts.append(_chart(benchmark, score.title, found, paper))
+    return charts
+
+
+def figure_6(collection: Collection, unfiltered: Sequence[str]) -> list[Panel]:
+    """Return a panel for each training of a sweep that ran on filtered and on unfiltered records.
+
+    Args:
+        collection: our results.
+        unfiltered: labels of the outputs whose models were trained on records without the judge's filter.
+    """
+    panels = []
+    for benchmark, p_mrr, _ in _obedience(collection):
+        cells = collection.cells(p_mrr)
+        series: dict[tuple[str, str, str], dict[bool, dict[int, Cell]]] = {}
+        for key, model in collection.models.items():
+            if key in cells and (train := model.about.get("train")) is not None:
+                design = json.dumps({name: value for name, value in train.items() if name != "epochs"}, sort_keys=True)
+                label = re.sub(r"(^|, )epochs=\d+", "", model.label)
+                of_design = series.setdefault((model.backbone or "", label, design), {False: {}, True: {}})
+                of_design[model.output in unfiltered][train["epochs"]] = cells[key]
+        bases = {m.backbone: cells[key] for key, m in collection.models.items() if m.label == BASE and key in cells}
+        for (backbone, label, _), both in series.items():
+            if both[True] and both[False]:
+                if backbone in bases:
+                    both = {without: {0: bases[backbone], **points} for without, points in both.items()}
+                title = ", ".join(filter(None, (backbone, label, benchmark)))
+                curves = [_series("with filter", both[False]), _series("without filter", both[True])]
+                panels.append(Panel(title, curves))
+    return panels
+
+
+def _obedience(collection: Collection) -> Iterator[tuple[str, Column, Column]]:
+    """Yield each benchmark with a p-MRR, its first p-MRR column and its first other column; averages come first."""
+    for benchmark, columns in tables.columns(collection.results).items():
+        p_mrr = next((column for column in columns if column.parts[0][1] == "p-MRR"), None)
+        other = next((column for column in columns if column.parts[0][1] != "p-MRR"), None)
+        if p_mrr is not None and other is not None:
+            yield benchmark, p_mrr, other
+
+
+def _table_5() -> Iterator[Measured]:
+    """Yield the paper's models that have both numbers."""
+    columns = TABLES["5"].columns
+    for row in TABLES["5"].rows:
+        p_mrr, score = (row.numbers[columns.index(name)].value for name in ("FollowIR p-MRR", "FollowIR score"))
+        if p_mrr is not None and score is not None:
+            yield Measured(row.section, row.name, False, Estimate(p_mrr, p_mrr, p_mrr), Estimate(score, score, score))
+
+
+def _size(model: Model, rows: Mapping[str, str]) -> str | None:
+    """Return the paper's heading for models of this size, from the model's own row or its backbone's."""
+    of_tables = [row for number in reversed(MODELS) for row in TABLES[number].rows]
+    return next(
+        (
+            row.section
+            for row in of_tables
+            if stands_for(model, row.name, rows) or plain(model.backbone or "") == plain(row.name)
+        ),
+        None,
+    )
+
+
+def _x100(cell: Cell) -> Estimate:
+    mean = cell.compared.mean
+    return Estimate(100 * mean.value, 100 * mean.low, 100 * mean.high)
+
+
+def _chart(benchmark: str, score: str, found: Sequence[Measured], paper: bool) -> Chart:
+    groups: dict[str, list[Measured]] = {model.group: [] for model in found}
+    for model in sorted(found, key=lambda model: -model.p_mrr.value):
+        groups[model.group].append(model)
+    scales = _scale(model.p_mrr for model in found), _scale(model.score for model in found)
+    return Chart(benchmark, score.removeprefix("average "), groups, scales, paper)
+
+
+def _scale(estimates: Iterable[Estimate]) -> Scale:
+    return Scale.enclosing([0.0, *(end for estimate in estimates for end in (estimate.low, estimate.high))])
+
+
+def _series(label: str, cells: Mapping[int, Cell]) -> Series:
+    estimates = {epoch: _x100(cells[epoch]) for epoch in sorted(cells)}
+    points = [(epoch, estimate.value) for epoch, estimate in estimates.items()]
+    return Series(label, points, [(estimate.low, estimate.high) for estimate in estimates.values()])

@@ -1,0 +1,66 @@
+"""`infembed report`: the paper's tables and figures from published results, beside the paper's own numbers."""
+
+from __future__ import annotations
+
+from infembed_ray.config.base import nearest
+from infembed_ray.config.evaluation import ReportSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation import results, tables
+from infembed_ray.evaluation.paper import figures, formats, page, published, sheets
+from infembed_ray.evaluation.paper.collection import Collection, collect
+from infembed_ray.evaluation.paper.sheets import Sheet
+from infembed_ray.evaluation.results import conventions_of
+from infembed_ray.progress import say
+from infembed_ray.storage import Published, Step, resolve_input
+
+PAGE, MARKDOWN, CSV, LATEX = "report.html", "report.md", "tables.csv", "tables.tex"
+
+
+def run(settings: ReportSettings) -> Published:
+    """Publish `report.html`, `report.md`, `tables.csv` and `tables.tex`.
+
+    Raises:
+        InputError: an output is not of `infembed evaluate` or `infembed sweep`, has other conventions, or cannot be combined
+            with another; or a name in the settings is unknown.
+    """
+    if not settings.results:
+        raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
+    for label in settings.unfiltered:
+        if label not in settings.results:
+            raise InputError(f"unfiltered={label}: no output has this label; {nearest(label, settings.results)}")
+    paths = {label: resolve_input(value, f"results.{label}") for label, value in settings.results.items()}
+    # The position is part of the identity, because it decides the order of the models.
+    inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
+    step = Step("report", settings, settings.output, inputs)
+    if done := step.finished():
+        return done
+    collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
+    if settings.baseline is not None:
+        collection = collection.against(settings.baseline)
+    own, papers = sheets.ours(collection), sheets.papers(collection, settings.rows)
+    charts = figures.figure_5(collection, settings.rows)
+    panels = figures.figure_6(collection, settings.unfiltered)
+    with step.publish() as staging:
+        html = page.render(settings.results, collection, own, papers, charts, panels)
+        (staging.path / PAGE).write_text(html, encoding="utf-8")
+        markdown = _markdown(collection, own, papers)
+        (staging.path / MARKDOWN).write_text(markdown, encoding="utf-8")
+        (staging.path / CSV).write_text(formats.as_csv([*own, *papers]), encoding="utf-8")
+        latex = formats.as_latex([*own, *papers], tables.note(page.baselines(collection)))
+        (staging.path / LATEX).write_text(latex, encoding="utf-8")
+        staging.counts = {"models": len(collection.models), "tasks": len(collection.results.tasks)}
+        staging.facts = {"tables_with_ours": [sheet.name for sheet in papers if sheet.ours]}
+    tables_with_ours = ", ".join(sheet.name for sheet in papers if sheet.ours) or "no row of the paper's tables"
+    say(f"report: models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {tables_with_ours}")
+    return step.published()
+
+
+def _markdown(collection: Collection, own: list[Sheet], papers: list[Sheet]) -> str:
+    parts = ["# Evaluation report"]
+    parts += [f"## {sheet.name}\n\n{formats.as_markdown(sheet)}" for sheet in own]
+    for sheet in sorted(papers, key=lambda sheet: not sheet.ours):
+        mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
+        parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
+    conventions = [f"- {name}: {text}" for name, text in conventions_of(collection.results.measures).items()]
+    parts += [tables.note(page.baselines(collection)), "\n".join(conventions), f"The paper: {published.SOURCE}."]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,244 @@
+"""The tables of a report in any format: our own, and the paper's with our results below its rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infembed_ray.config.base import nearest
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation import tables
+from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
+from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.tables import Cell, Column
+
+_DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
+"""Decimals of each table in the paper."""
+MODELS = ("2", "5")
+"""Tables whose rows are models; rows of the other tables are rows of sweeps."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a table, as it is shown."""
+
+    value: str
+    low: str | None = None
+    high: str | None = None
+    difference: str | None = None
+    """Difference to the baseline, with its sign."""
+    low_difference: str | None = None
+    high_difference: str | None = None
+    p: float | None = None
+    adjusted: float | None = None
+    significant: bool = False
+    spread: str | None = None
+    """Standard deviation over seeds."""
+    printed: str | None = None
+    """The paper's print, if it is known to be wrong."""
+    remark: str | None = None
+
+    @classmethod
+    def from_cell(cls, column: Column, cell: Cell, spread: float | None) -> Number:
+        """Format one of our cells."""
+        mean, delta = cell.compared.mean, cell.compared.difference
+        return cls(
+            value=column.number(mean.value),
+            low=column.number(mean.low),
+            high=column.number(mean.high),
+            difference=None if delta is None else column.number(delta.value, sign=True),
+            low_difference=None if delta is None else column.number(delta.low, sign=True),
+            high_difference=None if delta is None else column.number(delta.high, sign=True),
+            p=cell.compared.p,
+            adjusted=cell.adjusted,
+            significant=cell.significant,
+            spread=None if spread is None else column.number(spread),
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table."""
+
+    label: str
+    ours: bool
+    section: str
+    """Heading above the row; may be empty."""
+    numbers: tuple[Number | None, ...]
+    seeds: int = 1
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table."""
+
+    name: str
+    """`Table 2`, or the name of a benchmark."""
+    title: str
+    of: str
+    """Kind of its rows."""
+    columns: tuple[tuple[str, str], ...]
+    """Heading of each column, which neighbours may share, and its own name."""
+    lines: tuple[Line, ...]
+
+    @property
+    def ours(self) -> bool:
+        """Whether it has any of our numbers."""
+        return any(line.ours for line in self.lines)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it has numbers of the paper and ours."""
+        return self.ours and any(not line.ours for line in self.lines)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Corrections and doubts of the paper's numbers."""
+        places: dict[tuple[str, str], list[str]] = {}
+        for line in self.lines:
+            for number, column in zip(line.numbers, self.columns, strict=True):
+                if number is not None and number.remark is not None:
+                    state = f"printed {number.printed}, read as {number.value}" if number.printed else "doubtful"
+                    place = " ".join(filter(None, column))
+                    places.setdefault((line.label, f"{state}: {number.remark}"), []).append(place)
+        return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
+
+
+def ours(collection: Collection) -> list[Sheet]:
+    """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
+    sheets = []
+    for benchmark, columns in tables.columns(collection.results).items():
+        found = [collection.cells(column) for column in columns]
+        there = [model for model in collection.models.values() if any(model.key in of_column for of_column in found)]
+        lines = [
+            Line(model.shown, True, model.backbone or "", tuple(_numbers(model, columns, found)), len(model.runs))
+            for backbone in dict.fromkeys(model.backbone for model in there)
+            for model in there
+            if model.backbone == backbone
+        ]
+        sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
+    return sheets
+
+
+def papers(collection: Collection, rows: Mapping[str, str]) -> list[Sheet]:
+    """Make Tables 2 to 6 of the paper, with our results below their rows; Table 6 is one table per backbone.
+
+    Args:
+        collection: our results.
+        rows: label or key of a model -> its row in Tables 2 and 5, if the names differ.
+
+    Raises:
+        InputError: a model or a row is unknown.
+    """
+    named = {row.name for number in MODELS for row in TABLES[number].rows}
+    known = {model.label for model in collection.models.values()} | set(collection.models)
+    for label, row in rows.items():
+        if label not in known:
+            raise InputError(f"rows.{label}: no model has this name; {nearest(label, known)}")
+        if row not in named:
+            raise InputError(f"rows.{label}={row}: no row of Tables 2 and 5 has this name; {nearest(row, named)}")
+    return [sheet for number in TABLES for sheet in _paper_sheets(number, collection, rows)]
+
+
+def stands_for(model: Model, row: str, rows: Mapping[str, str]) -> bool:
+    """Whether a row of Tables 2 and 5 is about the model: by `rows`, by its label, or by the baseline that it is."""
+    given = rows.get(model.key, rows.get(model.label))
+    if given is not None:
+        return given == row
+    if model.backbone is not None:
+        return model.label == BASE and plain(model.backbone) == plain(row)
+    names = [model.label, *(name for name, entry in baselines.entries().items() if entry.rows and _is(model, entry))]
+    return plain(row) in map(plain, names)
+
+
+def _is(model: Model, entry: baselines.Baseline) -> bool:
+    """Whether the model is this baseline, with the same weights, prompts, pooling and lengths."""
+    about, settings = model.about, entry.settings.model_dump(mode="json", exclude_defaults=True)
+    compared = type(entry.settings).model_fields.keys() - {"dtype", "api", *PER_SEED}
+    return about["model"][0] == settings.get("model") and all(about.get(n) == settings.get(n) for n in compared)
+
+
+def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) -> Iterator[Sheet]:
+    table = TABLES[number]
+    columns = [Column(name, COLUMNS[name], 100, _DECIMALS[number]) for name in table.columns]
+    found = [collection.cells(column) for column in columns]
+    there = [model for model in collection.models.values() if any(model.key in of_column for of_column in found)]
+
+    def matching(row: Row, backbone: str | None) -> list[Model]:
+        if number in MODELS:
+            return [model for model in there if stands_for(model, row.name, rows)]
+        of_row = [model for model in there if plain(model.label) == plain(row.name)]
+        return [m for m in of_row if backbone is None or plain(m.backbone or "") == plain(backbone)]
+
+    def lines(row: Row, backbones: Sequence[str | None]) -> Iterator[Line]:
+        """Yield the paper's row, then ours; several backbones are side by side."""
+        printed: list[Number | None] = []
+        for backbone in backbones:
+            printed += _of_paper(table, row, backbone, _DECIMALS[number])
+        if any(number is not None for number in printed):
+            yield Line(row.name, False, row.section, tuple(printed))
+        of_backbones = [matching(row, backbone) for backbone in backbones]
+        for at in range(max(map(len, of_backbones))):
+            models = [of_one[at] if at < len(of_one) else None for of_one in of_backbones]
+            numbers = [n for model in models for n in _numbers(model, columns, found)]
+            named = [model for model in models if model is not None]
+            label = named[0].key if len(backbones) == 1 else row.name
+            yield Line(label, True, row.section, tuple(numbers), max(len(model.runs) for model in named))
+
+    if not table.backbones:
+        parts: list[tuple[str, list[str | None]]] = [(f"Table {number}", [None])]
+    else:
+        extra = [model.backbone for model in there if model.backbone is not None]
+        known = {plain(backbone) for backbone in table.backbones}
+        backbones = list(dict.fromkeys([*table.backbones, *(b for b in extra if plain(b) not in known)]))
+        if number == "3":
+            parts = [("Table 3", [*backbones])]
+        else:
+            parts = [(f"Table {number}, {backbone}", [backbone]) for backbone in backbones]
+    for name, of_part in parts:
+        if len(of_part) == 1:
+            headings = _headings(table.columns)
+        else:
+            headings = tuple((str(b), column.removeprefix("FollowIR ")) for b in of_part for column in table.columns)
+        found_lines = [line for row in table.rows for line in lines(row, of_part)]
+        yield Sheet(name, table.title, table.of, headings, tuple(found_lines))
+
+
+def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) -> list[Number | None]:
+    """Return a row's numbers for one backbone; None for backbones that are not in the paper."""
+    wide = len(table.columns)
+    if backbone is not None and backbone not in table.backbones:
+        return [None] * wide
+    at = 0 if backbone is None else table.backbones.index(backbone) * wide
+    return [
+        None if n.value is None else Number(f"{n.value:.{decimals}f}", printed=n.printed, remark=n.remark)
+        for n in row.numbers[at : at + wide]
+    ]
+
+
+def _numbers(
+    model: Model | None, columns: Sequence[Column], found: Sequence[Mapping[str, Cell]]
+) -> list[Number | None]:
+    return [
+        None
+        if model is None or model.key not in of_column
+        else Number.from_cell(column, of_column[model.key], model.spread(column))
+        for column, of_column in zip(columns, found, strict=True)
+    ]
+
+
+def _headings(titles: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Give columns with the same first word a common heading: `Robust04 MAP` and `Robust04 p-MRR` under `Robust04`."""
+    parted = [title.partition(" ")[::2] for title in titles]
+    shared = [above for above, _ in parted]
+    return tuple(
+        (above, own) if own and shared.count(above) > 1 else ("", title)
+        for (above, own), title in zip(parted, titles, strict=True)
+    )
+
+
+def plain(name: str) -> str:
+    """Normalize a name: case and punctuation do not count."""
+    return re.sub(r"[^a-z0-9+]", "", name.lower())

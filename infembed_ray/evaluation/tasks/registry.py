@@ -1,0 +1,159 @@
+"""The published tasks by name, and the repositories of the Hugging Face hub that hold their data (catalogue.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infembed_ray.config.base import nearest
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.tasks.repository import CARD, Repository
+
+Part = tuple[str, str | None]
+"""A configuration of a repository and one of its splits; None: all splits."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a task reads from a repository of the hub."""
+
+    repository: str
+    revision: str | None
+    """Commit; None: unknown, so the newest is fetched."""
+    parts: tuple[Part, ...]
+    """Empty: everything that the dataset card lists."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A published task."""
+
+    name: str
+    """Its name in `tasks`: `followir/core17`."""
+    title: str
+    """Its name in tables."""
+    sources: tuple[Source, ...]
+    layout: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of the layout's reader."""
+
+    def repositories(self, root: Path) -> list[Repository]:
+        """Return its sources as repositories of a mirror."""
+        return [Repository(root, source.repository, self.name) for source in self.sources]
+
+    def files(self, root: Path) -> list[Path]:
+        """Return the files of a mirror that it is read from.
+
+        Raises:
+            InputError: a file is missing, or has another size than when it was fetched.
+        """
+        found = []
+        for source, repository in zip(self.sources, self.repositories(root), strict=True):
+            for config, split in source.parts or [(config, None) for config in repository.configs]:
+                for name in [split] if split else repository.splits(config):
+                    found += repository.files(config, name)
+            found.append(repository.path / CARD)
+        return sorted(set(found))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A set of published tasks and their averages."""
+
+    name: str
+    title: str
+    source: str
+    """Publication."""
+    tasks: tuple[Entry, ...]
+    """Tasks that `tasks=[<name>]` evaluates."""
+    others: tuple[Entry, ...]
+    averages: Mapping[str, Mapping[str, str]]
+    """Column -> task -> figure; the column is the unweighted mean of the figures."""
+
+
+def expand(names: Iterable[str]) -> list[str]:
+    """Replace benchmarks and patterns like `mair/CAsT_*` by their tasks, without duplicates.
+
+    Raises:
+        InputError: a name is neither a task nor a path.
+    """
+    expanded: list[str] = []
+    for name in names:
+        matching = [task for task in TASKS if fnmatchcase(task, name)]
+        if name in BENCHMARKS:
+            expanded += [entry.name for entry in BENCHMARKS[name].tasks]
+        elif matching:
+            expanded += matching
+        else:
+            find(name)
+            expanded.append(name)
+    return list(dict.fromkeys(expanded))
+
+
+def find(name: str) -> Entry | None:
+    """Return the published task of a name, or None if the name is an existing path.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    benchmark = name.split("/")[0]
+    if benchmark in BENCHMARKS:
+        valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
+        raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
+    if not Path(name).expanduser().exists():
+        raise InputError(f"tasks={name}: no such task, and no such directory; {nearest(name, BENCHMARKS)}")
+    return None
+
+
+def _benchmark(name: str, values: Mapping[str, Any]) -> Benchmark:
+    tasks = {key: _entry(name, key, {**values, **own}) for key, own in values["tasks"].items()}
+    others = values.get("others", ())
+    return Benchmark(
+        name=name,
+        title=values["title"],
+        source=values["source"],
+        tasks=tuple(tasks.values()),
+        others=tuple(_entry(name, config, {**values, "title": config, "config": config}) for config in others),
+        averages={
+            column: {tasks[key].name: figures if isinstance(figures, str) else figures[key] for key in tasks}
+            for column, figures in values.get("averages", {}).items()
+        },
+    )
+
+
+def _entry(benchmark: str, key: str, values: Mapping[str, Any]) -> Entry:
+    layout: str = values["layout"]
+    parts: tuple[Part, ...] = ()
+    options: dict[str, str] = {}
+    if layout == "followir":
+        options = {"measure": values["measure"]}
+    elif layout == "mair":
+        parts, options = ((values["config"], None),), {"config": values["config"]}
+    elif layout == "bright":
+        parts, options = (("documents", key), ("examples", key)), {"subset": key}
+    repositories = values["repository"]
+    return Entry(
+        name=benchmark if key == benchmark else f"{benchmark}/{key}",
+        title=values["title"],
+        sources=tuple(
+            Source(repository, values["revision"], parts)
+            for repository in (repositories if isinstance(repositories, list) else [repositories])
+        ),
+        layout=layout,
+        options=options,
+    )
+
+
+_LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
+
+BENCHMARKS: Mapping[str, Benchmark] = {name: _benchmark(name, values) for name, values in _LISTED.items()}
+TASKS: Mapping[str, Entry] = {
+    entry.name: entry for benchmark in BENCHMARKS.values() for entry in (*benchmark.tasks, *benchmark.others)
+}

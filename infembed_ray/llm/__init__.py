@@ -1,0 +1,1 @@
+"""The LLM client: requests, limits, budget and the journal of answers."""

@@ -1,0 +1,135 @@
+"""Client of an endpoint's Batch API: upload, submit, poll, download, each with retries.
+
+A run makes only a few of these calls, so the `openai` client carries them (compare `client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import openai
+from openai.types import Batch
+
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.client import pause_s
+from infembed_ray.llm.endpoint import api_key, one_line
+
+T = TypeVar("T")
+
+_TAG = "infembed_ray"
+
+
+class BatchClient:
+    """Files and batches of one endpoint.
+
+    Raises:
+        RunFailure: the key is not set. The methods raise it if the endpoint refuses the key, has no Batch API, refuses the
+            call, or gives no answer after all retries.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        key = api_key(endpoint)
+        # Not from the environment: all requests of a run go to one account.
+        headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
+        options: dict[str, Any] = {
+            "api_key": key or "none",  # the client insists on one; `_without_key` removes it from the requests
+            "timeout": endpoint.timeout_s,
+            "max_retries": 0,  # a submission must not be repeated blindly
+            "default_headers": headers,
+            "http_client": None if key else openai.DefaultAsyncHttpx2Client(event_hooks={"request": [_without_key]}),
+        }
+        self._client: openai.AsyncOpenAI = (
+            openai.AsyncOpenAI(base_url=endpoint.base_url, **options)
+            if endpoint.api_version is None
+            else openai.AsyncAzureOpenAI(azure_endpoint=endpoint.base_url, api_version=endpoint.api_version, **options)
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    async def upload(self, file: Path) -> str:
+        """Upload a file of requests; return its id."""
+
+        async def attempt() -> str:
+            with file.open("rb") as stream:
+                return (
+                    await self._client.files.create(file=(file.name, stream, "application/jsonl"), purpose="batch")
+                ).id
+
+        return await self._retry("takes no file", attempt)
+
+    async def submit(self, file_id: str, tag: str, doubtful: bool) -> str:
+        """Submit an uploaded file as a batch; return the batch's id.
+
+        Args:
+            file_id: of the uploaded file.
+            tag: stored in the batch's metadata.
+            doubtful: an earlier submission may have succeeded. Then, and after any doubt that arises here, search for the
+                tag first, and submit only if there is no such batch.
+        """
+
+        async def attempt() -> str:
+            nonlocal doubtful
+            if doubtful:
+                async for batch in self._client.batches.list(limit=100):
+                    if (batch.metadata or {}).get(_TAG) == tag:
+                        return batch.id
+            doubtful = True
+            created = await self._client.batches.create(
+                input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h", metadata={_TAG: tag}
+            )
+            return created.id
+
+        return await self._retry("takes no batch", attempt)
+
+    async def describe(self, batch_id: str) -> Batch:
+        """Return the state of a batch."""
+        return await self._retry("no answer about batches", lambda: self._client.batches.retrieve(batch_id))
+
+    async def cancel(self, batch_id: str) -> None:
+        """Ask the endpoint to end a batch early."""
+        await self._retry("no answer about batches", lambda: self._client.batches.cancel(batch_id))
+
+    async def download(self, file_id: str, to: Path) -> None:
+        """Write a file of the endpoint to `to`."""
+
+        async def attempt() -> None:
+            async with self._client.files.with_streaming_response.content(file_id) as response:
+                await response.stream_to_file(to)
+
+        await self._retry(f"file {file_id} cannot be downloaded", attempt)
+
+    async def _retry(self, trouble: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of the first attempt that succeeds."""
+        for number in range(self._endpoint.max_retries + 1):
+            try:
+                return await attempt()
+            except openai.APIStatusError as error:
+                reason = f"HTTP {error.status_code}: {one_line(error.response.text)}"
+                if error.status_code not in (408, 429) and error.status_code < 500:
+                    raise RunFailure(self._refusal(error.status_code, reason)) from error
+            except (openai.APIError, httpx2.HTTPError, ValueError, AttributeError) as error:  # also a body cut short
+                reason = one_line(error.__cause__ or error) or "time-out"
+            await asyncio.sleep(pause_s(number, 0.0))
+        raise RunFailure(f"endpoint.base_url={self._endpoint.base_url}: {trouble} ({reason}); the same command resumes")
+
+    def _refusal(self, status: int, said: str) -> str:
+        url = self._endpoint.base_url
+        if status in (401, 403):
+            return f"endpoint.api_key_env={self._endpoint.api_key_env}: {url} refuses its key ({said}); set a valid one"
+        if status in (404, 405):
+            return f"batches: {url} has no Batch API, or no longer has this batch or file ({said}); set batches=null"
+        return f"batches: {url} refuses them ({said})"
+
+
+async def _without_key(request: httpx2.Request) -> None:
+    """Remove the key's headers from a request."""
+    for name in ("Authorization", "api-key"):
+        request.headers.pop(name, None)

@@ -1,0 +1,112 @@
+"""Drain an actor whose driver was killed: it sends nothing more, journals the answers in flight, and exits.
+
+If the driver started the cluster, the raylet dies with it. The actors live on for about two seconds, until Ray notices and
+ends them without a signal. In that time they would send more requests and lose the last answers. So an actor on the
+driver's machine watches the driver's process (pidfd) and drains. On a cluster that outlives the driver, Ray ends the actors
+within 0.1 s of the driver's death; requests in flight are then cut off and sent again by the next run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from infembed_ray import ray_compat
+from infembed_ray.llm.client import ChatClient
+from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.lease import RateLimiter
+
+DRAIN_S = 30.0
+"""Seconds until an actor cuts off requests that are still unanswered. Ray's core ends a process that has found no control
+store for 60 s."""
+RAY_ENVIRONMENT = ray_compat.raylet_death_check(2 * DRAIN_S)
+"""Environment of an actor that drains, so that Ray's check for a dead raylet comes after the drain."""
+
+_POLL_S = 0.01
+
+
+class Process(NamedTuple):
+    """A process that others on its machine can watch."""
+
+    namespace: str
+    """Boot id and pid namespace in which the process id is valid: each container has its own namespace."""
+    id: int
+
+
+def this_process() -> Process | None:
+    """Return this process; None where processes cannot be watched (not Linux, or a sandbox without pidfd)."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid())
+    except (AttributeError, OSError):
+        return None
+
+
+class DriverWatch:
+    """Watches an actor's driver and drains the actor when it dies. Use it within the actor's event loop.
+
+    Args:
+        driver: its `this_process`; watched only if it is in this process's namespace.
+        limiter, client, journal: of the actor.
+        exit_process: ends the process without clean-up, which would wait for the dead cluster.
+    """
+
+    def __init__(
+        self,
+        driver: Process | None,
+        limiter: RateLimiter,
+        client: ChatClient,
+        journal: Journal,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        here = this_process()
+        self._driver = driver.id if driver and here and driver.namespace == here.namespace else None
+        self._limiter = limiter
+        self._client = client
+        self._journal = journal
+        self._exit = exit_process
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def died(self) -> bool:
+        """Whether the driver is dead, so this process is about to exit."""
+        return self._draining is not None
+
+    def watch(self) -> None:
+        """Start watching; further calls have no effect."""
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        try:
+            process = os.pidfd_open(driver)
+        except ProcessLookupError:
+            self._start_draining()
+        except OSError:  # the kernel or the sandbox has no pidfd
+            return
+        else:
+            asyncio.get_running_loop().add_reader(process, self._start_draining, process)
+
+    def _start_draining(self, process: int | None = None) -> None:
+        if process is not None:
+            asyncio.get_running_loop().remove_reader(process)
+        self._limiter.fail("the driver was killed")
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                self._journal.open()  # the run that resumes waits for processes that write to the journal
+            deadline = time.monotonic() + DRAIN_S
+            while self._client.busy and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_S)
+            await self._client.disconnect()
+            while self._client.busy:
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._exit(0)

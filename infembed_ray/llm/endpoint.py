@@ -1,0 +1,236 @@
+"""HTTP wire format of OpenAI-compatible endpoints: addresses and keys, responses, and what each error means."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import os
+import re
+import socket
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.llm.chat import UNREADABLE, Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_limits import Amounts, worst_case
+
+MOST_TOKENS = 10**8
+"""Token counts above this are taken for errors: no model reads or writes that many."""
+OPENAI = "https://api.openai.com/"
+
+_RETRYABLE = {408, 409, 425}  # besides 429 and every 5xx
+_MAYBE_PAID = {408, 502, 504, 520, 524}  # time-outs and gateway errors: the model behind may have answered
+
+
+class Unanswered(Exception):
+    """An attempt failed and may be repeated after `retry_after_s` seconds.
+
+    `paid`: the attempt may have been paid for, because nothing proves that the model did not answer.
+    """
+
+    def __init__(self, reason: str, paid: bool = True, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.paid = paid
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(Unanswered):
+    """The endpoint asks for fewer requests (HTTP 429)."""
+
+
+class ServerError(Unanswered):
+    """The endpoint answered HTTP 5xx, which it may remember under an idempotency key."""
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How one kind of request travels over HTTP."""
+
+    path: str
+    """Path after the endpoint's base URL."""
+    parse: Callable[[bytes], Completion]
+    """Parses a response's body; raises Unanswered if it holds no answer."""
+    worst_case: Callable[[Request, PriceTable], Amounts]
+    """Computes the most that a request can use."""
+
+
+class Route:
+    """Address and key of one endpoint, from this machine's environment.
+
+    Args:
+        endpoint: its settings.
+        path: of the request, after the base URL.
+    """
+
+    def __init__(self, endpoint: Endpoint, path: str) -> None:
+        self.endpoint = endpoint
+        self.timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
+        self.answered = False
+        """Whether it has answered a request."""
+        self._path = path
+        self._addresses: dict[str, tuple[URL, Mapping[str, str], str | None]] = {}
+
+    def address(self, model: str) -> tuple[URL, Mapping[str, str], str | None]:
+        """Return URL, headers and proxy of requests to a model.
+
+        Raises:
+            RunFailure: the environment variable with the key is not set.
+        """
+        if model not in self._addresses:
+            url = _url(self.endpoint, model, self._path)
+            headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
+            self._addresses[model] = (URL(url), headers, _proxy(url))
+        return self._addresses[model]
+
+    def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
+        """Return what an HTTP error means: Unanswered (retry), RowFailure or RunFailure."""
+        url = self.endpoint.base_url
+        message, code = error_message(body)
+        for secret in authorization(self.endpoint).values():  # some gateways echo the key that they refuse
+            message = message.replace(secret.removeprefix("Bearer "), "***")
+        said = f"HTTP {status}: {message}"
+        if status == 401 or (status == 403 and not self.answered):  # later, a 403 is a firewall refusing one text
+            setting = f"endpoint.api_key_env={self.endpoint.api_key_env}"
+            return RunFailure(f"{setting}: {url} refuses its key ({said}); set a valid one on every node")
+        if status == 404:
+            return RunFailure(f"model {request.model}: not at endpoint.base_url={url} ({said}); correct one of the two")
+        if status == 402 or code == "insufficient_quota":
+            return RunFailure(f"endpoint.base_url={url}: the quota is used up ({said}); raise it and rerun")
+        if status == 429:
+            return RateLimited(said, paid=False, retry_after_s=retry_after_s(headers))
+        if status in _RETRYABLE or status >= 500:
+            kind = ServerError if status >= 500 else Unanswered
+            return kind(said, paid=status in _MAYBE_PAID, retry_after_s=retry_after_s(headers))
+        return RowFailure(said)
+
+
+def _url(endpoint: Endpoint, model: str, path: str) -> str:
+    base = endpoint.base_url.rstrip("/")
+    if endpoint.api_version is None:
+        return f"{base}/{path}"
+    deployment = urllib.parse.quote(endpoint.deployments.get(model, model), safe="")
+    version = urllib.parse.quote(endpoint.api_version, safe="")
+    return f"{base}/openai/deployments/{deployment}/{path}?api-version={version}"
+
+
+def _proxy(url: str) -> str | None:
+    parts = urllib.parse.urlsplit(url)
+    return None if urllib.request.proxy_bypass(parts.hostname or "") else urllib.request.getproxies().get(parts.scheme)
+
+
+def api_key(endpoint: Endpoint) -> str | None:
+    """Return the endpoint's key from this machine's environment; None if it needs none.
+
+    Raises:
+        RunFailure: the environment variable is not set.
+    """
+    name = endpoint.api_key_env
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise RunFailure(
+            f"endpoint.api_key_env={name}: not set on {socket.gethostname()}; set it on every node before Ray starts"
+            f"{missing_key_hint(endpoint)}"
+        )
+    return key
+
+
+def authorization(endpoint: Endpoint) -> dict[str, str]:
+    """Return the header that carries the endpoint's key; raises as `api_key` does."""
+    key = api_key(endpoint)
+    if key is None:
+        return {}
+    return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
+
+
+def missing_key_hint(endpoint: Endpoint) -> str:
+    """Return the end of an error message about a missing key: how to use an endpoint without one."""
+    if endpoint.base_url.startswith(OPENAI):
+        return "; for a local server, set endpoint.base_url to its URL and endpoint.api_key_env=null"
+    return f"; if {endpoint.base_url} needs no key, set endpoint.api_key_env=null"
+
+
+def parse_completion(body: bytes) -> Completion:
+    """Parse the body of a chat completion; its text is valid UTF-8 and its token counts are plausible.
+
+    Raises:
+        Unanswered: the body is no chat completion.
+    """
+    try:
+        answer = json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Unanswered("the response is no chat completion (cut short?)") from error
+    except (ValueError, RecursionError):  # complete, but beyond Python's limits: another attempt would cost as much
+        return Completion("", UNREADABLE, "", 0, 0)
+    return completion_of(answer)
+
+
+def completion_of(answer: Any) -> Completion:
+    """Convert a parsed response body; raises as `parse_completion` does."""
+    try:
+        choice = answer["choices"][0]
+        message = choice["message"]
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise TypeError("content is no string")
+        prompt_tokens, completion_tokens = token_counts(answer.get("usage"), "prompt_tokens", "completion_tokens")
+        return Completion(
+            text=replace_surrogates(content or ""),
+            refusal=_text(message.get("refusal")) or None,
+            finish_reason=_text(choice.get("finish_reason")) or "stop",
+            model=_text(answer.get("model")),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+        )
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Unanswered("the response is no chat completion (cut short?)") from error
+
+
+CHAT = WireFormat("chat/completions", parse_completion, worst_case)
+
+
+def token_counts(usage: Any, *names: str) -> list[int]:
+    """Return token counts of a response; all 0 if one is implausible, so the request counts at its worst case."""
+    try:
+        counts = [int(usage.get(name) or 0) for name in names]
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        counts = []
+    return counts if counts and all(0 <= count <= MOST_TOKENS for count in counts) else [0] * len(names)
+
+
+def _text(value: Any) -> str:
+    return replace_surrogates(value) if isinstance(value, str) else ""
+
+
+def error_message(body: bytes) -> tuple[str, str | None]:
+    """Return message and code of an error body, which may be anything."""
+    try:
+        error = json.loads(body)["error"]
+        return one_line(error["message"]), error.get("code")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return one_line(body.decode(errors="replace")) or "no message", None
+
+
+def one_line(value: object) -> str:
+    """Return an endpoint's text for use in a message: one line of valid UTF-8, at most 300 characters."""
+    return replace_surrogates(" ".join(str(value).split())[:300])
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that `Retry-After` asks for, given as seconds or a date; 0 without it."""
+    value = headers.get("Retry-After", "")
+    if re.fullmatch(r"\d+(\.\d*)?", value):
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0

@@ -1,0 +1,285 @@
+"""The response journal: a write-ahead log of completions, written before use and read before a request is sent.
+
+A journal is a directory of JSONL segments, one per writing process, so any number of processes may share it; or a single
+`.jsonl` file that is only read. A line is one completion with its checksum. Memory holds the place of each line.
+
+A line is written as soon as its completion arrives, and synced before the completion is used. Killing the process loses
+only answers that it had not read; losing the machine also loses those since the last sync (milliseconds), which nobody
+used. A line cut short by a crash is skipped with a warning.
+
+A process holds a lock (flock) on its segment while it lives. `journal_tools` so tells finished segments from those in use,
+and can merge finished ones while other processes read them. On a file system whose locks do not reach other nodes, merge
+only while no run is on; a process whose segment is removed nevertheless stops its run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import socket
+import uuid
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import BinaryIO
+
+from infembed_ray import durable
+from infembed_ray.llm.chat import Completion, Request, RunFailure
+from infembed_ray.llm.journal_index import JournalIndex
+
+_JSON = json.JSONEncoder(ensure_ascii=False)
+SYNC_EVERY_S = 0.01
+"""Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
+
+_CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
+_WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
+
+
+@dataclass
+class _File:
+    path: Path
+    indexed: int = 0
+    """Bytes from its start that are in the index."""
+
+
+class Journal:
+    """One process's view of a journal.
+
+    Args:
+        directory: read, and written to: the first append adds this process's segment. It need not exist.
+        replay: finished journals (directories or files) that are only read.
+    """
+
+    def __init__(self, directory: Path, replay: Sequence[Path] = ()) -> None:
+        self._directory = directory
+        self._sources = [*replay, directory]
+        self._files: list[_File] = []
+        self._numbers: dict[Path, int] = {}
+        self._index = JournalIndex()
+        self._segment: BinaryIO | None = None
+        self._segment_number = -1
+        self._written = 0  # bytes of the segment
+        self._synced = 0  # bytes of the segment that are on disk
+        self._syncing: asyncio.Task[None] | None = None
+        self._next_sync = -math.inf  # earliest time of the next sync, by the loop's clock
+        self.refresh()
+        for file in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                if file.indexed < file.path.stat().st_size:
+                    warnings.warn(f"journal {file.path}: skipped its last line, which is cut short", stacklevel=2)
+
+    def __len__(self) -> int:
+        """Return the number of completions."""
+        return len(self._index)
+
+    def refresh(self) -> None:
+        """Index what other processes have appended since the last call."""
+        while True:
+            try:
+                for path in segments(self._sources):
+                    number = self._number(path)
+                    if number != self._segment_number:
+                        self._scan(number)
+                return
+            except FileNotFoundError:  # merged into another segment since it was listed
+                continue
+
+    def get(self, key: str) -> Completion | None:
+        """Return the completion of a request (`Request.key`), marked as replayed; None if it is not in the journal.
+
+        Raises:
+            RunFailure: the journal cannot be read (a failing disk, too many open files).
+        """
+        try:
+            while (place := self._index.find(key)) is not None:
+                number, offset = place
+                try:
+                    with self._files[number].path.open("rb") as stream:
+                        stream.seek(offset)
+                        entry = decode(stream.readline())
+                except FileNotFoundError:
+                    if number == self._segment_number:  # it is never merged
+                        raise
+                    self._rebuild_index()
+                else:
+                    return entry[1] if entry and entry[0] == key else None
+        except (OSError, RuntimeError) as error:
+            raise self._failure("read", error) from error
+        return None
+
+    async def append(self, request: Request, completion: Completion) -> None:
+        """Write one completion; return when it is on disk. Concurrent appends share a sync.
+
+        Raises:
+            RunFailure: the journal cannot be written (a full disk, no thread for the sync).
+        """
+        line = encode(request, completion)
+        try:
+            segment = self.open()
+            segment.write(line)
+            segment.flush()
+            offset, end = self._written, self._written + len(line)
+            self._written = end
+            while self._synced < end:
+                if self._syncing is None:
+                    self._syncing = asyncio.create_task(self._sync(segment))
+                await asyncio.shield(self._syncing)
+        except (OSError, RuntimeError) as error:
+            raise self._failure("written", error) from error
+        self._index.add(request.key, self._segment_number, offset)
+
+    def open(self) -> BinaryIO:
+        """Return this process's segment; from then on other processes see that it writes to the journal."""
+        if self._segment is None:
+            self._segment, path = new_segment(self._directory)
+            self._segment_number = self._number(path)
+        return self._segment
+
+    def close(self) -> None:
+        """Close the segment, whose lines are on disk already. From then on it may be merged like any other."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment, self._segment_number = None, -1
+
+    def _failure(self, use: str, error: OSError | RuntimeError) -> RunFailure:
+        return RunFailure(f"journal={self._directory}: cannot be {use} ({getattr(error, 'strerror', None) or error})")
+
+    def _rebuild_index(self) -> None:
+        """Index all files again, because a segment was merged into another one."""
+        self._index.keep_only(self._segment_number)
+        for file in self._files:
+            file.indexed = 0
+        self.refresh()
+
+    def _number(self, path: Path) -> int:
+        if path not in self._numbers:
+            self._numbers[path] = len(self._files)
+            self._files.append(_File(path))
+        return self._numbers[path]
+
+    def _scan(self, number: int) -> None:
+        file = self._files[number]
+        damaged = 0
+        with file.path.open("rb") as stream:
+            stream.seek(file.indexed)
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break  # cut short by a crash, or being written: a later refresh looks again
+                key = _key_of(line)
+                if key is None:
+                    damaged += 1
+                else:
+                    self._index.add(key, number, file.indexed)
+                file.indexed += len(line)
+        if damaged:
+            warnings.warn(f"journal {file.path}: skipped {damaged} damaged lines", stacklevel=3)
+
+    async def _sync(self, segment: BinaryIO) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+            await asyncio.sleep(self._next_sync - loop.time())
+            self._next_sync = loop.time() + SYNC_EVERY_S
+            written = self._written
+            await loop.run_in_executor(None, os.fsync, segment.fileno())
+            if not os.fstat(segment.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "its segment was removed while in use")
+            self._synced = written
+        finally:
+            self._syncing = None
+
+
+def segments(sources: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files of journals (directories or files). If a key occurs in several, the first one counts."""
+    for source in sources:
+        yield from [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+
+
+def has_writer(segment: Path) -> bool:
+    """Return whether a living process writes to this segment; False on a file system without locks."""
+    try:
+        with segment.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def new_segment(directory: Path) -> tuple[BinaryIO, Path]:
+    """Create an empty segment, locked until it is closed, whose name survives a crash of the machine."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+    unlocked = path.with_suffix(".new")
+    segment = unlocked.open("xb")
+    with contextlib.suppress(OSError):  # without locks, no process can lock a segment in order to merge it, either
+        fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    unlocked.rename(path)  # named as a segment only now, so a living segment is never seen without its lock
+    durable.sync_directory(directory)
+    return segment, path
+
+
+def encode(request: Request, completion: Completion, created: datetime | None = None) -> bytes:
+    """Return the journal line of a completion that arrived at `created` (default: now).
+
+    Only the key is used for lookups; prompt, step and row are for human readers.
+    """
+    entry = {
+        "key": request.key,
+        "model": request.model,
+        "prompt": request.prompt,
+        "step": request.step,
+        "row": request.row,
+        "text": completion.text,
+        "refusal": completion.refusal,
+        "finish_reason": completion.finish_reason,
+        "snapshot": completion.model,
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.completion_tokens,
+        "created": (created or datetime.now(timezone.utc)).isoformat(timespec="milliseconds"),
+    }
+    if completion.batched:
+        entry["batched"] = True
+    said = _JSON.encode(entry).encode().removesuffix(b"}")
+    return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
+
+
+def _key_of(line: bytes) -> str | None:
+    """Return the key of a line; None if the line is damaged. Faster than `decode` for an intact line of `encode`."""
+    written = _WRITTEN.fullmatch(line)
+    if written is not None and int(written["crc32"], 16) == zlib.crc32(written["said"]):
+        return written["key"].decode()
+    entry = decode(line)
+    return None if entry is None else entry[0]
+
+
+def decode(line: bytes) -> tuple[str, Completion] | None:
+    """Return key and completion of a line, which may lack a checksum; None if the line is damaged."""
+    checksum = _CHECKSUM.search(line)
+    if checksum is not None and int(checksum[1], 16) != zlib.crc32(line[: checksum.start()]):
+        return None
+    try:
+        entry = json.loads(line)
+        if len(bytes.fromhex(entry["key"])) != 32:
+            return None
+        return entry["key"], Completion(
+            text=entry["text"],
+            refusal=entry["refusal"],
+            finish_reason=entry["finish_reason"],
+            model=entry["snapshot"],
+            prompt_tokens=entry["prompt_tokens"],
+            completion_tokens=entry["completion_tokens"],
+            replayed=True,
+            batched=entry.get("batched", False),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,264 @@
+"""Maintenance of a journal's files (`infembed journal`): statistics, verification, compaction, export and import.
+
+All tools read line by line and may run beside processes that append to the journal; memory holds the keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infembed_ray import durable
+from infembed_ray.errors import InputError
+from infembed_ray.llm.chat import Completion
+from infembed_ray.llm.journal import decode, new_segment, segments
+from infembed_ray.progress import say
+from infembed_ray.storage import local_path
+
+MERGED_AT_ONCE = 500
+"""Most segments that one compaction merges, since it keeps each open. The next compaction merges the rest."""
+
+SHOWN = 20
+"""Most damaged lines that `infembed journal verify` names."""
+
+_BEGINNING = b'{"key": "'
+
+
+@dataclass
+class JournalStats:
+    """Contents of a journal. Tokens and calls leave out duplicates."""
+
+    segments: int = 0
+    size: int = 0
+    """In bytes."""
+    entries: int = 0
+    duplicates: int = 0
+    """Lines whose key occurs in an earlier line, which counts instead."""
+    torn: int = 0
+    """Segments whose last line has no end: cut short by a crash, or being written."""
+    damaged: list[str] = field(default_factory=list)
+    """`FILE:LINE` of every damaged line."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """By the model's name at the endpoint, as are the tokens."""
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    completion_tokens: Counter[str] = field(default_factory=Counter)
+
+    def lines(self, paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
+        """Yield key and line of every entry, without duplicates, and count everything."""
+        seen: set[bytes] = set()
+        for path in paths:
+            self.segments += 1
+            with path.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    self.size += len(line)
+                    entry = decode(line)
+                    if not line.endswith(b"\n"):
+                        self.torn += 1
+                    elif entry is None:
+                        self.damaged.append(f"{path}:{number}")
+                    elif (key := bytes.fromhex(entry[0])) in seen:
+                        self.duplicates += 1
+                    else:
+                        seen.add(key)
+                        self._count(entry[1])
+                        yield entry[0], line
+
+    def _count(self, completion: Completion) -> None:
+        self.entries += 1
+        self.calls[completion.model] += 1
+        self.prompt_tokens[completion.model] += completion.prompt_tokens
+        self.completion_tokens[completion.model] += completion.completion_tokens
+
+
+def scan(journal: Path) -> JournalStats:
+    """Read all of a journal, a directory or a file."""
+    found = JournalStats()
+    for _ in found.lines(segments([journal])):
+        pass
+    return found
+
+
+def compact(directory: Path) -> JournalStats:
+    """Merge the segments of ended processes into one, without duplicates and damaged lines.
+
+    The new segment is complete and on disk before an old one is removed, so a crash at any moment leaves every entry in at
+    least one of them. Segments of living processes stay.
+
+    Returns:
+        What the merged segments held. A single segment without duplicates and damage stays as it is.
+
+    Raises:
+        InputError: a file is no segment (then nothing changes), or the file system has no locks, which tell segments of
+            living processes from others.
+    """
+    for path in segments([directory]):
+        if not _is_segment(path):
+            raise InputError(
+                f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
+            )
+    found = JournalStats()
+    with contextlib.ExitStack() as locks:
+        unlocked = (path for path in segments([directory]) if _lock(path, locks))
+        finished = list(itertools.islice(unlocked, MERGED_AT_ONCE))
+        merged, path = new_segment(directory)
+        locks.callback(merged.close)
+        merged.writelines(line for _, line in found.lines(finished))
+        wasteful = found.duplicates or found.torn or found.damaged
+        if found.entries and (wasteful or len(finished) > 1):
+            durable.sync(merged)
+            durable.sync_directory(directory)
+        else:
+            path.unlink()
+            finished = [] if found.entries else finished
+        for old in finished:
+            old.unlink()
+        durable.sync_directory(directory)
+    return found
+
+
+def export(journal: Path, file: Path) -> JournalStats:
+    """Write a journal's entries to a file, for `replay` and `import_entries`."""
+    found = JournalStats()
+    with durable.replacing(file) as stream:
+        stream.writelines(line for _, line in found.lines(segments([journal])))
+    return found
+
+
+def import_entries(directory: Path, exported: Path) -> tuple[JournalStats, int]:
+    """Append the entries of an exported file, or of another journal, that a journal lacks.
+
+    Returns:
+        What the other journal held; how many entries were appended.
+    """
+    known = {key for key, _ in JournalStats().lines(segments([directory]))}
+    found = JournalStats()
+    new = 0
+    segment, path = new_segment(directory)
+    with segment:
+        for key, line in found.lines(segments([exported])):
+            if key not in known:
+                segment.write(line)
+                new += 1
+        durable.sync(segment)
+    if not new:
+        path.unlink()
+    return found, new
+
+
+def _is_segment(path: Path) -> bool:
+    """Return whether a file is empty, begins like an entry, or holds one."""
+    try:
+        with path.open("rb") as stream:
+            if _BEGINNING.startswith(stream.read(len(_BEGINNING))):
+                return True
+            stream.seek(0)
+            return any(decode(line) for line in stream)
+    except FileNotFoundError:  # just merged by another compaction
+        return True
+
+
+def _lock(path: Path, locks: contextlib.ExitStack) -> bool:
+    """Lock a segment; return whether that worked, so it has no living writer and still exists."""
+    try:
+        stream = locks.enter_context(path.open("r+b"))
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        raise InputError(
+            f"journal={path.parent}: its file system has no locks ({error.strerror}), which tell the segments of living "
+            "processes from others; copy the journal to one that has them while no run uses it"
+        ) from error
+    return os.fstat(stream.fileno()).st_nlink > 0
+
+
+# ----------------------------------------------------------------------------------------------- `infembed journal`
+
+
+def _stats(journal: Path) -> int:
+    return _print(scan(journal))
+
+
+def _verify(journal: Path) -> int:
+    found = scan(journal)
+    _print(found)
+    for place in found.damaged[:SHOWN]:
+        say(f"{place}: damaged; its request would be sent again")
+    if len(found.damaged) > SHOWN:
+        say(f"and {len(found.damaged) - SHOWN} more")
+    return 1 if found.damaged or found.torn else 0
+
+
+def _print(found: JournalStats) -> int:
+    say(f"{found.entries} entries, {found.size} bytes in {found.segments} segments")
+    for model, calls in found.calls.most_common():
+        tokens = f"{found.prompt_tokens[model]} prompt + {found.completion_tokens[model]} completion tokens"
+        say(f"  {model}: {calls} completions, {tokens}")
+    say(f"{found.duplicates} duplicates, {found.torn} torn tails, {len(found.damaged)} damaged lines")
+    return 0
+
+
+def _compact(directory: Path) -> int:
+    found = compact(directory)
+    say(f"merged {found.segments} segments: {found.entries} entries stay, {found.size} bytes before")
+    say(f"left out {found.duplicates} duplicates, {found.torn} torn tails, {len(found.damaged)} damaged lines")
+    return 0
+
+
+def _export(journal: Path, file: Path) -> int:
+    if file.exists():
+        raise InputError(f"FILE={file}: exists; name a new one, or remove it first")
+    if file.suffix != ".jsonl":
+        raise InputError(f"FILE={file}: replay takes .jsonl files; name it {file.with_suffix('.jsonl').name}")
+    found = export(journal, file)
+    say(f"{file}: {found.entries} entries; use it as replay=[{file}]")
+    return 0
+
+
+def _import(directory: Path, file: Path) -> int:
+    found, new = import_entries(directory, file)
+    damaged = len(found.damaged) + found.torn
+    say(f"{directory}: {new} new of {found.entries} entries; {damaged} damaged lines left out")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[..., int]] = {
+    "stats": _stats,
+    "verify": _verify,
+    "compact": _compact,
+    "export": _export,
+    "import": _import,
+}
+
+
+def run(action: str, journal: str, file: str | None) -> int:
+    """Run `infembed journal ACTION DIR [FILE]`; return the exit status.
+
+    Raises:
+        InputError: there is no such journal, or a FILE is missing or superfluous.
+    """
+    paths = [local_path(journal, "DIR")]
+    if not paths[0].is_dir() and not (action == "import" and not paths[0].exists()):
+        raise InputError(f"DIR={journal}: no such directory; give a journal's")
+    if action in ("export", "import"):
+        if file is None:
+            raise InputError(f"FILE is missing: write it as `infembed journal {action} DIR FILE`")
+        paths.append(local_path(file, "FILE"))
+        if action == "import" and not paths[1].exists():
+            raise InputError(f"FILE={file}: no such file; give what `infembed journal export` wrote")
+    elif file is not None:
+        raise InputError(f"FILE={file}: `infembed journal {action}` takes none; leave it out")
+    try:
+        return _ACTIONS[action](*paths)
+    except FileNotFoundError as error:
+        raise InputError(
+            f"DIR={journal}: {error.filename} was merged into another segment meanwhile; run it again"
+        ) from error
+    except OSError as error:
+        raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error

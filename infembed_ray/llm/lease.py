@@ -1,0 +1,276 @@
+"""One process's lease on the shared limits, and the rate limiter that makes its requests wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.rate_limits import ARRIVAL, LEASE_S, SLOTS, Amounts, Exchange, Grant, LeaseReport, Traffic
+
+AHEAD = 2.0
+"""Advance that a lease asks for, as a multiple of what it started since the last report. With less, a slow exchange or a
+small increase of the load would leave all slots idle."""
+
+
+class Lease:
+    """What one process may use before its next exchange with the ledger.
+
+    Args:
+        holder: a name that no other process has.
+        names: the limited resources, see `rate_limits.resources`.
+        slots: most requests in flight of this process.
+        window_s: of the limits.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        holder: str,
+        names: tuple[str, ...],
+        slots: int,
+        window_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._holder = holder
+        self._names = names
+        self._chunked = tuple(name for name in names if name != SLOTS)
+        self._slots = slots
+        self._share: float = slots
+        self._arrival_s = ARRIVAL * window_s
+        self._quantum_s = window_s / 500
+        self._clock = clock
+        self._renewed = self._reported = -math.inf
+        self._unused = self._nothing()
+        self._reserved = self._nothing()
+        self._started = self._nothing()  # since the last report
+        self._ahead = self._nothing()
+        self._settled: dict[int, Amounts] = {}  # by time of arrival in quanta, since the last report
+        self._waiting: deque[tuple[Amounts, Callable[[bool], None]]] = deque()
+        self.traffic = Traffic()
+        self.failure: str | None = None
+        self.warnings: list[str] = []
+
+    def _nothing(self) -> Amounts:
+        return dict.fromkeys(self._names, 0.0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight and nothing waits."""
+        return not self._waiting and not self._reserved[SLOTS]
+
+    @property
+    def short(self) -> bool:
+        """Whether a request waits although this process may have more requests in flight."""
+        return bool(self._waiting) and self._reserved[SLOTS] < min(self._slots, self._share)
+
+    def take(self, cost: Amounts) -> bool:
+        """Reserve a request's worst case; return False if it has to wait."""
+        return not self._waiting and self._reserve(cost)
+
+    def start(self, cost: Amounts, begin: Callable[[bool], None]) -> None:
+        """Queue a request: call `begin(True)` once it is reserved, or `begin(False)` once nothing may be sent."""
+        self._waiting.append((cost, begin))
+        self._start_waiting()
+
+    def settle(self, cost: Amounts, used: Mapping[str, float], started: float) -> None:
+        """End a request sent at `started` that reserved `cost` and used `used`."""
+        arrived = min(self._clock(), started + self._arrival_s)
+        bucket = self._settled.setdefault(math.ceil(arrived / self._quantum_s), dict.fromkeys(self._chunked, 0.0))
+        for name in self._chunked:
+            bucket[name] += used[name]
+            self._unused[name] += cost[name] - used[name]
+        for name in self._names:
+            self._reserved[name] -= cost[name]
+        if self._reserved[SLOTS] == 0:
+            self._reserved = self._nothing()  # clears rounding errors
+        self._unused[SLOTS] += 1
+        self._start_waiting()
+
+    def end_period(self) -> LeaseReport:
+        """Give back what is not needed, and report everything since the last report. `accept` must follow."""
+        now = self._reported = self._clock()
+        needed, first = self._demand()
+        self._update_advance()
+        self._give_back(needed, first, now)
+        unused = self._unused
+        report = LeaseReport(
+            holder=self._holder,
+            held={name: self._reserved[name] + unused[name] for name in self._names},
+            wanted={name: max(0.0, needed[name] - unused[name]) for name in self._names},
+            first={name: first[name] if first[name] > unused[name] else 0.0 for name in self._names},
+            ahead={name: max(0.0, self._ahead[name] + min(0.0, needed[name] - unused[name])) for name in self._chunked}
+            | {SLOTS: 0.0},
+            used=tuple((max(0.0, now - at * self._quantum_s), amounts) for at, amounts in self._settled.items()),
+            in_flight=int(self._reserved[SLOTS]),
+            traffic=self.traffic,
+            failure=self.failure,
+            warnings=tuple(self.warnings),
+        )
+        self._started, self._settled, self.traffic, self.warnings = self._nothing(), {}, Traffic(), []
+        return report
+
+    def _demand(self) -> tuple[Amounts, Amounts]:
+        """Return the cost of all waiting requests that this process has slots for, and of the first of them."""
+        needed = self._nothing()
+        ready = min(len(self._waiting), int(self._slots - self._reserved[SLOTS]))
+        for cost, _ in islice(self._waiting, ready):
+            for name in self._names:
+                needed[name] += cost[name]
+        return needed, self._waiting[0][0] if ready else needed
+
+    def _update_advance(self) -> None:
+        """Set the advance to AHEAD times what was started; halve it at most, since the last report may be recent."""
+        for name in self._chunked:
+            self._ahead[name] = max(AHEAD * self._started[name], self._ahead[name] / 2)
+        self._ahead[SLOTS] = self._started[SLOTS]
+
+    def _give_back(self, needed: Amounts, first: Amounts, now: float) -> None:
+        unused = self._unused
+        unused[SLOTS] = max(0.0, min(unused[SLOTS], self._share - self._reserved[SLOTS]))
+        if self.idle or now - self._renewed > LEASE_S:
+            unused.update(self._nothing())
+        elif any(unused[name] < first[name] for name in self._chunked):
+            unused.update(dict.fromkeys(self._chunked, 0.0))  # less than one request needs: another lease may use it
+        else:
+            for name in self._names:
+                unused[name] = min(unused[name], needed[name] + self._ahead[name])
+
+    def accept(self, grant: Grant) -> None:
+        """Add what the ledger granted."""
+        self._renewed = self._reported
+        self._share = grant.slots
+        self.failure = self.failure or grant.failure
+        for name, amount in grant.amounts.items():
+            self._unused[name] += amount
+        self._start_waiting()
+
+    def fail(self, failure: str) -> None:
+        """Send nothing more; the next report stops all other processes."""
+        self.failure = self.failure or failure
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and (self.failure is not None or self._reserve(self._waiting[0][0])):
+            self._waiting.popleft()[1](self.failure is None)
+
+    def _reserve(self, cost: Amounts) -> bool:
+        if (
+            self.failure is not None
+            or self._reserved[SLOTS] >= self._share
+            or any(self._unused[name] < cost[name] for name in self._names)
+            or self._clock() - self._renewed > LEASE_S
+        ):
+            return False
+        for name in self._names:
+            self._unused[name] -= cost[name]
+            self._reserved[name] += cost[name]
+            self._started[name] += cost[name]
+        return True
+
+
+class RateLimiter:
+    """Makes the requests of one process wait for its lease. Use it within one event loop.
+
+    Args:
+        lease: of this process.
+        exchange: sends a report to the ledger.
+        interval_s: seconds between two reports.
+    """
+
+    def __init__(self, lease: Lease, exchange: Exchange, interval_s: float) -> None:
+        self._lease = lease
+        self._exchange = exchange
+        self._interval_s = interval_s
+        self._renewing: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._exchanging = asyncio.Lock()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic of this process since its last report."""
+        return self._lease.traffic
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing may be sent any more; None while requests may be sent."""
+        return self._lease.failure
+
+    async def enter(self, cost: Amounts) -> None:
+        """Wait until a request with this worst case may be sent. The caller must `settle` it afterwards.
+
+        Raises:
+            RunFailure: nothing may be sent any more.
+        """
+        if not self._lease.take(cost):
+            begun = asyncio.get_running_loop().create_future()
+            self._lease.start(cost, begun.set_result)
+            if self._lease.short:
+                self._wake.set()
+            self._keep_renewing()
+            if not await begun:
+                raise RunFailure(self._lease.failure)
+
+    def settle(self, cost: Amounts, used: Mapping[str, float], started: float) -> None:
+        """End a request sent at `started` (`time.monotonic`) that used `used` of its worst case."""
+        self._lease.settle(cost, used, started)
+
+    def fail(self, failure: str) -> None:
+        """Send nothing more, in this process and all others."""
+        self._lease.fail(failure)
+        self._stopped.set()
+        self._wake.set()
+        self._keep_renewing()
+
+    def warn(self, warning: str) -> None:
+        """Send a message to the user with the next report."""
+        self._lease.warnings.append(warning)
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep, but no longer once nothing may be sent any more."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), seconds)
+
+    async def flush(self) -> None:
+        """Report what was used so far, and return what is not needed."""
+        with contextlib.suppress(RunFailure):
+            await self._exchange_reports()
+
+    def _keep_renewing(self) -> None:
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Exchange reports until the lease is idle and holds nothing."""
+        while True:
+            self._wake.clear()
+            try:
+                report = await self._exchange_reports()
+            except RunFailure:
+                return
+            if self._lease.idle and not report.held[SLOTS] and not report.used:
+                return
+            if self._lease.short:  # the ledger had too little: ask again, but not at once
+                await asyncio.sleep(self._interval_s)
+            else:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._interval_s)
+
+    async def _exchange_reports(self) -> LeaseReport:
+        async with self._exchanging:
+            report = self._lease.end_period()
+            try:
+                self._lease.accept(await self._exchange(report))
+            except RunFailure as failure:
+                self._lease.fail(str(failure))
+                raise
+            finally:
+                if self._lease.failure is not None:
+                    self._stopped.set()
+            return report

@@ -1,0 +1,75 @@
+"""Prices of completions: the list prices of prices.yaml, or those of a file that overrides them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from infembed_ray.errors import InputError
+from infembed_ray.llm.chat import Completion
+
+FILE = Path(__file__).with_name("prices.yaml")
+BATCH_PRICE = 0.5
+"""Price of the Batch API as a share of the list price."""
+_SNAPSHOT_DATE = re.compile(r"-\d{4}-\d{2}-\d{2}$")
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """List prices of models on one date."""
+
+    as_of: str
+    models: dict[str, tuple[float, float]]
+    """Model -> USD per million (prompt, completion) tokens."""
+
+    def price(self, model: str) -> tuple[float, float] | None:
+        """Return USD per million (prompt, completion) tokens; None if unknown.
+
+        A dated snapshot (`gpt-4o-mini-2024-07-18`) has the price of its undated name.
+        """
+        return self.models.get(model) or self.models.get(_SNAPSHOT_DATE.sub("", model))
+
+    def usd(self, model: str, completion: Completion) -> float | None:
+        """Return the price of a completion in USD; None if the table lacks `model`, the requested name."""
+        price = self.price(model)
+        if price is None:
+            return None
+        usd = (price[0] * completion.prompt_tokens + price[1] * completion.completion_tokens) / 1e6
+        return BATCH_PRICE * usd if completion.batched else usd
+
+
+@cache
+def load(overrides: str | None = None) -> PriceTable:
+    """Return the bundled table, overridden by another file.
+
+    Args:
+        overrides: a YAML file with `as_of`, and under `models` a [prompt, completion] pair each.
+
+    Raises:
+        InputError: the file cannot be read or has another form.
+    """
+    ours = _read(FILE)
+    if overrides is None:
+        return ours
+    try:
+        theirs = _read(Path(overrides).expanduser())
+    except OSError as error:
+        raise InputError(f"prices={overrides}: cannot be read ({error.strerror}); give a file") from error
+    except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"prices={overrides}: no price table; write `as_of: DATE` and under `models:` lines like "
+            "`gpt-4o-mini: [0.15, 0.60]`, USD per million tokens of prompt and completion"
+        ) from error
+    return PriceTable(theirs.as_of, ours.models | theirs.models)
+
+
+def _read(file: Path) -> PriceTable:
+    table = yaml.safe_load(file.read_text(encoding="utf-8"))
+    models = {name: (float(prompt), float(completion)) for name, (prompt, completion) in table["models"].items()}
+    if not all(0 <= price < float("inf") for pair in models.values() for price in pair):
+        raise ValueError("a price below 0")
+    return PriceTable(str(table["as_of"]), models)

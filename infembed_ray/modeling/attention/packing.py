@@ -1,0 +1,255 @@
+"""Packed sequences: texts one after another in one row, without padding; each attends to itself only.
+
+Positions start again with each text. The attention function gets the lengths of the texts instead of a mask, whose size
+would be the square of the row's. Linear layers, norms and activations see one dense row of tokens.
+
+The attention function is registered with transformers as `ATTENTION`. A layout whose texts share one row gives the
+backbone an `attend` function, and the registered function calls it in every layer. Padded rows go to transformers' own
+SDPA function. Kernels of a packed row:
+
+    CUDA, bf16 or fp16, no attention dropout    torch's variable-length flash-attention, one call
+    anything else                               SDPA without a mask, one call per run of texts of equal length
+
+Texts are packed longest first, so runs of equal length are common. A run is attended as a batch, a view of the row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from infembed_ray.errors import InputError
+from infembed_ray.modeling.layout import Layout, Tokens
+
+ATTENTION = "packed_sdpa"
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class Attend(Protocol):
+    """Attention of a layout that has its texts in one row.
+
+    Args:
+        module: the attention layer.
+        query, key, value: (1, heads, tokens, head size); keys and values may have fewer heads.
+        options: `is_causal`, `sliding_window`, `dropout` and `scaling`, as of transformers' SDPA function.
+
+    Returns:
+        (1, tokens, heads, head size).
+    """
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class PackedLayout(Layout):
+    """Texts one after another in a single row."""
+
+    def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
+        return super().backbone_inputs(backbone) | {"attend": PackedAttention.from_lengths(self.lengths)}
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Attention within the texts of a packed row (an `Attend`).
+
+    Attributes:
+        lengths: (texts) tokens of each text.
+        ends: (texts + 1) int32 places where texts start and end.
+        longest: tokens of the longest text.
+    """
+
+    lengths: Tensor
+    ends: Tensor
+    longest: int
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor) -> PackedAttention:
+        """Return the attention of texts of these lengths, on their device."""
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return cls(lengths, ends, int(lengths.max()))
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        sliding_window: int | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Attend by one variable-length kernel where CUDA has it, else run by run."""
+        if query.is_cuda and dropout == 0 and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attention():
+            window = -1 if sliding_window is None else sliding_window - 1
+            states = _varlen_attention()(
+                *(t.squeeze(0).transpose(0, 1) for t in (query, key, value)),
+                *(self.ends, self.ends, self.longest, self.longest),
+                scale=scaling,
+                window_size=(window, 0 if is_causal else window),
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            return cast(Tensor, states).unsqueeze(0)
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
+        runs = [(length, len(list(same))) for length, same in groupby(self.lengths.tolist())]
+        sizes = [length * count for length, count in runs]
+        parts = zip(runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True)
+        attended = []
+        for (length, count), *states in parts:
+            batch = [s.unflatten(1, (count, length)).transpose(0, 1) for s in states]  # (count, heads, length, size)
+            mask = _window(length, sliding_window, is_causal, query.device)
+            attended.append(sdpa_attention_forward(module, *batch, mask, **options)[0].flatten(0, 1))
+        return torch.cat(attended).unsqueeze(0)
+
+
+def packed(sequences: Sequence[Tokens], first_position: int = 0) -> PackedLayout:
+    """Lay out texts one after another in one row.
+
+    Args:
+        sequences: texts of one side, best longest first.
+        first_position: position of each text's first token; see `first_position`.
+    """
+    lengths = [len(s) for s in sequences]
+    ids = torch.tensor([[token for s in sequences for token in s.ids]])
+    positions = torch.cat([torch.arange(first_position, first_position + length) for length in lengths])
+    return PackedLayout(
+        input_ids=ids,
+        attention_mask=None,
+        tokens=torch.arange(ids.shape[1]),
+        lengths=torch.tensor(lengths),
+        side=sequences[0].side,
+        position_ids=positions.unsqueeze(0),
+    )
+
+
+def enable_packing(backbone: Any) -> bool:
+    """Let a Hugging Face model read packed rows; return False, and leave it as it is, if it cannot read them exactly.
+
+    The model must pass keyword arguments on to its attention functions and have no other dependence between tokens: no
+    position bias, no chunks, no recurrence. transformers asks the same of models for flash-attention.
+    """
+    config = backbone.config
+    able = (
+        getattr(backbone, "_supports_flash_attn", False)
+        and getattr(backbone, "_supports_attention_backend", False)
+        and config._attn_implementation == "sdpa"
+        and "position_ids" in inspect.signature(backbone.forward).parameters
+        and set(getattr(config, "layer_types", None) or ()) <= _SUPPORTED_LAYERS
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+    if able:
+        backbone.set_attn_implementation(ATTENTION)
+    return bool(able)
+
+
+def packing_pays(device: torch.device, dtype: torch.dtype, drops: bool) -> bool:
+    """Return whether packed rows are faster than padded ones: on a CPU, and with one CUDA kernel for a row.
+
+    Args:
+        device, dtype: device and precision of the backbone.
+        drops: whether there is attention dropout, which the CUDA kernel does not support.
+    """
+    if device.type == "cuda":
+        return not drops and dtype in (torch.bfloat16, torch.float16) and _varlen_attention() is not None
+    return device.type == "cpu"
+
+
+def first_position(backbone: nn.Module) -> int:
+    """Return the position of a text's first token: 0, or padding_idx + 1 in the RoBERTa family."""
+    for module in backbone.modules():
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
+            return padding + 1
+    return 0
+
+
+def compile_layers(backbone: nn.Module) -> None:
+    """Compile the layers of a Hugging Face model by torch.compile, except `attention`.
+
+    The kernels of `attention` depend on the lengths of the texts, so it would be compiled again for each row. Dropout
+    draws the same values as uncompiled, so that a repeated pass with a graph drops the same activations.
+
+    Raises:
+        InputError: the model does not consist of transformers' layers.
+    """
+    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise InputError(f"compile=true: {type(backbone).__name__} has no layers that compile one by one; set false")
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
+    for layer in layers:
+        layer.compile(dynamic=True, options={"fallback_random": True})
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attend: Attend | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend by the layout's own function, or by SDPA (see transformers' AttentionInterface).
+
+    Args:
+        module: the attention layer.
+        query, key, value: (rows, heads, width, head size); keys and values may have fewer heads.
+        attention_mask: mask of padded rows.
+        attend: attention of a layout with one row.
+        is_causal: None: as the layer and its config say.
+        sliding_window: width of the window that a token attends to; None: no window.
+        options: `dropout` and `scaling`, as of transformers' SDPA function.
+
+    Returns:
+        (rows, width, heads, head size), and None for the weights.
+    """
+    if is_causal is None:
+        config = getattr(module, "config", None)
+        is_causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True) is not False
+    if attend is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
+    if sliding_window is not None and not is_causal:
+        # As in transformers' masks: a causal window includes the token itself, a bidirectional one does not.
+        sliding_window = cast(Any, module).config.sliding_window + 1
+    return attend(module, query, key, value, is_causal=is_causal, sliding_window=sliding_window, **options), None
+
+
+def _window(length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor | None:
+    """Return the (1, 1, length, length) bool mask of a sliding window; None if the whole text lies within it."""
+    if window is None or length <= window:
+        return None
+    ahead = torch.arange(length, device=device)
+    ahead = ahead.unsqueeze(1) - ahead
+    near = (ahead < window) & ((ahead >= 0) if is_causal else (ahead > -window))
+    return near[None, None]
+
+
+def _varlen_attention() -> Any:
+    """Return torch's variable-length flash-attention; None before torch 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """Return no mask for layouts with one row, which come without; else that of SDPA."""
+    return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **options)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, _mask)

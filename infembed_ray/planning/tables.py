@@ -1,0 +1,25 @@
+"""Plain-text tables and sizes of the planner's reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from infembed_ray.planning.capacity import GIB
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a line of headings and one per row, in aligned columns. All rows have the same headings."""
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def gib(nbytes: float) -> str:
+    """Format bytes as GiB: one decimal from 1 GiB on, three below."""
+    return f"{nbytes / GIB:,.{1 if nbytes >= GIB else 3}f}"
+
+
+def usd(amount: float | None) -> str:
+    """Format USD without decimals; `-` for an unknown amount."""
+    return "-" if amount is None else f"{amount:,.0f}"

@@ -1,0 +1,1 @@
+"""HTML reports: one self-contained file each, without scripts, fonts or network access."""

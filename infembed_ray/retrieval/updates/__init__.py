@@ -1,0 +1,1 @@
+"""Live updates of an index: write-ahead log, live shards and compaction."""

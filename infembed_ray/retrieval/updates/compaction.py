@@ -1,0 +1,150 @@
+"""Compaction: a version and the changes since become the next version of an index.
+
+Each shard is written again from its state at one sequence of the write-ahead log. Passages and vectors exist already, so
+nothing is encoded. Index type, memory and recall floor are those of the base, unless others are given. Changes made meanwhile
+have higher sequences. They stay in the log, which both versions read, so both give the same answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infembed_ray import durable
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval.index import IndexFacts, change_log
+from infembed_ray.retrieval.passages import schema, write_passages
+from infembed_ray.retrieval.shards import (
+    PASSAGES_FILE,
+    VECTORS_FILE,
+    Build,
+    Shard,
+    ShardFacts,
+    build_shard,
+    finished_shard,
+    mark_finished,
+    write_vectors,
+)
+from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.storage import Step, local_path, read_manifest, resolve
+
+AUTO = "auto"
+"""In place of an index type: let `factory.choose` choose it."""
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """One compaction.
+
+    Attributes:
+        base, version, facts: directory, identity and facts of the version to start from.
+        settings: that the next version is built with.
+        until: sequence of the last change to fold in.
+        retyped: whether the settings differ from those of the base.
+    """
+
+    base: Path
+    version: str
+    facts: IndexFacts
+    settings: IndexSettings
+    until: int
+    retyped: bool = False
+
+    @classmethod
+    def open(
+        cls, index: str, factory: str | None = None, memory_gib: float | None = None, recall_floor: float | None = None
+    ) -> Compaction:
+        """Plan the compaction of all changes until now, or continue an interrupted one.
+
+        Args:
+            index: a version, or an output directory whose `latest` names one.
+            factory: index type of the shards, or `AUTO`. None, here and below: as in the base.
+            memory_gib, recall_floor: see `Build`.
+
+        Raises:
+            InputError: there is no index, a change is missing, or FAISS makes no such type.
+        """
+        path = local_path(index, "index")
+        if not path.is_dir():
+            raise InputError(f"index={index}: no such directory; give the output of `infembed index`")
+        base = resolve(path)
+        facts = IndexFacts.read(base)
+        manifest = read_manifest(base, "index")
+        log = change_log(base, facts)
+        log.check(facts.folded)
+        settings = IndexSettings.from_mapping(manifest["settings"], where=f"index={base}: settings of the build")
+        if factory not in (None, AUTO):
+            factories.new(factory, facts.dimension)
+        given = {"factory": factory, "memory_gib": memory_gib, "recall_floor": recall_floor}
+        changed = {name: value if value != AUTO else None for name, value in given.items() if value is not None}
+        asked = settings.model_copy(update=changed)
+        work = cls(base, manifest["identity"], facts, asked, log.last(), asked != settings)
+        if work._begun.is_file():
+            return replace(work, until=json.loads(work._begun.read_text(encoding="utf-8"))["until"])
+        return work
+
+    @property
+    def changes(self) -> int:
+        """Segments to fold in."""
+        return self.until - self.facts.folded
+
+    def step(self) -> Step:
+        """The step that publishes the next version; its identity covers the base and the changes."""
+        digest = change_log(self.base, self.facts).digest(self.facts.folded, self.until)
+        names = {"version": self.version, "changes": f"{self.until}-{digest}"}
+        return Step("index", self.settings, str(self.base.parent), {}, names)
+
+    @property
+    def _begun(self) -> Path:
+        """File with `until` of a compaction that has begun: one that restarted with newer changes might never end."""
+        return self.base.parent / f".{self.version}.compaction"
+
+    def begin(self) -> None:
+        """Record the compaction; a later one of this version continues it."""
+        durable.replace_json(self._begun, {"until": self.until})
+
+    def end(self) -> None:
+        """Remove the record: the compaction is finished or cannot be."""
+        self._begun.unlink(missing_ok=True)
+
+    def write_shard(self, number: int, root: Path, gpu: bool = False) -> ShardFacts:
+        """Write one shard of the next version; a shard that an interrupted run finished stays.
+
+        Args:
+            root: directory of the next version.
+            gpu: train on the GPUs of this process.
+
+        Raises:
+            InputError: a file of the base or a change is damaged; no type fits the memory; recall is below the floor.
+            OSError: the disk is full.
+        """
+        directory = root / self.facts.shards[number].name
+        if done := finished_shard(directory):
+            return done
+        base = Shard.open(self.base, self.facts.shards[number])
+        log = change_log(self.base, self.facts)
+        live = LiveShard(base, log, number, len(self.facts.shards), self.facts.folded, self.until)
+        directory.mkdir(exist_ok=True)
+        columns = schema(self.facts.metadata)
+        write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
+        vectors = (vectors for _, vectors in live.content())
+        write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
+        settings = self.settings
+        try:
+            build = Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards)
+            return mark_finished(directory, build_shard(directory, build))
+        except InputError as error:
+            self.end()  # the next attempt takes newer changes, which may help
+            raise InputError(
+                f"{error} (`infembed index compact` takes factory, `auto` to have one chosen, memory_gib and recall_floor; "
+                "another number of shards or dimensions needs a new build)"
+            ) from error
+
+    def next_facts(self, shards: Sequence[ShardFacts]) -> IndexFacts:
+        """The facts of the next version, from those of its shards."""
+        passages = sum(shard.passages for shard in shards)
+        return replace(self.facts, passages=passages, shards=shards, folded=self.until)

@@ -1,0 +1,1 @@
+"""Encoding engine of a replica: continuous batching and runtimes."""

@@ -1,0 +1,232 @@
+"""Encoding engine of a serving replica: texts of concurrent callers -> unit vectors. It depends on neither HTTP nor Ray.
+
+One thread tokenises, another runs the model, and the batching engine between them forms the batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Side, Tokens
+from infembed_ray.serving import startup
+from infembed_ray.serving.encoder import runtime
+from infembed_ray.serving.encoder.batching import (
+    BatchingEngine,
+    Counters,
+    DeadlineExceeded,
+    Embedded,
+    measured_overhead,
+)
+from infembed_ray.serving.encoder.runtime import Runtime
+
+BATCH_TO_OVERHEAD = 16
+"""Largest batch, as a multiple of the fixed cost of a batch. Larger ones save little and delay the next request."""
+MIN_BATCH_TOKENS = 512
+"""Lower bound of the largest batch."""
+SLICE = 128
+"""Inputs of a request that are tokenised in one call, so that other requests get a turn in between."""
+
+
+class Facts(NamedTuple):
+    """State of an encoding engine, for the metrics."""
+
+    runtime: str
+    """`torch` or `onnx`."""
+    waiting: int
+    """Texts in the queue."""
+    counters: Counters
+    """Totals since the start."""
+    prefix_hits: int
+    """Queries whose instruction was in the prefix cache."""
+    prefix_misses: int
+    """Queries whose instruction was computed; 0 without a cache."""
+    prefix_bytes: int
+    """Memory of the cached instructions."""
+
+
+class _Untokenized(NamedTuple):
+    inputs: Sequence[str] | Sequence[list[int]]
+    instructions: Sequence[str | None] | None
+    """One per query; None: the inputs are passages."""
+    tokens: asyncio.Future[list[Tokens]]
+
+
+class EncodingEngine:
+    """Embeds texts and token arrays. All calls come from one event loop; build it with `load`.
+
+    Args:
+        encoder: tokenises.
+        model: the runtime that embeds.
+        engine: forms the batches.
+    """
+
+    def __init__(self, encoder: InstructionEncoder, model: Runtime, engine: BatchingEngine) -> None:
+        self._encoder = encoder
+        self._model = model
+        self._engine = engine
+        # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
+        # would block.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._untokenized: list[_Untokenized] = []
+        self._tokenizing: asyncio.Task[None] | None = None  # runs while there are untokenised requests
+        self._tokenizing_requests = 0
+
+    @classmethod
+    def load(cls, model: str, settings: ServeSettings, dimensions: int | None = None) -> EncodingEngine:
+        """Load a model, choose its runtime and warm it up. Blocks for seconds.
+
+        Args:
+            model: directory or hub name.
+            settings: runtime, dtype, threads, batches and queue.
+            dimensions: as `InstructionEncoder.from_pretrained` takes it.
+
+        Raises:
+            InputError: the model cannot run as the settings ask.
+        """
+        torch.set_num_threads(runtime.threads(settings))
+        encoder = startup.in_background(
+            lambda: InstructionEncoder.from_pretrained(
+                model,
+                dimensions=dimensions,
+                device="cuda" if settings.gpus_per_encoder else "cpu",
+                dtype=getattr(torch, settings.dtype),
+            )
+        ).eval()
+        chosen = runtime.choose(encoder, settings, model)
+        for text in runtime.probes(encoder):
+            chosen.embed([text])
+        overhead = measured_overhead(chosen.embed, lambda n: Tokens([0] * n), settings.batch_tokens)
+        engine = BatchingEngine(
+            chosen.embed,
+            batch_tokens=min(settings.batch_tokens, max(MIN_BATCH_TOKENS, int(BATCH_TO_OVERHEAD * overhead))),
+            max_queue=settings.max_queue,
+            overhead_tokens=overhead,
+            padded=chosen.padded,
+            cost=chosen.cost,
+        )
+        return cls(encoder, chosen, engine)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._encoder.tokenizer
+
+    @property
+    def facts(self) -> Facts:
+        """The current state."""
+        prefixes = self._model.prefixes
+        return Facts(
+            runtime=self._model.name,
+            waiting=self._engine.waiting,
+            counters=self._engine.counters,
+            prefix_hits=prefixes.hits if prefixes else 0,
+            prefix_misses=prefixes.misses if prefixes else 0,
+            prefix_bytes=prefixes.bytes if prefixes else 0,
+        )
+
+    async def embed(
+        self,
+        inputs: list[str] | list[list[int]],
+        input_type: Side,
+        instruction: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Embedded:
+        """Embed texts or token arrays. Token arrays are decoded first, so template, prefix and special tokens apply.
+
+        Args:
+            inputs: at least one.
+            input_type: query or passage.
+            instruction: shared by all queries; None if they have none.
+            timeout_s: time-out of the request; None: no limit.
+
+        Raises:
+            QueueFull: try again later.
+            EmptySequence: one of the inputs has no tokens.
+            DeadlineExceeded: no answer within `timeout_s`.
+        """
+        instructions = None if input_type == "passage" else [instruction] * len(inputs)
+        return await self._embed(inputs, instructions, timeout_s)
+
+    async def embed_queries(
+        self, queries: Sequence[str], instructions: Sequence[str | None], timeout_s: float | None = None
+    ) -> Embedded:
+        """Embed queries, each under its own instruction, as `embed`."""
+        return await self._embed(queries, instructions, timeout_s)
+
+    async def _embed(
+        self,
+        inputs: Sequence[str] | Sequence[list[int]],
+        instructions: Sequence[str | None] | None,
+        timeout_s: float | None,
+    ) -> Embedded:
+        self._engine.require_capacity(
+            len(inputs), timeout_s, ahead=self._tokenizing_requests
+        )  # before any work is done
+        began = asyncio.get_running_loop().time()
+        tokens: list[Tokens] = []
+        self._tokenizing_requests += 1
+        try:
+            for start in range(0, len(inputs), SLICE):
+                part = slice(start, start + SLICE)
+                tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
+        finally:
+            self._tokenizing_requests -= 1
+        left = None if timeout_s is None else timeout_s - (asyncio.get_running_loop().time() - began)
+        try:
+            vectors = await self._engine.embed(tokens, left)
+        except DeadlineExceeded:
+            raise DeadlineExceeded(timeout_s or 0.0) from None
+        return Embedded(vectors, sum(map(len, tokens)))
+
+    async def _tokenized(
+        self, inputs: Sequence[str] | Sequence[list[int]], instructions: Sequence[str | None] | None
+    ) -> list[Tokens]:
+        loop = asyncio.get_running_loop()
+        untokenized = _Untokenized(inputs, instructions, loop.create_future())
+        self._untokenized.append(untokenized)
+        if self._tokenizing is None or self._tokenizing.done():
+            self._tokenizing = loop.create_task(self._tokenize_all())
+        return await untokenized.tokens
+
+    async def _tokenize_all(self) -> None:
+        """Tokenise until nothing waits. Requests that arrive during a call share the next one, because calls are expensive."""
+        while self._untokenized:
+            batch = [one for one in self._untokenized if not one.tokens.done()]
+            self._untokenized = []
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize, batch)
+            for one, answer in zip(batch, answers, strict=True):
+                if one.tokens.done():  # its caller was cancelled
+                    continue
+                if isinstance(answer, Exception):
+                    one.tokens.set_exception(answer)
+                else:
+                    one.tokens.set_result(answer)
+
+    def _tokenize(self, batch: list[_Untokenized]) -> list[list[Tokens] | Exception]:
+        """Return the tokens of each request, or its exception."""
+        queries = [one for one in batch if one.instructions is not None]
+        passages = [one for one in batch if one.instructions is None]
+        try:
+            instructions = [i for one in queries for i in one.instructions or ()]
+            of_queries = iter(self._encoder.tokenize_queries(self._texts(queries), instructions))
+            of_passages = iter(self._encoder.tokenize_passages(self._texts(passages)))
+        except BaseException as error:  # a panic of the tokenizer is not an Exception
+            if len(batch) == 1:
+                return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
+            return [answer for one in batch for answer in self._tokenize([one])]
+        return [list(islice(of_passages if one.instructions is None else of_queries, len(one.inputs))) for one in batch]
+
+    def _texts(self, several: list[_Untokenized]) -> list[str]:
+        return [
+            x if isinstance(x, str) else self._encoder.tokenizer.decode(x, skip_special_tokens=True)
+            for one in several
+            for x in one.inputs
+        ]

@@ -1,0 +1,1 @@
+"""The HTTP API: routes, schemas, API keys and the playground."""

@@ -1,0 +1,404 @@
+"""Schemas of the HTTP API. `/v1/embeddings` is OpenAI's, extended by `instruction` and `input_type`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import to_json
+
+from infembed_ray.config.retrieval import FieldType
+
+InputType = Literal["query", "passage"]
+Metadata = str | int | float | bool | None
+"""A value of a metadata field; dates are ISO 8601 strings."""
+
+MAX_INPUTS = 2048
+"""Inputs of one embeddings request; OpenAI's limit."""
+MAX_CHARACTERS = 100_000
+"""Characters of one text. The encoder truncates longer inputs than it reads, as it did when the index was built."""
+MAX_TOKENS = 32_768
+"""Ids of one token array."""
+MAX_QUERIES = 64
+"""Queries of one search."""
+MAX_TOP_K = 1000
+MAX_HITS = 10_000
+"""Hits of one search, over all its queries."""
+MAX_DOCUMENTS = 1000
+"""Documents of one put or delete request."""
+MAX_ID_CHARACTERS = 1000
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+Text = Annotated[StrictStr, Field(min_length=1, max_length=MAX_CHARACTERS), AfterValidator(_not_blank)]
+Tokens = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKENS)]
+ModelName = Annotated[StrictStr, Field(max_length=1000)]
+Instruction = Annotated[StrictStr, Field(max_length=MAX_CHARACTERS)]
+
+
+def _input_shape(value: Any) -> str | None:
+    """Return which of the four forms of `input` a value has, so that its errors are reported for that form only."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    return {str: "texts", int: "tokens", list: "token arrays"}.get(type(first))
+
+
+OneOrMoreInstructions = Annotated[
+    Annotated[Instruction, Tag("instruction")]
+    | Annotated[list[Instruction | None], Field(max_length=MAX_QUERIES), Tag("instructions")],
+    Discriminator(lambda value: "instructions" if isinstance(value, list) else "instruction"),
+]
+
+
+def _query_shape(value: Any) -> str:
+    return "queries" if isinstance(value, list) else "query"
+
+
+OneOrMoreQueries = Annotated[
+    Annotated[Text, Tag("query")] | Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES), Tag("queries")],
+    Discriminator(_query_shape),
+]
+
+Input = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS), Tag("token arrays")],
+    Discriminator(
+        _input_shape,
+        custom_error_type="input_shape",
+        custom_error_message="give a text, a list of texts, an array of token ids, or a list of such arrays",
+    ),
+]
+
+
+class Request(BaseModel):
+    """A request body. Unknown fields are rejected: a misspelt `instruction` must not pass as a plain query."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class EmbeddingsRequest(Request):
+    """OpenAI's embeddings request. `user` is accepted and ignored."""
+
+    input: Input = Field(
+        description="one text, up to 2,048 texts, or token ids of the served model's own tokenizer (one array or "
+        "several), which are decoded to text first"
+    )
+    model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="a list of numbers, or little-endian float32 in base64"
+    )
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = Field(
+        None, description="number of leading components to keep; the vectors are normalised again"
+    )
+    instruction: Instruction | None = Field(
+        None, description="what a relevant passage must satisfy besides its topic; makes every input a query"
+    )
+    input_type: InputType | None = Field(
+        None, description="query or passage; null: query if an instruction is given, else passage"
+    )
+    user: StrictStr | None = Field(None, description="ignored")
+
+    @model_validator(mode="after")
+    def _passages_have_no_instruction(self) -> EmbeddingsRequest:
+        if self.instruction and self.input_type == "passage":
+            raise ValueError("an instruction applies to queries: remove it, or set input_type to query")
+        return self
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """Return all inputs as a list of texts or of token arrays."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if isinstance(self.input[0], int):
+            return [self.input]
+        return self.input
+
+    def kind(self) -> InputType:
+        """Return the type of the inputs; passage by default, because OpenAI clients mostly embed corpora."""
+        return self.input_type or ("query" if self.instruction else "passage")
+
+
+class Usage(BaseModel):
+    """Tokens that the model read, including special tokens and instruction."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """One vector: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsResponse(BaseModel):
+    """OpenAI's embeddings response: one unit vector per input, in order."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+    @staticmethod
+    def json_of(vectors: np.ndarray, tokens: int, model: str, request: EmbeddingsRequest) -> Iterator[bytes]:
+        """Yield the JSON of a response, one vector per piece.
+
+        A response can hold millions of numbers. It is serialised without a pydantic model, and the event loop can answer
+        other requests between two pieces.
+
+        Args:
+            vectors: (inputs, d) unit vectors; truncated and normalised again if the request asks for fewer dimensions.
+            tokens: number of tokens of all inputs.
+            model: name of the model.
+            request: the request.
+        """
+        if request.dimensions is not None:
+            vectors = vectors[:, : request.dimensions]
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        yield b'{"object":"list","data":['
+        for i, vector in enumerate(vectors.astype("<f4")):
+            if request.encoding_format == "base64":
+                embedding = b'"%s"' % base64.b64encode(vector)
+            else:
+                embedding = to_json(vector.tolist())
+            yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (b"," if i else b"", i, embedding)
+        yield b'],"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (to_json(model), tokens, tokens)
+
+
+Filter = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {
+                "anyOf": [
+                    {"type": ["string", "number", "boolean"]},
+                    {"type": "object", "description": "gt, gte, lt, lte, eq, ne, in or nin -> value or values"},
+                ]
+            },
+        }
+    ),
+]
+
+
+class SearchRequest(Request):
+    """A query under an instruction, or several queries."""
+
+    query: OneOrMoreQueries = Field(description=f"one query, or up to {MAX_QUERIES}")
+    instruction: OneOrMoreInstructions | None = Field(
+        None,
+        description="what a relevant passage must satisfy besides the query's topic; one for all queries, or one per query",
+    )
+    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="largest number of hits per query")
+    filter: Filter | None = Field(
+        None,
+        description="conditions on metadata fields (GET /v1/models lists them); every hit satisfies all of them",
+        examples=[{"year": {"gte": 2020, "lt": 2024}, "language": {"in": ["en", "de"]}, "draft": False}],
+    )
+    allow_partial: StrictBool = Field(
+        False,
+        description="answer even if some shards of the index do not, and list the missing ones; false: 503 in that case",
+    )
+    model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
+
+    @model_validator(mode="after")
+    def _as_many_instructions_as_queries(self) -> SearchRequest:
+        queries = len(self.queries())
+        if isinstance(self.instruction, list) and len(self.instruction) != queries:
+            raise ValueError(
+                f"instruction: {len(self.instruction)} instructions for {queries} queries; send one, or one per query"
+            )
+        if queries * self.top_k > MAX_HITS:
+            raise ValueError(f"top_k: {queries} queries x {self.top_k} hits exceed {MAX_HITS}; ask for fewer")
+        return self
+
+    def queries(self) -> list[str]:
+        """Return all queries as a list."""
+        return [self.query] if isinstance(self.query, str) else self.query
+
+    def instructions(self) -> list[str | None]:
+        """Return the instruction of every query; None for an empty one."""
+        given = self.instruction if isinstance(self.instruction, list) else [self.instruction] * len(self.queries())
+        return [instruction or None for instruction in given]
+
+
+class SearchHit(BaseModel):
+    """A hit of a search: a passage and its score."""
+
+    id: str
+    score: float = Field(description="cosine of query and passage")
+    text: str
+    metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
+
+
+class Timings(BaseModel):
+    """Durations of the two stages of a search, in milliseconds."""
+
+    encode_ms: float
+    search_ms: float
+
+
+class SearchAnswer(BaseModel):
+    """Fields common to both search responses; all hits come from one model and one index version."""
+
+    object: Literal["search_results"] = "search_results"
+    index_version: str
+    sequence: int = Field(description="sequence number of the last change that the answer reflects; 0: no changes yet")
+    model: str
+    timings: Timings
+    partial: bool = Field(False, description="true: some shards did not answer, so hits may be missing")
+    missing_shards: list[str] = []
+
+
+class SearchResponse(SearchAnswer):
+    """The answer to one query: its hits, best first."""
+
+    hits: list[SearchHit]
+
+
+class SearchResult(BaseModel):
+    """Hits of one of several queries, best first."""
+
+    hits: list[SearchHit]
+
+
+class SearchManyResponse(SearchAnswer):
+    """The answer to a list of queries: the hits of each, in the order of the queries."""
+
+    results: list[SearchResult]
+
+
+Id = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
+
+
+class NewDocument(Request):
+    """A passage to add to the index."""
+
+    id: Id = Field(description="may contain slashes")
+    text: Text
+    metadata: Annotated[
+        dict[str, Any],
+        WithJsonSchema(
+            {
+                "type": "object",
+                "additionalProperties": {"type": ["string", "integer", "number", "boolean", "null"]},
+            }
+        ),
+    ] = Field(
+        {},
+        description="field of the index (GET /v1/models lists them) -> value; missing fields are null",
+        examples=[{"year": 2021, "language": "en"}],
+    )
+
+
+def _distinct(ids: list[str]) -> None:
+    if len(set(ids)) < len(ids):
+        twice = next(id for id in ids if ids.count(id) > 1)
+        raise ValueError(f"the id {twice!r} appears twice; send every document once")
+
+
+class PutRequest(Request):
+    """Documents to add; documents with the same ids are replaced."""
+
+    documents: list[NewDocument] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+
+    @model_validator(mode="after")
+    def _ids_are_distinct(self) -> PutRequest:
+        _distinct([document.id for document in self.documents])
+        return self
+
+
+class DeleteRequest(Request):
+    """Ids of documents to delete; unknown ids are ignored."""
+
+    ids: list[Id] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+
+
+class ChangeResponse(BaseModel):
+    """The change is durable; searches show it within a second."""
+
+    object: Literal["documents.put", "documents.deleted"]
+    count: int = Field(description="number of documents in the request")
+    sequence: int = Field(description="answers with at least this sequence number show the change")
+
+
+class DocumentResponse(BaseModel):
+    """The current state of a passage."""
+
+    object: Literal["document"] = "document"
+    id: str
+    text: str
+    metadata: dict[str, Metadata]
+
+
+class Model(BaseModel):
+    """The served model and the index it searches."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(description="Unix time when serving started")
+    owned_by: str = "infembed_ray"
+    dimension: int
+    encoder: str = Field(description="fingerprint of the encoder")
+    index_version: str
+    passages: int = Field(description="number of passages in that version, without later changes")
+    vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
+    metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
+    writable: bool = Field(False, description="whether documents can be put and deleted")
+
+
+class ModelsResponse(BaseModel):
+    """OpenAI's list of models; it always holds one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class HealthResponse(BaseModel):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
+    deployment: str = Field(description="fingerprint of what is served: settings, index and encoder")
+
+
+class Error(BaseModel):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every error answer."""
+
+    error: Error

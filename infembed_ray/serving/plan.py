@@ -1,0 +1,218 @@
+"""Plan of `infembed serve`: the checked settings, as arguments of the Serve applications and as a config file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infembed_ray import __version__, ray_compat
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.object_store import is_uri
+from infembed_ray.ray_cluster import on_a_cluster
+from infembed_ray.retrieval.factory import require_gpu_faiss
+from infembed_ray.retrieval.index import Index
+from infembed_ray.serving.arguments import (
+    APPLICATION,
+    INGRESS,
+    INGRESS_CPUS,
+    ApiArguments,
+    EncoderArguments,
+    IndexArguments,
+)
+from infembed_ray.serving.http import schema
+from infembed_ray.serving.http.auth import ApiKeys, is_loopback
+from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
+from infembed_ray.serving.routing.blue_green import ReleaseSpec
+from infembed_ray.storage import open_input
+
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+"""Logging of Serve's processes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `infembed serve` starts."""
+
+    settings: ServeSettings
+    encoder: EncoderArguments
+    index: IndexArguments
+    api: ApiArguments
+    release: ReleaseSpec
+
+    @classmethod
+    def resolve(cls, settings: ServeSettings) -> Plan:
+        """Check everything that can be checked before anything starts. No weights are loaded.
+
+        Raises:
+            InputError: there is no such index or model, the index is damaged or another encoder built it, or the API would
+                be open to other machines.
+        """
+        from infembed_ray.modeling.checkpoint import locate
+        from infembed_ray.modeling.encoder import InstructionEncoder
+        from infembed_ray.serving.encoder.runtime import require_runnable
+
+        keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
+        _require_safe(settings, keys)
+        # A replica copies its own shard from an object store and checks it, so no node needs room for the whole index.
+        remote = open_input(settings.index, "index").uri if is_uri(settings.index) else None
+        index = Index.describe(remote) if remote else Index.open(settings.index)
+        found = locate(settings.model or index.facts.model, "model")
+        described = InstructionEncoder.from_pretrained(found.path, dimensions=index.facts.dimensions, device="meta")
+        fingerprint = described.fingerprint()
+        index.require_encoder(fingerprint)
+        require_runnable(described, settings, found.path)
+        card = schema.Model(
+            id=settings.model_name or (Path(found.path).name if found.inputs else found.path),
+            created=int(time.time()),
+            dimension=index.facts.dimension,
+            encoder=fingerprint,
+            index_version=index.version,
+            passages=index.facts.passages,
+            vocabulary=len(described.tokenizer),
+            metadata=dict(index.facts.metadata),
+            writable=settings.writable,
+        )
+        model = settings.model
+        model = open_input(model, "model").uri if model is not None and is_uri(model) else found.path
+        encoder = EncoderArguments(
+            model=model, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
+        )
+        shards = IndexArguments(index=remote or str(index.path.resolve()), version=index.version, settings=settings)
+        api = ApiArguments(locked=bool(keys), settings=settings)
+        release = ReleaseSpec(
+            fingerprint=_fingerprint(settings, card, api.locked),
+            encoder=encoder.application,
+            index=shards.application,
+            shards=tuple(facts.name for facts in index.facts.shards),
+            changes=str(index.changes.resolve()),
+            card=card,
+        )
+        return cls(settings, encoder, shards, api, release)
+
+    @property
+    def url(self) -> str:
+        """URL of the API on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
+
+    def reservations(self) -> Iterator[tuple[str, str, int, float]]:
+        """Yield (Ray resource, setting, replicas, amount per replica) of everything that the replicas reserve."""
+        settings, shards = self.settings, len(self.release.shards) * self.settings.shard_replicas
+        encoders = settings.encoder_replicas
+        yield "CPU", f"cpus_per_encoder={settings.cpus_per_encoder:g}", encoders, settings.cpus_per_encoder
+        yield "CPU", f"cpus_per_shard={settings.cpus_per_shard:g}", shards, settings.cpus_per_shard
+        yield "CPU", f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, INGRESS_CPUS
+        yield "GPU", f"gpus_per_encoder={settings.gpus_per_encoder:g}", encoders, settings.gpus_per_encoder
+        yield "GPU", f"gpus_per_shard={settings.gpus_per_shard:g}", shards, settings.gpus_per_shard
+
+    @property
+    def controller_environment(self) -> dict[str, str]:
+        """Environment of Serve's controller, inherited by its proxies and replicas; fixed when Serve starts.
+
+        RAY_SERVE_* variables of this process take precedence.
+        """
+        environment = {
+            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares",
+            LIMIT_VARIABLE: str(self.settings.max_body_mib),
+        }
+        if self.settings.ha_proxy:
+            environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
+        return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+
+    def config(self) -> dict[str, Any]:
+        """Return the config of `serve deploy`."""
+        builders = (
+            (self.release.encoder, "encoder_application", self.encoder),
+            (self.release.index, "index_application", self.index),
+            (APPLICATION, "api_application", self.api),
+        )
+        applications: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "route_prefix": "/" if name == APPLICATION else None,
+                "import_path": f"infembed_ray.serving.deployments:{builder}",
+                "args": arguments.model_dump(mode="json", exclude_defaults=True),
+            }
+            for name, builder, arguments in builders
+        ]
+        applications[-1]["deployments"] = [{"name": INGRESS, "user_config": self.release.model_dump(mode="json")}]
+        return {
+            "proxy_location": "EveryNode",
+            "http_options": {"host": self.settings.host, "port": self.settings.port},
+            "controller_options": {"runtime_env": {"env_vars": self.controller_environment}},
+            "logging_config": LOGGING,
+            "applications": applications,
+        }
+
+    def write_config(self, file: Path) -> None:
+        """Write the config file of `serve deploy`; an existing file describes what is served until then.
+
+        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the encoder
+        and the index of the previous release; writing it once more removes them.
+
+        Raises:
+            InputError: the file exists and is not a config file of `infembed serve`.
+        """
+        config = self.config()
+        if file.is_file():
+            previous = yaml.safe_load(file.read_text(encoding="utf-8"))
+            try:
+                (api,) = (app for app in previous["applications"] if app["name"] == APPLICATION)
+                release = ReleaseSpec.model_validate(api["deployments"][0]["user_config"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"config_file={file}: exists and is not a config file of `infembed serve`; choose another name"
+                ) from error
+            kept = {release.encoder, release.index} - {app["name"] for app in config["applications"]}
+            config["applications"] += [app for app in previous["applications"] if app["name"] in kept]
+        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+    def startup_message(self) -> str:
+        """Return where the API is and an example request."""
+        card = self.release.card
+        key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
+        return (
+            f"serve: {card.passages} passages, model {card.id}, at {self.url}\n"
+            f"  playground: {self.url}/   reference: {self.url}/docs\n"
+            f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
+            """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
+            f"{key}"
+        )
+
+
+def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
+    """InputError if the API would be open to other machines, or the settings contradict each other."""
+    if not keys and not is_loopback(settings.host):
+        raise InputError(
+            f"host={settings.host}: open to other machines without API keys; "
+            f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
+        )
+    if settings.writable and is_uri(settings.index):
+        raise InputError(
+            f"writable=true: index={settings.index} is in an object store, which cannot hold the write-ahead log; copy the "
+            "index to a directory that all nodes share and serve that, or set writable=false"
+        )
+    if (
+        settings.gpus_per_shard and not on_a_cluster()
+    ):  # on a cluster, GPU nodes have their own FAISS; replicas check it
+        require_gpu_faiss()
+
+
+def _fingerprint(settings: ServeSettings, card: schema.Model, locked: bool) -> str:
+    """Return 16 hex digits that change with anything that changes what is served, or how."""
+    content = {
+        "settings": settings.identity(),
+        "card": card.model_dump(exclude={"created"}),
+        "locked": locked,
+        "code_version": __version__,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,313 @@
+"""Replicas of the Serve deployments: encoder, shard search, ingress and the metrics page.
+
+Only an encoder replica imports torch and transformers. A replica of a shard or of the ingress without them uses half the
+memory and starts in half the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.object_store import is_uri
+from infembed_ray.retrieval.index import Index, changes_of
+from infembed_ray.retrieval.shards import Shard
+from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardAnswer, ShardQuery
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.serving import startup
+from infembed_ray.serving.arguments import (
+    APPLICATION,
+    ENCODER,
+    METRICS,
+    ApiArguments,
+    EncoderArguments,
+    IndexArguments,
+)
+from infembed_ray.serving.encoder.batching import DeadlineExceeded, Embedded, EmptySequence, QueueFull
+from infembed_ray.serving.http.app import Limits, create_app
+from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.http.body import LIMIT_VARIABLE
+from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
+from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
+from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
+from infembed_ray.serving.service import Document, Query, ReplicaLost
+from infembed_ray.storage import MANIFEST, resolve_input
+
+if TYPE_CHECKING:
+    from infembed_ray.serving.encoder.engine import EncodingEngine
+
+OPEN_TIMEOUT_S = 60.0
+"""Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
+POLL_S = 0.1
+"""Seconds between two reads of the write-ahead log by a shard, and between two probes of a new release."""
+STUCK_POLL_S = 1.0
+"""Seconds between two reads of a damaged log."""
+CLIENT_ERRORS = (QueueFull, DeadlineExceeded, EmptySequence)
+"""Errors of the encoding engine that the API reports to its client as they are."""
+
+log = logging.getLogger(__name__)
+
+
+class Encoder:
+    """A replica of the encoder."""
+
+    def __init__(self, arguments: EncoderArguments) -> None:
+        from infembed_ray.modeling.encoder import InstructionEncoder
+        from infembed_ray.serving.encoder.engine import EncodingEngine
+
+        model = str(resolve_input(arguments.model, "model")) if is_uri(arguments.model) else arguments.model
+        described = InstructionEncoder.from_pretrained(model, dimensions=arguments.dimensions, device="meta")
+        found = startup.in_background(described.fingerprint)
+        if found != arguments.fingerprint:
+            raise RuntimeError(
+                f"model={arguments.model}: its fingerprint is {found} on this node and {arguments.fingerprint} where "
+                "`serve` was started; put the same checkpoint on all nodes"
+            )
+        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions)
+        registry = CollectorRegistry()
+        registry.register(EngineMetrics(self._engine))
+        self._metrics = MetricsReporter(registry)
+
+    async def embed_many(self, items: Sequence[Inputs | list[Query]], timeout_s: float) -> list[Embedded | Exception]:
+        """Embed the texts of several requests; return the vectors or the exception of each."""
+        self._metrics.start()
+        answers = await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
+        return [
+            answer if isinstance(answer, (Embedded, *CLIENT_ERRORS)) else _readable_error(answer) for answer in answers
+        ]
+
+    def _embed(self, item: Inputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
+        if isinstance(item, Inputs):
+            return self._engine.embed(*item, timeout_s)
+        texts, instructions = zip(*item, strict=True)
+        return self._engine.embed_queries(texts, instructions, timeout_s)
+
+    async def ready(self) -> bool:
+        """Return True once the model is loaded."""
+        self._metrics.start()
+        return True
+
+
+def _readable_error(error: BaseException) -> Exception:
+    """Log an error in full; return one that the ingress can unpickle without the encoder's libraries."""
+    log.error("a text could not be embedded", exc_info=error)
+    return RuntimeError(in_one_line(error))
+
+
+class EngineMetrics:
+    """Metrics of an encoding engine, as a collector of `prometheus_client`."""
+
+    def __init__(self, engine: EncodingEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current values."""
+        facts = self._engine.facts
+        yield GaugeMetricFamily("infembed_encoder_waiting", "Texts in the queue.", facts.waiting)
+        yield GaugeMetricFamily("infembed_encoder_prefix_bytes", "Memory of cached instructions.", facts.prefix_bytes)
+        totals = {**asdict(facts.counters), "prefix_hits": facts.prefix_hits, "prefix_misses": facts.prefix_misses}
+        for name, total in totals.items():
+            description = f"{name.replace('_', ' ')} so far".capitalize()
+            yield CounterMetricFamily(f"infembed_encoder_{name}", description, total)
+
+
+class ShardSearch:
+    """A replica of one shard. `others` are the other shards of its application, which it does not call."""
+
+    def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
+        described = Index.describe(arguments.index)
+        if described.version != arguments.version:
+            raise InputError(
+                f"index={arguments.index}: holds version {described.version} now, `serve` was started with "
+                f"{arguments.version}; start `serve` again"
+            )
+        facts = described.facts
+        root = resolve_input(arguments.index, "index", [MANIFEST, facts.shards[number].name])
+        changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
+        base = Shard.open(root, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
+        self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
+        self._changes = changes.directory
+        self._fault: str | None = None
+        self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
+        self._metrics = MetricsReporter(self._registry())
+        threading.Thread(target=self._follow_log, name="follow-log", daemon=True).start()
+
+    def _registry(self) -> CollectorRegistry:
+        shard, registry = self._shard, CollectorRegistry()
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "infembed_shard_documents": ("Documents that searches see.", shard.__len__),
+            "infembed_shard_sequence": ("Last change that searches see.", lambda: shard.sequence),
+            "infembed_log_sequence": ("Last change in the log.", lambda: shard.head),
+            "infembed_shard_lag": ("Changes in the log that searches do not see.", lambda: shard.head - shard.sequence),
+            "infembed_shard_stuck": ("1: a damaged log stops the shard's changes.", lambda: self._fault is not None),
+            "infembed_shard_delta": ("Rows that compaction would save.", lambda: shard.delta),
+        }
+        for name, (description, value) in gauges.items():
+            Gauge(name, description, registry=registry).set_function(value)
+        return registry
+
+    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
+        """As `LiveShard.search_many`."""
+        self._metrics.start()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.search_many, queries)
+
+    async def document(self, id: str) -> Document | None:
+        """Return the document with an id."""
+        found = self._shard.get(id)
+        return None if found is None else Document(found.id, found.text, found.metadata)
+
+    async def ready(self) -> bool:
+        """Return True once the shard is open."""
+        self._metrics.start()
+        return True
+
+    async def fault(self) -> str | None:
+        """Return why the shard applies no changes, in one line; None: it applies them."""
+        return self._fault
+
+    def _follow_log(self) -> None:
+        """Apply changes as they are appended to the log. A damaged change blocks those after it; it is logged once."""
+        logged = ""
+        while True:
+            try:
+                self._shard.refresh()
+                self._fault, logged = None, ""
+            except Exception as error:  # any: without this thread the shard would become stale unnoticed
+                # Clients read the fault, so it must not name the directory.
+                known = isinstance(error, LogFault)
+                self._fault = str(error).removeprefix(f"changes={self._changes}: ") if known else "see the server's log"
+                if str(error) != logged:
+                    logged = str(error)
+                    log.error("the shard applies no further changes and serves its current documents: %s", logged)
+            time.sleep(POLL_S if self._fault is None else STUCK_POLL_S)
+
+
+class MetricsPage:
+    """Collects the metrics of all replicas."""
+
+    def __init__(self) -> None:
+        self._snapshots = Snapshots()
+
+    async def keep(self, replica: str, metrics: list[Metric]) -> None:
+        """Store the latest metrics of a replica."""
+        self._snapshots.update(replica, metrics)
+
+    async def page(self) -> bytes:
+        """As `Service.metrics`."""
+        return self._snapshots.page()
+
+
+class MetricsReporter:
+    """Sends a replica's metrics to `MetricsPage`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start at the first call; call it from the replica's event loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._report())
+
+    async def _report(self) -> None:
+        context = serve.get_replica_context()
+        replica = f"{context.app_name}/{context.deployment}/{context.replica_tag}"
+        page = RemoteDeployment.named(METRICS, APPLICATION)
+        while True:
+            # The page may be starting or restarting.
+            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost, QueueFull):
+                await asyncio.wait_for(page("keep", replica, snapshot(self._registry)), PUSH_S)
+            await asyncio.sleep(PUSH_S)
+
+
+@serve.ingress()
+class Ingress:
+    """A replica of the HTTP API, which answers each request from the current release."""
+
+    def __init__(self, arguments: ApiArguments, metrics: DeploymentHandle) -> None:
+        settings = arguments.settings
+        self._arguments = arguments
+        self._metrics_page = RemoteDeployment(metrics)
+        self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
+        if arguments.locked and not self._keys:
+            raise RuntimeError(
+                f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
+                "ingress, which would be open; set it in the environment of all nodes"
+            )
+        proxy_limit = float(os.environ.get(LIMIT_VARIABLE, "inf"))
+        if settings.max_body_mib > proxy_limit:
+            raise InputError(
+                f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxy_limit:g} and keep it; "
+                f"end Serve with `serve shutdown` first, or set max_body_mib={proxy_limit:g} or less"
+            )
+        self._registry = CollectorRegistry()
+        self._reporter = MetricsReporter(self._registry)
+        self._current: Release | None = None
+        self._switching: asyncio.Task[None] | None = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        settings = self._arguments.settings
+        return create_app(
+            lambda: self._release,
+            lambda: self._release.spec.fingerprint,
+            self._keys,
+            Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
+            registry=self._registry,
+            request_ids=settings.ha_proxy,  # Serve's own proxy adds them
+        )
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Switch to another release once it answers; Serve calls this method with the `user_config`.
+
+        Until the new release answers, this replica keeps its current one. A replica without a release does not start.
+        """
+        self._reporter.start()
+        if self._switching is not None:
+            self._switching.cancel()
+        release = self._open(ReleaseSpec.model_validate(user_config))
+        self._switching = asyncio.get_running_loop().create_task(self._switch_to(release))
+        await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
+        if self._current is None:
+            raise RuntimeError(f"{release.spec.encoder} and {release.spec.index} do not answer")
+
+    async def _switch_to(self, release: Release) -> None:
+        while not await release.ready():
+            await asyncio.sleep(POLL_S)
+        self._current = release
+
+    def _open(self, spec: ReleaseSpec) -> Release:
+        settings = self._arguments.settings
+        return Release(
+            spec,
+            RemoteDeployment.named(ENCODER, spec.encoder),
+            [RemoteDeployment.named(shard, spec.index) for shard in spec.shards],
+            self._metrics_page,
+            timeout_s=settings.request_timeout_s,
+            encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
+            shard_replicas=settings.shard_replicas,
+        )
+
+    @property
+    def _release(self) -> Release:
+        if self._current is None:
+            raise ReplicaLost(RETRY_AFTER_S)
+        return self._current
+
+    async def served(self) -> tuple[ApiArguments, ReleaseSpec]:
+        """Return the arguments of this replica and the release that it answers from."""
+        return self._arguments, self._release.spec

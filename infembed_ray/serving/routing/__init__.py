@@ -1,0 +1,1 @@
+"""Request routing: admission control, micro-batching, hedged calls and blue/green releases."""

@@ -1,0 +1,90 @@
+"""Circuit breaker: stops a run in which every row fails at the same step for the same reason.
+
+With a wrong parameter, the endpoint refuses every request with HTTP 400 or 422. Each refusal fails only its row, but no
+row can pass, so the run stops after a few of them. The same holds for answers that are all cut off or malformed, and for
+unexpected exceptions. Rows that fail end sooner than rows that pass, so a row passes a step when its next step is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.llm.chat import Complete, Completion, Request
+from infembed_ray.synthesis.pipeline import STEPS, Outcome, model_of
+
+ALIKE = 20
+"""Rows that must fail alike at a step, before any row passes it, to stop the run; at least half of an actor's requests
+in flight, because failures can arrive before the first success. Each actor counts its own rows."""
+
+
+class CircuitBreaker:
+    """Counts the dead letters of steps that no row has passed yet.
+
+    A failed complement does not count, because its record is kept. A replayed answer that fails its row does not count
+    either: it costs nothing, and the settings may have changed since.
+
+    Args:
+        settings: of the run; the message names the model's setting.
+        alike: failures of one kind that trip the breaker; default: see `ALIKE`.
+    """
+
+    def __init__(self, settings: SynthesizeSettings, alike: int | None = None) -> None:
+        self._settings = settings
+        self._alike = alike or max(ALIKE, settings.in_flight // 2)
+        self._passed = 0
+        """Number of steps, from the first, that some row has passed."""
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._unexpected: Counter[str] = Counter()
+        """Step -> unexpected exceptions since a row last passed it."""
+        self.failure: str | None = None
+        """Why no row can pass; None until the breaker trips."""
+
+    def watch(self, complete: Complete) -> Complete:
+        """Wrap `complete` to note the steps that rows pass."""
+
+        async def ask(request: Request) -> Completion:
+            self._note_passed(STEPS.index(request.step))
+            return await complete(request)
+
+        return ask
+
+    def add(self, outcome: Outcome) -> str | None:
+        """Count an outcome; return `failure`."""
+        step = outcome.row.get("step")  # a kept row has none
+        if step is not None and step not in STEPS:  # the seed itself is at fault
+            return self.failure
+        passed = len(STEPS) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
+        self._note_passed(passed)
+        if step is not None and outcome.kind == "dead_letter":
+            if outcome.traceback is not None:
+                self._count_unexpected(step, outcome.row["error"])
+            elif passed >= self._passed and not outcome.from_journal:
+                self._count_failure(step, outcome.row["error"])
+        return self.failure
+
+    def _count_unexpected(self, step: str, error: str) -> None:
+        self._unexpected[step] += 1
+        if self._unexpected[step] >= self._alike and self.failure is None:
+            self.failure = (
+                f"the last {self._unexpected[step]} rows at step {step} ended with an unexpected exception ({error}); "
+                "its traceback is above"
+            )
+
+    def _count_failure(self, step: str, error: str) -> None:
+        failed = step, re.split("[:;(]", error, maxsplit=1)[0].strip()  # without details, for example `HTTP 400`
+        self._failures[failed] += 1
+        if self._failures[failed] >= self._alike and self.failure is None:
+            setting, model = model_of(self._settings, step)
+            self.failure = (
+                f"{setting}.model={model.model}: step {step} failed alike for all of the first "
+                f"{self._failures[failed]} rows ({error}); correct the settings of {setting} or of the endpoint"
+            )
+
+    def _note_passed(self, steps: int) -> None:
+        """Note that a row has passed the first `steps` steps."""
+        self._passed = max(self._passed, steps)
+        if self._unexpected:
+            for step in STEPS[:steps]:
+                del self._unexpected[step]

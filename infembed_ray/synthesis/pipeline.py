@@ -1,0 +1,355 @@
+"""One seed through all steps of the pipeline (paper, section 4.1): it is kept, rejected, or becomes a dead letter.
+
+The calls of a row follow one another, so a row that fails pays for nothing more; rows run concurrently. A step is named
+after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import pyarrow as pa
+
+from infembed_ray.config.llm import ChatModel
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.errors import in_one_line
+from infembed_ray.llm import prices
+from infembed_ray.llm.chat import (
+    Complete,
+    Completion,
+    Malformed,
+    Request,
+    RowFailure,
+    RunFailure,
+    replace_surrogates,
+    usable_text,
+)
+from infembed_ray.llm.structured_output import labelled
+from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED, SCENARIOS, Seed
+from infembed_ray.synthesis import filters, judge, templates
+
+T = TypeVar("T")
+
+Kind = Literal["kept", "rejected", "dead_letter"]
+
+SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead_letter": DEAD_LETTER}
+"""Columns of the rows of each kind."""
+
+_JUDGE = "judge_"
+
+STEPS = (
+    "instruction_positive",
+    "instruction_negative",
+    "query_negative",
+    "hard_negative_document_1",
+    "hard_negative_document_2",
+    *(_JUDGE + scenario for scenario in judge.ORDER),
+    "instruction_complement",
+    "judge_complement",
+)
+"""All steps in order."""
+
+
+@dataclass(frozen=True)
+class Spend:
+    """Answered calls and their cost."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    usd: float | None = 0.0
+    """List price; None if the price table lacks a model."""
+
+    def __add__(self, other: Spend) -> Spend:
+        return Spend(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            None if self.usd is None or other.usd is None else self.usd + other.usd,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one seed."""
+
+    kind: Kind
+    row: Mapping[str, Any]
+    """Columns of `SCHEMAS[kind]`, without those that were not reached."""
+    paid: Spend
+    """In this run."""
+    replayed: Spend
+    """Answered by journals, so paid before this run."""
+    complement: Mapping[str, Any] | None = None
+    """Columns of `records.COMPLEMENT` for a kept record; None if `settings.complement` is off."""
+    traceback: str | None = None
+    """Of an unexpected exception, which made the row a dead letter."""
+    from_journal: bool = False
+    """Whether a journal answered the row's last request."""
+
+
+def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
+    """Return the setting that names a step's model, and the model."""
+    if step in settings.steps:
+        return f"steps.{step}", settings.steps[step]
+    return ("judge", settings.judge) if step.startswith(_JUDGE) else ("generator", settings.generator)
+
+
+class _Rejected(Exception):
+    """Everything was answered, but the row is not good enough."""
+
+
+async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettings, complete: Complete) -> Outcome:
+    """Make one record of a seed.
+
+    An unexpected exception makes the row a dead letter with a traceback: one row must not end a run that pays for
+    thousands.
+
+    Args:
+        seed: a query and its relevant passage; a dead letter at once if one of them is empty.
+        pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
+        settings: the models, the number of distractors, the seed of their draw.
+        complete: asks a model. Its RowFailure makes the row a dead letter.
+
+    Raises:
+        RunFailure: raised by `complete`.
+    """
+    row = _Row(seed, settings, complete)
+    for name, text in (("query", seed.query), ("passage", seed.passage)):
+        if not text.strip():
+            return row.outcome("dead_letter", step="seed", error=f"its {name} is empty")
+    try:
+        await _write(row)
+        await _judge(row, pool)
+        complement = await _complement(row, pool) if settings.complement else None
+    except _Rejected as reason:
+        return row.outcome("rejected", step=row.asked[-1].step, reason=str(reason))
+    except RowFailure as error:
+        return row.dead_letter(str(error))
+    except (RunFailure, MemoryError):  # these concern all rows
+        raise
+    except Exception as error:
+        return replace(row.dead_letter(in_one_line(error)), traceback=replace_surrogates(traceback.format_exc()))
+    return replace(row.outcome("kept"), complement=complement)
+
+
+class _Asked(NamedTuple):
+    """A request without its text, because many rows are in progress."""
+
+    model: str
+    prompt: str
+    step: str
+    key: str
+
+
+_Exchange = tuple[_Asked, Completion]
+
+
+class _Row:
+    """State of one row: its columns, the judge's verdicts, its requests and their answers."""
+
+    def __init__(self, seed: Seed, settings: SynthesizeSettings, complete: Complete) -> None:
+        self.settings = settings
+        self.language = seed.language
+        self.columns: dict[str, Any] = {
+            "id": seed.id,
+            "source": seed.source,
+            "topic": seed.topic,
+            "split": seed.split,
+            "language": seed.language,
+            "query_positive": seed.query,
+            "document_positive": seed.passage,
+        }
+        self.verdicts: dict[str, str] = {}
+        self.asked: list[_Asked] = []
+        self._answered: list[_Exchange] = []
+        self._complete = complete
+
+    async def ask(
+        self, step: str, prompt: str, read: Callable[[str], T], choices: Sequence[str] = (), **values: str
+    ) -> T:
+        """Ask a step's model and return what `read` makes of its answer; ask once more if the answer is malformed.
+
+        Args:
+            step: decides the model.
+            prompt: name of the prompt.
+            read: labelled text -> value; raises Malformed.
+            choices: the only valid answers, where they are few.
+            values: fields of the prompt.
+        """
+        model = model_of(self.settings, step)[1]
+        # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).
+        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
+        values["language"] = self.language or "its programming language"
+        request = template.request(model, step, self.columns["id"], values, choices)
+
+        def value(text: str) -> T:
+            return read(template.answer.as_text(text) if model.structured else text)
+
+        text = await self._exchange(request)
+        try:
+            return value(text)
+        except Malformed as fault:
+            return value(await self._exchange(templates.repair(request, text, fault)))
+
+    async def _exchange(self, request: Request) -> str:
+        self.asked.append(_Asked(request.model, request.prompt, request.step, request.key))
+        completion = await self._complete(request)
+        self._answered.append((self.asked[-1], completion))
+        return usable_text(completion)
+
+    def dead_letter(self, error: str) -> Outcome:
+        """Return the outcome after a failure of the last request, or of the first step if there is none yet."""
+        if not self.asked:
+            return self.outcome("dead_letter", step=STEPS[0], error=replace_surrogates(error))
+        failed = self.asked[-1]
+        return self.outcome("dead_letter", step=failed.step, error=replace_surrogates(error), request_hash=failed.key)
+
+    def outcome(self, kind: Kind, **why: str) -> Outcome:
+        """Return the row as far as it came; `why` says at which step it ended and for what reason."""
+        known = {**self.columns, **why, "provenance": self._provenance()}
+        row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
+        paid = [exchange for exchange in self._answered if not exchange[1].replayed]
+        replayed = [exchange for exchange in self._answered if exchange[1].replayed]
+        from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]
+        return Outcome(kind, row, self._spend(paid), self._spend(replayed), from_journal=from_journal)
+
+    def _provenance(self) -> dict[str, Any]:
+        spend = self._spend(self._answered)
+        return {
+            "generator": self._snapshots(judged=False),
+            "judge": self._snapshots(judged=True),
+            "prompt_version": " ".join(sorted({name for request in self.asked for name in request.prompt.split()})),
+            "request_hashes": [request.key for request in self.asked],
+            "prompt_tokens": spend.prompt_tokens,
+            "completion_tokens": spend.completion_tokens,
+            "usd": spend.usd,
+            "verdicts": {scenario: self.verdicts.get(scenario) for scenario in SCENARIOS},
+        }
+
+    def _snapshots(self, judged: bool) -> str | None:
+        """Return the endpoint's names of the models that answered; several if a snapshot changed between two calls."""
+        exchanges = [exchange for exchange in self._answered if exchange[0].step.startswith(_JUDGE) == judged]
+        return ", ".join(sorted({completion.model or asked.model for asked, completion in exchanges})) or None
+
+    def _spend(self, exchanges: Sequence[_Exchange]) -> Spend:
+        table = prices.load(self.settings.prices)
+        calls = (
+            Spend(1, completion.prompt_tokens, completion.completion_tokens, table.usd(asked.model, completion))
+            for asked, completion in exchanges
+        )
+        return sum(calls, start=Spend())
+
+
+async def _write(row: _Row) -> None:
+    """Generate instruction, poisoned instruction and poisoned query, and their passages (section 4.1, appendix H)."""
+    query, document = row.columns["query_positive"], row.columns["document_positive"]
+    instruction = await _line(
+        row, "instruction_positive", "instruction", "instruction_generation", query=query, document=document
+    )
+    positives = {"document": document, "query_positive": query, "instruction_positive": instruction}
+    other_instruction = await _line(
+        row, "instruction_negative", "instruction", "instruction_poisoning", poisons=instruction, **positives
+    )
+    other_query = await _line(row, "query_negative", "query", "query_poisoning", poisons=query, **positives)
+    await _passage(row, "hard_negative_document_1", other_instruction, query)
+    await _passage(row, "hard_negative_document_2", instruction, other_query)
+
+
+async def _line(
+    row: _Row, column: str, kind: filters.Generated, prompt: str, poisons: str | None = None, **values: str
+) -> str:
+    """Generate an instruction or a query, and filter it (appendix B.1)."""
+    text = await row.ask(column, prompt, partial(labelled, kind), **values)
+    line = row.columns[column] = filters.first_line(text)
+    fault = filters.fault(kind, line, poisons, row.language)
+    if fault is not None:
+        raise _Rejected(fault)
+    return line
+
+
+async def _passage(row: _Row, column: str, instruction: str, query: str) -> None:
+    """Generate the passage that answers (instruction, query)."""
+    reference = row.columns["document_positive"]
+    row.columns[column] = await row.ask(
+        column, "passage_writing", _read_passage, instruction=instruction, query=query, reference=reference
+    )
+    if filters.repeats(row.columns[column], reference):
+        raise _Rejected("equal to the positive passage")
+
+
+def _read_passage(text: str) -> str:
+    passage = labelled("passage", text).strip()
+    if not passage:
+        raise Malformed("Passage: ...", text)
+    return passage
+
+
+async def _judge(row: _Row, pool: Sequence[str]) -> None:
+    """Ask the judge about the three scenarios, until one fails."""
+    columns = row.columns
+    asked = {
+        "positive": (columns["instruction_positive"], columns["query_positive"]),
+        "negative_instruction": (columns["instruction_negative"], columns["query_positive"]),
+        "negative_query": (columns["instruction_positive"], columns["query_negative"]),
+    }
+    for scenario in judge.ORDER:
+        picked = row.verdicts[scenario] = await _verdict(row, pool, scenario, *asked[scenario])
+        if picked != scenario:
+            raise _Rejected(f"the judge picked {picked}")
+
+
+async def _verdict(row: _Row, pool: Sequence[str], judged: str, instruction: str, query: str) -> str:
+    """Return which candidate, a passage of the record or a distractor, the judge picks for (instruction, query)."""
+    columns, settings = row.columns, row.settings
+    documents = {
+        "positive": columns["document_positive"],
+        "negative_instruction": columns["hard_negative_document_1"],
+        "negative_query": columns["hard_negative_document_2"],
+    }
+    shown = judge.lineup(documents, pool, settings.distractors, settings.seed, columns["id"], judged)
+    return await row.ask(
+        _JUDGE + judged,
+        "judge",
+        partial(judge.verdict, candidates=shown),
+        shown.choices,
+        instruction=instruction,
+        query=query,
+        candidates=str(shown),
+    )
+
+
+async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
+    """Generate the dual view of a kept record: an instruction that makes P1- the positive and P+ a negative.
+
+    The judge confirms it. If anything fails here, the record is kept and `fault` says why there is no dual view.
+    """
+    columns = row.columns
+    names = ("id", "source", "query_positive", "hard_negative_document_1", "document_positive")
+    made: dict[str, Any] = {name: columns[name] for name in names}
+    try:
+        instruction = await row.ask(
+            "instruction_complement",
+            "complement",
+            partial(labelled, "instruction"),
+            query=columns["query_positive"],
+            instruction=columns["instruction_positive"],
+            wanted=columns["hard_negative_document_1"],
+            unwanted=columns["document_positive"],
+        )
+        line = made["instruction_complement"] = filters.first_line(instruction)
+        fault = filters.fault("instruction", line, columns["instruction_positive"], row.language)
+        if fault is None:
+            picked = await _verdict(row, pool, "complement", line, columns["query_positive"])
+            fault = None if picked == "negative_instruction" else f"the judge picked {picked}"
+    except RowFailure as error:
+        fault = str(error)
+    except (RunFailure, MemoryError):
+        raise
+    except Exception as error:
+        fault = replace_surrogates(in_one_line(error))
+    return {**made, "fault": fault}

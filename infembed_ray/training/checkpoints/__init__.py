@@ -1,0 +1,1 @@
+"""Training checkpoints: when to save, how to write, how to verify."""

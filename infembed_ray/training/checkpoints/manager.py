@@ -1,0 +1,284 @@
+"""Training checkpoints of a run: saved completely or not at all, verified when loaded, deleted when newer ones exist.
+
+Checkpoints can be kept in an object store too. Each worker uploads the files that it wrote in the background; worker 0
+uploads the marker when all files are there. The next save waits for the upload once its own files are on disk, so that at
+most one checkpoint is being uploaded. A run downloads the newest checkpoint if it is only in the store, and then the
+run's own files too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infembed_ray import durable
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.progress import say
+from infembed_ray.storage import STATES
+from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, step_of
+from infembed_ray.training.checkpoints.upload import Upload
+from infembed_ray.training.collectives import from_all, from_first, world
+from infembed_ray.training.observability.events import Event, append_event
+from infembed_ray.training.sampler import Sampler
+
+if TYPE_CHECKING:  # a driver that only checks whether a run can resume does not import DeepSpeed
+    from infembed_ray.training.engine import Engine
+
+_RESHARDED = "resharded-"
+
+
+class CheckpointManager:
+    """The checkpoints of one run.
+
+    Args:
+        directory: Directory of the checkpoints, shared by all workers; its parent is the run's output.
+        settings: Settings of the run. If `output` is a URI of an object store, checkpoints are copied there.
+        sampler: Data order of the run.
+    """
+
+    def __init__(self, directory: Path, settings: TrainSettings, sampler: Sampler) -> None:
+        self.directory = directory
+        self._settings = settings
+        self._sampler = sampler
+        self._remote = Folder.open(settings.output, "output") if is_uri(settings.output) else None
+        self._attempt = from_first(secrets.token_hex(4))
+        self._valid: list[Checkpoint] = []  # newest first
+        self._upload: Upload | None = None
+
+    @cached_property
+    def _course(self) -> Course:
+        return Course.from_settings(self._settings, self._sampler)
+
+    def _found(self) -> list[tuple[str, Checkpoint | None]]:
+        """Return (tag, checkpoint) of all checkpoints, local and remote, newest first; None for an incomplete one."""
+        found = {path.name: path / MARKER for path in self.directory.glob("step-*")}
+        markers = {tag: path.read_text(encoding="utf-8") if path.is_file() else None for tag, path in found.items()}
+        if self._remote is not None:
+            folder = self._remote / STATES
+            for tag in {name.split("/")[0] for name in folder.entries()}:
+                markers[tag] = markers.get(tag) or folder.read(f"{tag}/{MARKER}")
+        checkpoints = [(tag, Checkpoint.parse(tag, marker)) for tag, marker in markers.items()]
+        return sorted(checkpoints, key=lambda c: (step_of(c[0]), c[1] is not None, c[0]), reverse=True)
+
+    def require_resumable(self) -> int:
+        """Return the steps done in the newest complete checkpoint.
+
+        Raises:
+            InputError: this run cannot resume exactly from that checkpoint.
+        """
+        newest = next((checkpoint for _, checkpoint in self._found() if checkpoint is not None), None)
+        if newest is None:
+            return 0
+        self._require_same_course(newest)
+        return newest.progress.step
+
+    def _require_same_course(self, checkpoint: Checkpoint) -> None:
+        if conflict := self._course.conflict(checkpoint.course, self._settings):
+            raise InputError(f"output={self._remote or self.directory.parent}: {conflict}")
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    def resume(self, engine: Engine) -> Progress:
+        """Load the newest valid checkpoint into the engine; every worker must call it.
+
+        An incomplete or damaged checkpoint is skipped with a warning.
+
+        Returns:
+            Progress of the checkpoint, or that of a new run.
+        """
+        first = world()[0] == 0
+        if first:
+            for leftover in self.directory.glob(f"{_RESHARDED}*"):  # of a run that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+        found = from_first(self._found() if first else [])  # a file system may show other workers an older listing
+        skipped: list[str] = []
+        for number, (tag, checkpoint) in enumerate(found):
+            fault = f"it is incomplete (no {MARKER})" if checkpoint is None else self._first_fault(checkpoint)
+            if checkpoint is not None and fault is None:
+                self._require_same_course(checkpoint)
+                self._load(engine, checkpoint)
+                self._valid = [older for _, older in found[number:] if older is not None]
+                break
+            skipped.append(f"checkpoint {tag} is not used: {fault}")
+        progress = self._valid[0].progress if self._valid else Progress()
+        if first:
+            if self._remote is not None and found:
+                self._download_run_files()  # before the warnings, which are appended to the events of the earlier run
+            next_step = f"resumes from step {progress.step}" if self._valid else "starts from the beginning"
+            for line in skipped:
+                self._warn(progress.step, f"{line}; the run {next_step}")
+        return progress
+
+    def _first_fault(self, checkpoint: Checkpoint) -> str | None:
+        """Return what is wrong with a checkpoint's files, or None; each worker verifies its part of them."""
+        rank, workers = world()
+        faults = (self._fault(checkpoint, name) for name in sorted(checkpoint.files)[rank::workers])
+        fault: str | OSError | None
+        try:
+            fault = next((f for f in faults if f), None)
+        except OSError as error:  # the object store does not answer, which is no reason to skip a valid checkpoint
+            fault = error
+        faults_of_all = from_all(fault)
+        for found in faults_of_all:  # every worker raises it, so that none waits for another
+            if isinstance(found, OSError):
+                raise found
+        return next((found for found in faults_of_all if isinstance(found, str)), None)
+
+    def _fault(self, checkpoint: Checkpoint, name: str) -> str | None:
+        file, expected = self.directory / checkpoint.tag / name, checkpoint.files[name]
+        fault = expected.mismatch(file)
+        if fault and self._remote is not None:
+            try:
+                (self._remote / STATES).download(f"{checkpoint.tag}/{name}", file)
+            except FileNotFoundError:
+                return f"{name} is missing in the object store"
+            fault = expected.mismatch(file)
+        return fault and f"{name} {fault}"
+
+    def _load(self, engine: Engine, checkpoint: Checkpoint) -> None:
+        if checkpoint.course.workers == world()[1] or not engine.sharded:
+            engine.load(self.directory, checkpoint.tag)
+            return
+        path = self.directory / f"{_RESHARDED}{self._attempt}"
+        first = world()[0] == 0
+        try:
+            if first:
+                engine.reshard(self.directory / checkpoint.tag, path / checkpoint.tag)
+            from_all(None)  # wait until it is written
+            engine.load(path, checkpoint.tag, resharded=True)
+            from_all(None)  # wait until all workers have read it
+        finally:
+            if first:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _download_run_files(self) -> None:
+        """Download the run's own files (metrics), unless the local ones belong to the checkpoint and are as long."""
+        assert self._remote is not None
+        written_here = bool(self._valid) and (self.directory / self._valid[0].tag / MARKER).is_file()
+        for name, entry in self._remote.entries().items():
+            file = self.directory.parent / name
+            current = written_here and file.is_file() and file.stat().st_size >= entry.size
+            if not name.startswith(f"{STATES}/") and not current:
+                self._remote.download(name, file)
+
+    # -------------------------------------------------------------------------------------------------------- saving
+
+    def save(self, engine: Engine, progress: Progress) -> None:
+        """Save a checkpoint and delete those that are not to be kept; every worker must call it.
+
+        If the checkpoint cannot be written, for example on a full disk, a warning is logged and training continues. The
+        earlier checkpoints stay, and the next save tries again.
+        """
+        if self._is_saved(progress):
+            return
+        first = world()[0] == 0
+        tag = f"step-{progress.step:08d}-{self._attempt}"
+        written = engine.save(self.directory, tag)
+        of_workers = from_all(written)
+        error = next((w.error for w in of_workers if w.error), None)
+        files = {name: file for w in of_workers for name, file in w.files.items()}
+        checkpoint = Checkpoint(tag, progress, self._course, files)
+        if first and error is None:
+            try:
+                durable.replace_json(self.directory / tag / MARKER, checkpoint.marker)
+            except OSError as failure:
+                error = f"{failure.strerror} at {self.directory / tag / MARKER}"
+        error = from_first(error)
+        if error is None:
+            self._saved(checkpoint, list(written.files))
+        elif first:
+            free = shutil.disk_usage(self.directory).free
+            shutil.rmtree(self.directory / tag, ignore_errors=True)
+            self._warn(
+                progress.step,
+                f"the checkpoint of step {progress.step} was not saved: {error}, {free} bytes free; training continues "
+                "with the earlier checkpoints",
+            )
+
+    def _saved(self, checkpoint: Checkpoint, own_files: list[str]) -> None:
+        """Finish the previous upload, delete old checkpoints and start the upload of the new one."""
+        self.settle()  # not before the save, which must be quick when a node is about to be taken away
+        self._valid.insert(0, checkpoint)
+        self._delete_old()
+        if self._remote is not None:
+            keep = {c.tag for c in self._valid} if world()[0] == 0 else None
+            timeout_s = self._settings.collective_timeout_s
+            self._upload = Upload(self._remote, self.directory, checkpoint, own_files, keep, timeout_s)
+
+    def _is_saved(self, progress: Progress) -> bool:
+        return bool(self._valid) and self._valid[0].progress.step == progress.step
+
+    def _delete_old(self) -> None:
+        """Keep the newest checkpoints and the best, and no broken one."""
+        best = max(self._settings.keep_best, int(self._settings.validation is not None))  # one of them is exported
+        keep = {c.tag for c in self._valid[: self._settings.keep_last] + self._by_score()[:best]}
+        self._valid = [c for c in self._valid if c.tag in keep]
+        if world()[0] == 0:
+            for old in self.directory.glob("step-*"):
+                if old.name not in keep:
+                    (old / MARKER).unlink(missing_ok=True)  # first, so that a half-deleted checkpoint is incomplete
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def settle(self) -> None:
+        """Wait for the upload in progress and log a warning if it failed; every worker must call it."""
+        upload, self._upload = self._upload, None
+        if upload is None:
+            return
+        first = world()[0] == 0
+        faults = [fault for fault in from_all(None if first else upload.fault()) if fault]
+        if first:
+            if faults:  # the files for which worker 0 waits will not arrive
+                upload.cancel()
+            fault = next(iter(faults), None) or upload.fault()
+            if fault:
+                self._warn(
+                    upload.checkpoint.progress.step,
+                    f"checkpoint {upload.checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
+                    f"{self.directory}, and training continues",
+                )
+
+    def _warn(self, step: int, message: str) -> None:
+        try:
+            append_event(self.directory.parent, Event(step, "state", "warn", message))
+        except OSError:  # no byte is left on the disk
+            say(message)
+
+    # ----------------------------------------------------------------------------------------------------- the result
+
+    def require_saved(self, progress: Progress) -> None:
+        """Check that the last checkpoint of the run was saved.
+
+        Raises:
+            InputError: it was not, so that there is nothing to export.
+        """
+        if not self._is_saved(progress):
+            raise InputError(
+                f"output={self.directory.parent}: the last checkpoint could not be saved; free disk space and run the same "
+                "command again, which resumes from the checkpoint before"
+            )
+
+    def result(self) -> tuple[Path, Progress]:
+        """Return directory and progress of the checkpoint to export; one worker calls it.
+
+        That is the checkpoint with the highest score, the newest of equals, or without scores the newest. A damaged one
+        is skipped with a warning.
+
+        Raises:
+            InputError: all are damaged.
+        """
+        for checkpoint in self._by_score() + [c for c in self._valid if c.progress.score is None]:
+            fault = next((f for f in (self._fault(checkpoint, name) for name in checkpoint.files) if f), None)
+            if fault is None:
+                return self.directory / checkpoint.tag, checkpoint.progress
+            self._warn(checkpoint.progress.step, f"checkpoint {checkpoint.tag} is not exported: {fault}")
+        raise InputError(f"output={self.directory.parent}: all checkpoints are damaged; check the disk and run again")
+
+    def _by_score(self) -> list[Checkpoint]:
+        """Return the valid checkpoints with a score, best first, the newer of equals first."""
+        scored = [(c.progress.score, c.progress.step, c) for c in self._valid if c.progress.score is not None]
+        return [checkpoint for *_, checkpoint in sorted(scored, key=lambda s: s[:2], reverse=True)]

@@ -1,0 +1,91 @@
+"""Upload of a training checkpoint to an object store, in the background, while training continues."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+from pyarrow import ArrowException
+
+from infembed_ray.object_store import Folder
+from infembed_ray.storage import STATES, output_files
+from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, step_of
+
+_POLL_S = 0.5
+
+
+class Upload:
+    """One worker's part of the upload of a checkpoint; the upload starts at once.
+
+    Args:
+        remote: Output of the run in the object store.
+        directory: Local directory of the checkpoints.
+        checkpoint: Checkpoint to upload.
+        own_files: Files that this worker wrote.
+        keep: On worker 0, tags of the checkpoints to keep in the store. Worker 0 waits for all files, uploads the run's
+            own files, then the marker, and deletes older checkpoints. None on the other workers.
+        timeout_s: How long worker 0 waits for the files of the others.
+    """
+
+    def __init__(
+        self,
+        remote: Folder,
+        directory: Path,
+        checkpoint: Checkpoint,
+        own_files: list[str],
+        keep: set[str] | None,
+        timeout_s: float,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._remote = remote
+        self._directory = directory
+        self._own_files = own_files
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._cancelled = threading.Event()
+        self._fault: str | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)  # so that a worker can exit during an upload
+        self._thread.start()
+
+    def fault(self) -> str | None:
+        """Wait for the end of the upload and return what went wrong, or None."""
+        self._thread.join()
+        return self._fault
+
+    def cancel(self) -> None:
+        """Stop waiting for the files of other workers."""
+        self._cancelled.set()
+
+    def _run(self) -> None:
+        try:
+            folder = self._remote / STATES
+            tag = self.checkpoint.tag
+            for name in self._own_files:
+                folder.upload(self._directory / tag / name, f"{tag}/{name}")
+            if self._keep is not None and self._wait_for_files(folder / tag):
+                for file in output_files(self._directory.parent):
+                    self._remote.upload(file, file.relative_to(self._directory.parent).as_posix())
+                folder.write(f"{tag}/{MARKER}", json.dumps(self.checkpoint.marker))
+                self._delete_old(folder, self._keep)
+        except (OSError, ArrowException) as error:
+            self._fault = " ".join(str(error).split())[:300]
+
+    def _wait_for_files(self, folder: Folder) -> bool:
+        """Wait until the files of all workers are in the store; return False if the upload was cancelled."""
+        expected = {name: file.size for name, file in self.checkpoint.files.items()}
+        deadline = time.monotonic() + self._timeout_s
+        while {name: entry.size for name, entry in folder.entries().items() if name in expected} != expected:
+            if self._cancelled.wait(_POLL_S):
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the files of all workers were not there after {self._timeout_s} s")
+        return True
+
+    def _delete_old(self, folder: Folder, keep: set[str]) -> None:
+        """Delete checkpoints up to this one that are not to be kept. Later ones belong to a run that is ahead."""
+        tags = {name: name.split("/")[0] for name in folder.entries()}
+        old = [n for n, tag in tags.items() if tag not in keep and step_of(tag) <= self.checkpoint.progress.step]
+        for name in sorted(old, key=lambda name: not name.endswith(MARKER)):  # markers first: see MARKER
+            folder.delete(name)

@@ -1,0 +1,1 @@
+"""What a training reports: metrics, events, anomalies, trackers and the HTML report."""

@@ -1,0 +1,121 @@
+"""The pages of the documentation, their code blocks, links and inline code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+_FENCE = re.compile(r"(?P<before>[^\n]*)\n```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?P<kind>needs|tested): (?P<value>.+) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block. `needs` and `tested` come from the comment before it."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    needs: str | None
+    tested: str | None
+    follows: bool
+    """Whether it directly follows another block."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@cache
+def hooks() -> Any:
+    """The module docs/hooks/pages.py, which generates the reference."""
+    spec = importlib.util.spec_from_file_location("docs_hooks_pages", DOCS / "hooks" / "pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def written() -> dict[str, str]:
+    """Path from the root -> Markdown of every page that people write."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+
+
+@cache
+def all_pages() -> dict[str, str]:
+    """The written pages and the generated ones."""
+    return written() | {f"docs/{uri}": text for uri, text in hooks().generated().items()}
+
+
+def prose(text: str) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+@cache
+def blocks() -> list[Block]:
+    """Every fenced block of the written pages."""
+    found = []
+    for page, text in written().items():
+        end = 0
+        for match in _FENCE.finditer(text):
+            marker = _MARKER.search(match["before"])
+            values = {marker["kind"]: marker["value"]} if marker else {}
+            found.append(
+                Block(
+                    page,
+                    text[: match.start("code")].count("\n"),
+                    match["language"],
+                    match["code"],
+                    values.get("needs"),
+                    values.get("tested"),
+                    follows=end > 0 and not text[end : match.start()].strip() and not match["before"].strip(),
+                )
+            )
+            end = match.end()
+    return found
+
+
+def inline_code(page: str) -> list[str]:
+    """The inline code of a page's prose."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(written()[page]))
+
+
+def commands(code: str) -> list[list[str]]:
+    """The arguments of every `infembed` command and job script in a shell script."""
+    found = []
+    for line in re.sub(r"\\\n\s*", " ", code).splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quote that goes on in the next line: no command of ours has one
+            continue
+        words = ["ended" if word in ("&&", "|") else word for word in words]
+        for position, word in enumerate(words):
+            verb = re.fullmatch(r"jobs/(\w+)\.py", word)
+            if (word == "infembed" and words[position - 1] not in ("cd",)) or verb:
+                arguments = words[position + 1 :]
+                if "ended" in arguments:
+                    arguments = arguments[: arguments.index("ended")]
+                found.append(([verb[1]] if verb else []) + arguments)
+    return found
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page: explicit ones, and the slugs of its headings."""
+    found = set(re.findall(r"\{ ?#([\w-]+)", text))
+    for heading in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE):
+        plain = re.sub(r"\{.*?\}$|`", lambda m: "" if m[0] == "`" or "#" in m[0] else m[0], heading)
+        slug = re.sub(r"[^\w\s-]", "", plain).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", slug))
+    return found

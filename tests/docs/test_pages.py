@@ -1,0 +1,193 @@
+"""The documentation agrees with the code: commands, settings, links, files, tests and metrics."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infembed_ray import cli
+from infembed_ray.config.base import Settings
+from infembed_ray.serving.http import schema
+from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
+
+SHELL = [block for block in blocks() if block.language in ("bash", "console")]
+SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs")
+TWO_WORDS = ("index compact", "index versions", "index use", "index verify")
+
+
+def options(arguments: list[str]) -> Any:
+    """The parsed arguments of a command, as `cli.main` parses them."""
+    if " ".join(arguments[:2]) in TWO_WORDS:
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
+    return cli._parser().parse_args(arguments)
+
+
+def settings_of(parsed: Any) -> type[Settings] | None:
+    """The settings class of a command."""
+    if parsed.verb == "plan":
+        return cli.PLANS[parsed.what].settings
+    verb = (cli.VERBS | cli.MAINTENANCE).get(parsed.verb)
+    return verb.settings if verb else None
+
+
+@cache
+def classes() -> set[type[Settings]]:
+    """All settings classes of all verbs, nested ones included."""
+    return {cls for given in hooks().SETTINGS.values() for cls in hooks().with_nested(given)}
+
+
+def is_setting(name: str) -> bool:
+    """Whether `name`, with dots into nested settings, is a setting of some verb."""
+    first, *rest = name.split(".")
+    fields = [cls.model_fields[first] for cls in classes() if first in cls.model_fields]
+    return bool(fields) and (not rest or any(_has(field.annotation, rest) for field in fields))
+
+
+def _has(annotation: Any, names: list[str]) -> bool:
+    nested = hooks().settings_in(annotation)
+    if not nested:  # a mapping of names that the user chooses
+        return "dict" in str(annotation)
+    return any(
+        (names[0] in cls.model_fields and (len(names) == 1 or _has(cls.model_fields[names[0]].annotation, names[1:])))
+        or ("dict" in str(annotation) and (len(names) == 1 or names[1] in cls.model_fields))
+        for cls in nested
+    )
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_every_command_has_valid_settings(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # of relative --config files
+    for arguments in commands(block.code):
+        if "--help" in arguments or "--version" in arguments:
+            continue
+        parsed = options(arguments)
+        settings = settings_of(parsed)
+        if settings is not None:
+            settings.load(parsed.config, parsed.overrides)
+
+
+@pytest.mark.parametrize("page", written())
+def test_every_command_in_a_sentence_has_known_settings(page: str) -> None:
+    unknown = []
+    for code in inline_code(page):
+        if re.match(r"infembed \w+ .*=", code) and "..." not in code:
+            parsed = options(commands(code)[0])
+            names = [override.partition("=")[0] for override in getattr(parsed, "overrides", [])]
+            unknown += [name for name in names if not is_setting(name)]
+    assert not unknown
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language in ("bash", "console", "python")], ids=str)
+def test_every_block_runs_or_says_what_it_needs(block: Block) -> None:
+    if block.tested:
+        assert (ROOT / block.tested).is_file()
+    if block.language == "python":
+        compile(block.code, str(block), "exec")
+
+
+@pytest.mark.parametrize("page", written())
+def test_inline_settings_and_identifiers_exist(page: str) -> None:
+    requests = {name for cls in vars(schema).values() if hasattr(cls, "model_fields") for name in cls.model_fields}
+    unknown = []
+    for code in inline_code(page):
+        if setting := re.fullmatch(r"([a-z_]+(?:\.\w+)*)=[^= ].*", code):
+            if not is_setting(setting[1]) and setting[1] not in requests | OTHERS:
+                unknown.append(code)
+        elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", code) and code not in words() | OTHERS:
+            unknown.append(code)
+    assert not unknown
+
+
+OTHERS = {"config.is_causal", "log_to_driver", "actimeo", "save_16bit_model"}
+"""Names of other software, which our source does not contain."""
+
+
+@cache
+def words() -> set[str]:
+    """All identifiers of the source."""
+    files = [f for top in SOURCES for f in (ROOT / top).rglob("*") if f.suffix in (".py", ".yaml", ".md", ".html")]
+    files.append(ROOT / "pyproject.toml")
+    return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("page", written())
+def test_files_and_tests_that_are_named_exist(page: str) -> None:
+    missing = []
+    for code in inline_code(page):
+        name, _, test = code.partition("::")
+        top = name.split("/")[0]
+        if "/" in name and re.fullmatch(r"[\w./-]+\.(py|md|yaml|html)", name):
+            inside = [ROOT / name, ROOT / "infembed_ray" / name]
+            if top in (*SOURCES, "docs") or (ROOT / "infembed_ray" / top).is_dir():
+                found = [file for file in inside if file.is_file()]
+                if not found or (test and f"def {test}" not in found[0].read_text(encoding="utf-8")):
+                    missing.append(code)
+        unknown_test = (test or name).startswith("test_") and (test or name) not in words()
+        unknown_module = re.fullmatch(r"infembed_ray(\.\w+)+", name) and not _is_module_or_member(name)
+        if unknown_test or unknown_module:
+            missing.append(code)
+    assert not missing
+
+
+def _is_module_or_member(name: str) -> bool:
+    parts = name.split(".")
+    for end in (len(parts), len(parts) - 1, len(parts) - 2):
+        path = ROOT.joinpath(*parts[:end])
+        if path.with_suffix(".py").is_file() or path.is_dir():
+            return all(part in words() for part in parts[end:])
+    return False
+
+
+@pytest.mark.parametrize("page", written())
+def test_metrics_that_are_named_exist(page: str) -> None:
+    patterns = [name.replace("*", r"\w+") for name in hooks().metrics()]
+    named = {code for code in inline_code(page) if re.fullmatch(r"infembed_\w+", code)} - {"infembed_ray"}
+    assert not [name for name in named if not any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+@pytest.mark.parametrize("page", all_pages())
+def test_links_lead_somewhere(page: str) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(all_pages()[page]))):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = str((ROOT / page).parent.joinpath(path).resolve().relative_to(ROOT)) if path else page
+        exists = linked in all_pages() or (ROOT / linked).is_file()
+        if not exists or (anchor and anchor not in anchors(all_pages().get(linked, ""))):
+            broken.append(target)
+    assert not broken
+
+
+def test_links_to_the_documentation_from_the_rest_of_the_repository_exist() -> None:
+    files = [f for top in SOURCES for f in (ROOT / top).rglob("*") if f.suffix in (".py", ".yaml", ".html")]
+    named = {
+        (str(file.relative_to(ROOT)), name)
+        for file in [*files, ROOT / "cluster.yaml"]
+        for name in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text(encoding="utf-8"))
+    }
+    assert not [link for link in named if not (ROOT / link[1]).is_file()]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(Path(page).relative_to("docs")) for page in written() if page.startswith("docs/")]
+    assert not [page for page in pages if page not in navigation]
+
+
+def test_the_python_page_names_the_function_of_every_verb() -> None:
+    page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    for verb in (cli.VERBS | cli.MAINTENANCE).values():
+        assert f"`{verb.function.replace(':', '.')}`" in page
+        assert f"`config.{verb.settings_class.replace(':', '.')}`" in page
+
+
+@pytest.mark.parametrize("arguments", [["train", "learning_rat=1"], ["index", "versions"], ["plan", "tran"]])
+def test_a_wrong_command_would_be_found(arguments: list[str]) -> None:
+    with pytest.raises((ValueError, SystemExit)):
+        parsed = options(arguments)
+        settings_of(parsed).load(None, parsed.overrides)  # type: ignore[union-attr]

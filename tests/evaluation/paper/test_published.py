@@ -1,0 +1,132 @@
+"""Numbers that the paper prints twice agree, except for those marked."""
+
+from itertools import pairwise
+
+import pytest
+
+from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
+from infembed_ray.evaluation.paper.sheets import plain
+from infembed_ray.evaluation.tasks.registry import TASKS
+from infembed_ray.training.losses import Objective
+
+SCORES = ("Robust04 MAP", "News21 nDCG@5", "Core17 MAP")
+P_MRRS = ("Robust04 p-MRR", "News21 p-MRR", "Core17 p-MRR")
+MAIR = ("DD-15 nDCG@10", "DD-16 nDCG@10", "DD-17 nDCG@10", "FR-21 nDCG@10", "FR-22 nDCG@10")
+
+
+def cells(number, printed=False):
+    """Return (row, backbone, column) -> value, and the doubtful ones."""
+    table = TABLES[number]
+    values, doubtful = {}, set()
+    places = [(backbone, column) for backbone in table.backbones or ("",) for column in table.columns]
+    for row in table.rows:
+        for place, n in zip(places, row.numbers, strict=True):
+            if n.value is not None:
+                values[(row.name, *place)] = float(n.printed) if printed and n.printed else n.value
+            if n.remark is not None and n.printed is None:
+                doubtful.add((row.name, *place))
+    return values, doubtful
+
+
+def off(values, parts, whole, tolerance):
+    """Return rows and backbones whose mean differs from that of its parts by more than rounding."""
+    found = set()
+    for (row, backbone, column), value in values.items():
+        if column == whole and all((row, backbone, part) in values for part in parts):
+            mean = sum(values[row, backbone, part] for part in parts) / len(parts)
+            if abs(mean - value) > tolerance:
+                found.add((row, backbone, column))
+    return found
+
+
+def test_tables_have_their_rows_and_columns():
+    shape = {number: (len(t.rows), len(t.columns) * max(1, len(t.backbones))) for number, t in TABLES.items()}
+    assert shape == {"2": (18, 14), "3": (14, 14), "4": (4, 1), "5": (30, 14), "6": (12, 64)}
+    assert {task for parts in COLUMNS.values() for task, _ in parts} <= set(TASKS)
+    for table in TABLES.values():
+        assert len({plain(row.name) for row in table.rows}) == len(table.rows)
+
+
+def test_rows_of_tables_3_and_6_are_the_objectives_in_the_papers_order():
+    objectives = [row.name for row in TABLES["6"].rows][1:]
+    assert [str(Objective.parse(name)) for name in objectives] == objectives
+    assert [row.name for row in TABLES["3"].rows][:12] == ["Base", *objectives]
+
+
+@pytest.mark.parametrize(("number", "tolerance"), [("2", 0.11), ("5", 0.11), ("6", 0.0101)])
+def test_corrected_averages_are_the_means_of_their_data_sets(number, tolerance):
+    values, doubtful = cells(number)
+    assert not off(values, SCORES, "FollowIR score", tolerance)
+    assert off(values, P_MRRS, "FollowIR p-MRR", tolerance) <= doubtful
+    assert not off(values, MAIR, "MAIR nDCG@10", tolerance)
+
+
+def test_corrected_numbers_contradict_the_print():
+    printed, doubtful = cells("6", printed=True)
+    wrong = off(printed, P_MRRS, "FollowIR p-MRR", 0.0101)
+    assert wrong - doubtful == {
+        ("Base", "ModernBERT", "FollowIR p-MRR"),
+        ("Base", "Average", "FollowIR p-MRR"),
+        ("multi{I,IQ}", "Llama-3.2-1B", "FollowIR p-MRR"),
+        ("multi{I,IQ}", "Average", "FollowIR p-MRR"),
+    }
+
+
+def test_the_average_over_backbones_is_that_of_the_corrected_values():
+    values, _ = cells("6")
+    backbones = TABLES["6"].backbones[:-1]
+    for (row, backbone, column), value in values.items():
+        if backbone == "Average":
+            mean = sum(values[row, b, column] for b in backbones) / len(backbones)
+            assert value == pytest.approx(mean, abs=0.0101), (row, column)
+
+
+def test_table_3_is_the_overall_columns_of_table_6():
+    of_3, of_6 = cells("3")[0], cells("6")[0]
+    shared = of_3.keys() & of_6.keys()
+    assert len(shared) == 12 * 7 * 2
+    assert all(of_3[place] == of_6[place] for place in shared)
+
+
+def test_tables_2_and_5_agree_where_they_are_not_doubtful():
+    (of_2, doubtful_2), (of_5, doubtful_5) = cells("2"), cells("5")
+    differing = {place for place in of_2.keys() & of_5.keys() if abs(of_2[place] - of_5[place]) > 0.011}
+    assert differing == doubtful_2 == {place for place in doubtful_5 if place[2] != "MAIR nDCG@10"}
+
+
+def test_table_2_is_the_best_of_table_6_by_p_mrr_and_that_is_uni_p_for_two_of_seven_backbones():
+    of_2, of_6 = cells("2")[0], cells("6")[0]
+    best = {}
+    for backbone in TABLES["6"].backbones[:-1]:
+        rows = [row.name for row in TABLES["6"].rows if row.name != "Base"]
+        best[backbone] = max(
+            rows, key=lambda row, b=backbone: (of_6[row, b, "FollowIR p-MRR"], of_6[row, b, "FollowIR score"])
+        )
+        name = "InF-Embed (ModernBERT-base)" if backbone == "ModernBERT" else f"InF-Embed ({backbone})"
+        for column in TABLES["6"].columns:
+            assert of_2[name, "", column] == pytest.approx(of_6[best[backbone], backbone, column], abs=0.0501)
+    assert [b for b, row in best.items() if row == "uni{P}"] == ["Qwen2.5-1.5B-Instruct", "Llama-3.2-1B"]
+    assert best["ModernBERT"] == "multi{P,I,IQ}"
+
+
+def test_table_4_is_of_uni_p():
+    assert (
+        cells("4")[0]["shared, last, 2 epochs", "", "FollowIR p-MRR"]
+        == cells("3")[0]["uni{P}", "Qwen2.5-1.5B", "FollowIR p-MRR"]
+    )
+
+
+def test_headline_gains_are_those_of_the_printed_tables():
+    """+8.2 and +14.3 are printed for e5-base-v2 but are means over both e5; +1.36 uses -0.27 instead of -2.57."""
+    of_2, printed = cells("2")[0], cells("3", printed=True)[0]
+    gains = [
+        [of_2[f"InF-Embed ({model})", "", column] - of_2[model, "", column] for model in ("e5-base-v2", "e5-large-v2")]
+        for column in ("FollowIR p-MRR", *MAIR)
+    ]
+    assert sum(gains[0]) / 2 == pytest.approx(8.2, abs=0.06)
+    assert sum(sum(of_column) for of_column in gains[1:]) / 10 == pytest.approx(14.3, abs=0.06)
+    modernbert = (
+        printed["multi{P,I,IQ}", "ModernBERT", "FollowIR p-MRR"] - printed["Base", "ModernBERT", "FollowIR p-MRR"]
+    )
+    assert modernbert == pytest.approx(1.36)
+    assert all(a != b for a, b in pairwise(of_column[0] for of_column in gains))

@@ -1,0 +1,133 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.paper.collection import collect
+from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.paper.sheets import ours, papers, stands_for
+from infembed_ray.evaluation.retrievers import baselines
+from tests.evaluation.paper import made
+
+ROWS = {"uni{P}": (0.1, {"epochs": 2}), "multi{P,I}": (0.4, {"epochs": 2}), "multi{P,I}, temperature=0.02": (0.4, {})}
+
+
+@pytest.fixture(scope="module")
+def collection():
+    followir = made.benchmarks("followir")
+    models = {"e5-base-v2": ("intfloat/e5-base-v2", 0), "trained": ("runs/x", 0.3)}
+    return collect(
+        {
+            "models": made.evaluation(followir | made.benchmarks("mair", "bright"), models),
+            "sweep": made.sweep(followir, ["qwen2.5-1.5b", "MiniLM"], ROWS, [1, 2]),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def sheets(collection):
+    return {sheet.name: sheet for sheet in papers(collection, {"trained": "InF-Embed (e5-base-v2)"})}
+
+
+def line(sheet, label, own=True):
+    return next(line for line in sheet.lines if (line.label, line.ours) == (label, own))
+
+
+def test_our_results_are_below_their_rows_of_the_paper(sheets):
+    for name in ("Table 2", "Table 5"):
+        labels = [(line.label, line.ours) for line in sheets[name].lines]
+        at = labels.index(("InF-Embed (e5-base-v2)", False))
+        assert labels[at + 1] == ("trained", True)
+        assert labels[labels.index(("e5-base-v2", False)) + 1] == ("e5-base-v2", True)
+        assert [label for label, own in labels if own and "base" not in label] == ["trained"]
+
+
+def test_every_number_of_the_paper_is_in_its_table_as_printed_or_corrected(sheets):
+    for number, table in TABLES.items():
+        of_table = [sheet for sheet in sheets.values() if re.fullmatch(rf"Table {number}(, .*)?", sheet.name)]
+        shown = [
+            n for sheet in of_table for line in sheet.lines if not line.ours for n in line.numbers if n is not None
+        ]
+        expected = [n for row in table.rows for n in row.numbers if n.value is not None]
+        decimals = 1 if number in "25" else 2
+        assert sorted(n.value for n in shown) == sorted(f"{n.value:.{decimals}f}" for n in expected)
+        assert sorted(n.printed for n in shown if n.printed) == sorted(n.printed for n in expected if n.printed)
+
+
+def test_our_numbers_are_the_means_of_the_figures_of_a_column(collection, sheets):
+    means = collection.results.figures["trained"]
+    columns = [" ".join(filter(None, column)) for column in sheets["Table 2"].columns]
+    numbers = dict(zip(columns, line(sheets["Table 2"], "trained").numbers, strict=True))
+    followir = [100 * means[f"followir/{task}"]["p-MRR"] for task in ("robust04", "news21", "core17")]
+    assert numbers["FollowIR p-MRR"].value == f"{sum(followir) / 3:.1f}"
+    bright = [100 * of_task["nDCG@10"] for task, of_task in means.items() if task.startswith("bright/")]
+    assert len(bright) == 12
+    assert numbers["BRIGHT nDCG@10"].value == f"{sum(bright) / 12:.1f}"
+    base = dict(zip(columns, line(sheets["Table 2"], "e5-base-v2").numbers, strict=True))
+    apart = float(numbers["Robust04 MAP"].value) - float(base["Robust04 MAP"].value)
+    assert float(numbers["Robust04 MAP"].difference) == pytest.approx(apart, abs=0.11)
+
+
+def test_rows_of_a_sweep_stand_at_their_objective_and_backbone(sheets):
+    table_3 = sheets["Table 3"]
+    own = line(table_3, "multi{P,I}")
+    backbones = [above for above, _ in table_3.columns]
+    assert backbones[-2:] == ["MiniLM", "MiniLM"]  # not the paper's: beside them
+    assert {b for b, n in zip(backbones, own.numbers, strict=True) if n is not None} == {"Qwen2.5-1.5B", "MiniLM"}
+    assert own.seeds == 2
+    assert own.numbers[-1].spread is not None
+    own_table = sheets["Table 6, MiniLM"]
+    assert [line.label for line in own_table.lines] == ["MiniLM, base", "MiniLM, uni{P}", "MiniLM, multi{P,I}"]
+    assert own_table.ours
+    assert not own_table.mixed
+    assert not sheets["Table 6, Average"].ours
+    assert not sheets["Table 4"].ours
+
+
+def test_repeated_remarks_are_one(sheets):
+    (doubt,) = [remark for remark in sheets["Table 5"].remarks if "doubtful" in remark]
+    assert doubt.startswith("InF-Embed (Qwen2.5-1.5B), DD-15 nDCG@10, DD-16 nDCG@10")
+
+
+def test_every_model_has_a_row_in_our_table_of_each_of_its_benchmarks(collection):
+    own = {sheet.name: sheet for sheet in ours(collection)}
+    assert list(own) == ["FollowIR", "MAIR", "BRIGHT"]
+    assert [line.label for line in own["MAIR"].lines] == ["e5-base-v2", "trained"]
+    sections = dict.fromkeys(line.section for line in own["FollowIR"].lines)
+    assert list(sections) == ["", "qwen2.5-1.5b", "MiniLM"]
+
+
+def test_every_baseline_stands_for_its_row(collection):
+    named = {row.name for number in "25" for row in TABLES[number].rows}
+    for name, entry in baselines.entries().items():
+        about = entry.settings.model_dump(mode="json", exclude_defaults=True)
+        model = replace(collection.models["trained"], label="any", about=about | {"model": [about.get("model")]})
+        rows = {row for row in named if stands_for(model, row, {})}
+        printed = {re.sub(r" \((v?[\d./]+[a-zM B]*)\)|\(v1.0/1.5\)", "", row).strip().lower() for row in entry.rows}
+        assert {row.lower() for row in rows} <= printed | {name}, name
+        assert bool(rows) == bool(entry.rows), name
+
+
+def test_an_evaluated_baseline_is_found_by_its_settings():
+    evaluated = made.evaluation(made.benchmarks("followir"), {"any": ("org/base", 0)})
+    about = baselines.entries()["e5-large-v2"].settings.model_dump(mode="json", exclude_defaults=True)
+    found = collect({"a": replace(evaluated, models={"any": about | {"identity": "x"}})})
+    assert stands_for(found.models["any"], "e5-large-v2", {})
+
+
+def test_other_prompts_or_weights_are_not_the_papers_row(collection):
+    entry = baselines.entries()["e5-large-v2"]
+    about = entry.settings.model_dump(mode="json", exclude_defaults=True)
+    unprompted = about | {"plain_query": "{query}"}
+    hub = {"model": about["model"], "identity": "x"}
+    for evaluated, stands in ((about | {"dtype": "bfloat16"}, True), (unprompted, False), (hub, False)):
+        model = replace(collection.models["trained"], label="any", about=evaluated | {"model": [evaluated["model"]]})
+        assert stands_for(model, "e5-large-v2", {}) is stands, evaluated
+
+
+def test_unknown_names_are_rejected(collection):
+    with pytest.raises(InputError, match=r"rows\.traned: no model has this name; did you mean trained\?"):
+        papers(collection, {"traned": "e5-base-v2"})
+    with pytest.raises(InputError, match=r"rows\.trained=InF-Embed \(e5-base\): no row .*did you mean"):
+        papers(collection, {"trained": "InF-Embed (e5-base)"})

@@ -1,0 +1,89 @@
+"""Models and tasks of an evaluation are resolved and checked without Ray."""
+
+import pytest
+
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.inputs import content_hash, resolve
+from infembed_ray.records import columns_of
+from tests.evaluation import published
+from tests.evaluation.tasks.test_infir import record
+from tests.support.files import write_jsonl
+
+BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
+
+
+@pytest.fixture(scope="module")
+def settings(minilm, tmp_path_factory):
+    root = tmp_path_factory.mktemp("inputs")
+    published.bright_like(root / "mirror")
+    records = write_jsonl(root / "records.jsonl", [columns_of(record(topic)) for topic in ("tides", "bread")])
+    distractors = write_jsonl(root / "distractors.jsonl", [{"id": "1", "passage": "a passage about something else"}])
+    return EvaluateSettings(
+        tasks=("bright/leetcode",),
+        data=str(root / "mirror"),
+        records=str(records),
+        models={"base": minilm, "bm25": BM25, "chance": {"kind": "random"}},
+        first_stage="bm25",
+        rerank=5,
+        distractors=str(distractors),
+        output=str(root / "output"),
+    )
+
+
+def test_inputs_have_all_models_and_tasks_with_shared_corpora(settings):
+    inputs = resolve(settings)
+    assert [model.label for model in inputs.models] == ["base", "bm25", "chance"]
+    assert [model.reranks for model in inputs.models] == [False, False, True]
+    assert [task.name for task in inputs.tasks] == ["bright/leetcode", "records"]
+    assert all(task.corpus_file.is_file() for task in inputs.tasks)
+    assert inputs.size == (6 + 6, 144 + 6 + 1)
+
+
+def test_the_identity_changes_with_tasks_and_the_order_of_models(settings):
+    def identity(**change):
+        changed = settings.model_copy(update=change)
+        return resolve(changed).step(changed).identity
+
+    swapped = dict(reversed(settings.models.items()))
+    assert identity() == identity(actors=4)
+    assert len({identity(), identity(models=swapped), identity(tasks=()), identity(depth=10)}) == 4
+
+
+def test_a_tasks_hash_changes_with_any_of_its_contents(settings):
+    first, second = (resolve(settings.model_copy(update={"max_distractors": n})).tasks[1] for n in (0, 1))
+    assert content_hash(first) != content_hash(second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": {}}, "models is empty"),
+        ({"models": {"base": "/no/such/model"}}, "/no/such/model: no such model directory"),
+        ({"records": None, "tasks": ()}, "tasks is empty"),
+        ({"records": None}, "needs records; set records"),
+        ({"tasks": ("bright/biologie",)}, "bright/biolog"),
+        ({"records": "/no/such/records.jsonl"}, "records=/no/such/records.jsonl: no such file"),
+        ({"distractors": "/no/such/passages.jsonl"}, "distractors=/no/such/passages.jsonl: no such file"),
+        ({"split": "nowhere"}, "no row has split=nowhere"),
+        ({"embeddings": "s3://bucket/embeddings"}, "embeddings=s3://bucket/embeddings: must be a path"),
+        ({"rerank": 2000}, "rerank=2000: rankings end at depth=1000"),
+        ({"first_stage": "bm26"}, "first_stage=bm26: is not a label of models"),
+        (
+            {"first_stage": None},
+            "models.chance: is a reranker, but bright/leetcode has no lists of 1000 candidates or fewer",
+        ),
+        ({"first_stage": "chance"}, "first_stage=chance: is a reranker itself"),
+    ],
+)
+def test_bad_input_is_rejected_in_one_line(settings, change, message):
+    with pytest.raises(InputError) as error:
+        resolve(EvaluateSettings.from_mapping(settings.model_dump() | change))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_distractors_without_text_are_rejected(settings, tmp_path):
+    file = str(write_jsonl(tmp_path / "passages.jsonl", [{"id": "1", "body": "words"}]))
+    with pytest.raises(InputError, match=r"column text is missing .*columns?"):
+        resolve(settings.model_copy(update={"distractors": file}))

@@ -1,0 +1,88 @@
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.llm import client
+from infembed_ray.llm.batch_client import BatchClient
+from infembed_ray.llm.chat import RunFailure
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "BACKOFF_S", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("api_version", "path", "header"),
+    [(None, "/files/f/content", "Authorization"), ("2024-10-21", "/openai/files/f/content", "api-key")],
+)
+def test_a_download_has_address_and_key_of_its_endpoint_and_is_repeated_when_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api_version: str | None, path: str, header: str
+) -> None:
+    monkeypatch.setenv("BATCH_KEY", "mine")
+    monkeypatch.setenv("OPENAI_ORG_ID", "another account")
+    seen: list[web.Request] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request)
+        if len(seen) == 1:
+            response = web.StreamResponse(headers={"Content-Length": "9"})
+            await response.prepare(request)
+            await response.write(b"whole")
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        return web.Response(body=b"the whole")
+
+    async def download() -> None:
+        application = web.Application()
+        application.router.add_get("/{any:.*}", handle)
+        async with TestServer(application) as server:
+            endpoint = Endpoint(
+                base_url=f"http://127.0.0.1:{server.port}", api_key_env="BATCH_KEY", api_version=api_version
+            )
+            async with contextlib.aclosing(BatchClient(endpoint)) as batches:
+                await batches.download("f", tmp_path / "file")
+
+    asyncio.run(download())
+    assert (tmp_path / "file").read_bytes() == b"the whole"
+    assert [request.path for request in seen] == [path, path]
+    assert seen[0].headers[header].endswith("mine")
+    assert "OpenAI-Organization" not in seen[0].headers
+    assert seen[0].query.get("api-version") == api_version
+
+
+def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATCH_KEY", raising=False)
+    with pytest.raises(RunFailure, match=r"endpoint\.api_key_env=BATCH_KEY: not set"):
+        BatchClient(Endpoint(api_key_env="BATCH_KEY"))
+
+
+@pytest.mark.parametrize("api_version", [None, "2024-10-21"])
+def test_an_endpoint_without_a_key_is_sent_none(tmp_path: Path, api_version: str | None) -> None:
+    seen: list[web.Request] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request)
+        return web.Response(body=b"all")
+
+    async def download() -> None:
+        application = web.Application()
+        application.router.add_get("/{any:.*}", handle)
+        async with TestServer(application) as server:
+            endpoint = Endpoint(
+                base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, api_version=api_version, max_retries=0
+            )
+            async with contextlib.aclosing(BatchClient(endpoint)) as batches:
+                await batches.download("f", tmp_path / "file")
+
+    asyncio.run(download())
+    assert len(seen) == 1
+    assert not {"Authorization", "api-key"} & set(seen[0].headers)

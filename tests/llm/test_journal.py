@@ -1,0 +1,312 @@
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray.llm import journal as journal_module
+from infembed_ray.llm.chat import Completion, RunFailure
+from infembed_ray.llm.journal import Journal, decode, encode, has_writer, new_segment
+from tests.support.chat import completion, request, unreadable
+
+completions = st.builds(
+    Completion,
+    text=st.text(max_size=60),
+    finish_reason=st.sampled_from(["stop", "length"]),
+    model=st.text(max_size=5),
+    prompt_tokens=st.integers(0, 10**6),
+    completion_tokens=st.integers(0, 10**6),
+    refusal=st.none() | st.text(max_size=20),
+    batched=st.booleans(),
+)
+
+
+@pytest.fixture(autouse=True)
+def _syncs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SYNC_EVERY_S", 0.0)
+
+
+def write(directory: Path, *texts: str) -> None:
+    """Append a completion per text, in one new segment."""
+
+    async def append() -> None:
+        journal = Journal(directory)
+        for text in texts:
+            await journal.append(request(text), completion(f"answer to {text}"))
+        journal.close()
+
+    asyncio.run(append())
+
+
+def text_of(journal: Journal, text: str) -> str | None:
+    found = journal.get(request(text).key)
+    return found.text if found else None
+
+
+@settings(max_examples=25)
+@given(st.lists(st.dictionaries(st.text(max_size=9), completions, max_size=4), max_size=4))
+def test_what_was_appended_is_found_again_by_every_later_process(runs: list[dict[str, Completion]]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        expected: dict[str, Completion] = {}
+
+        async def append_all() -> None:
+            for run in runs:
+                journal = Journal(Path(name))
+                for text, answered in run.items():
+                    if journal.get(request(text).key) is None:
+                        expected[text] = answered
+                        await journal.append(request(text), answered)
+                    assert journal.get(request(text).key) == replace(expected[text], replayed=True)
+                journal.close()
+
+        asyncio.run(append_all())
+        reopened = Journal(Path(name))
+        assert len(reopened) == len(expected)
+        for text, answered in expected.items():
+            assert reopened.get(request(text).key) == replace(answered, replayed=True)
+        assert reopened.get(request("never asked, and longer than nine").key) is None
+
+
+def test_reading_a_journal_creates_no_file(tmp_path: Path) -> None:
+    write(tmp_path / "finished", "a")
+    journal = Journal(tmp_path / "new", [tmp_path / "finished"])
+    assert text_of(journal, "a") == "answer to a"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_single_file_can_be_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    file.write_bytes(encode(request("a"), completion("one")) + encode(request("b"), completion("two")))
+    before = file.read_bytes()
+    journal = Journal(tmp_path / "own", [file])
+    assert (text_of(journal, "a"), text_of(journal, "b")) == ("one", "two")
+    asyncio.run(journal.append(request("c"), completion("three")))
+    assert file.read_bytes() == before
+
+
+@given(st.data())
+def test_a_line_cut_short_at_any_byte_loses_one_completion_with_a_warning(data: st.DataObject) -> None:
+    lines = [encode(request(text), completion(f"answer to {text}")) for text in "abc"]
+    cut = data.draw(st.integers(1, len(lines[-1]) - 1))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "crashed.jsonl").write_bytes(b"".join(lines)[:-cut])
+        with pytest.warns(UserWarning, match="cut short"):
+            journal = Journal(directory)
+        assert [text_of(journal, text) for text in "abc"] == ["answer to a", "answer to b", None]
+        asyncio.run(journal.append(request("c"), completion("asked again")))
+        journal.close()
+        with pytest.warns(UserWarning, match="cut short"):
+            assert text_of(Journal(directory), "c") == "asked again"
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40, b"{}", b"[1]", b'{"key": "zz"}', b'{"key": "aa"', b"\xff\xfe"])
+def test_a_damaged_line_is_skipped_with_a_warning(tmp_path: Path, damage: bytes) -> None:
+    lines = [encode(request(text), completion(f"answer to {text}")) for text in "ab"]
+    (tmp_path / "damaged.jsonl").write_bytes(lines[0] + damage + b"\n" + lines[1])
+    with pytest.warns(UserWarning, match="1 damaged"):
+        journal = Journal(tmp_path)
+    assert [text_of(journal, text) for text in "ab"] == ["answer to a", "answer to b"]
+
+
+def test_a_refresh_finds_what_others_appended_since(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    write(tmp_path, "a")
+    assert text_of(journal, "a") is None
+    journal.refresh()
+    assert text_of(journal, "a") == "answer to a"
+
+    torn = encode(request("b"), completion("answer to b"))
+    segment = tmp_path / "being-written.jsonl"
+    segment.write_bytes(torn[:20])
+    journal.refresh()
+    assert text_of(journal, "b") is None
+    segment.write_bytes(torn)
+    journal.refresh()
+    assert text_of(journal, "b") == "answer to b"
+
+
+@pytest.mark.integration
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    texts = [[f"{writer}-{number}" for number in range(150)] for writer in range(3)]
+    writers = [context.Process(target=write, args=(tmp_path, *mine)) for mine in texts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        journal = Journal(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert all(text_of(journal, text) == f"answer to {text}" for mine in texts for text in mine)
+
+
+_WRITE_UNTIL_KILLED = """
+import asyncio, sys
+from pathlib import Path
+from infembed_ray.llm.journal import Journal
+from tests.support.chat import completion, request
+
+async def main():
+    journal = Journal(Path(sys.argv[1]))
+    async def one(number):
+        await journal.append(request(str(number)), completion("x" * 2000))
+        print(number, flush=True)
+    for start in range(0, 10**6, 20):
+        await asyncio.gather(*(one(start + offset) for offset in range(20)))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.integration
+def test_confirmed_appends_survive_a_kill(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITE_UNTIL_KILLED, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as writer:
+        assert writer.stdout is not None
+        confirmed = [writer.stdout.readline() for _ in range(150)]
+        writer.send_signal(signal.SIGKILL)
+        confirmed += writer.stdout.read().splitlines(keepends=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the kill may have cut the last line short
+        journal = Journal(tmp_path)
+    numbers = [line.strip() for line in confirmed if line.endswith("\n")]
+    assert len(numbers) >= 150
+    assert all(text_of(journal, number) == "x" * 2000 for number in numbers)
+
+
+def test_a_completion_is_on_disk_before_it_is_used_and_appends_share_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = [0]
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        fsync(descriptor)
+        synced.append(size)
+
+    async def append_all() -> None:
+        journal = Journal(tmp_path)
+        await journal.append(request("first"), completion("opens the segment"))
+        [segment] = tmp_path.iterdir()
+        monkeypatch.setattr(os, "fsync", watched)
+
+        async def one(number: int) -> None:
+            await journal.append(request(str(number)), completion(f"answer to {number}"))
+            at = segment.read_bytes().index(f'answer to {number}"'.encode())
+            assert max(synced) > at
+
+        await asyncio.gather(*(one(number) for number in range(200)))
+
+    asyncio.run(append_all())
+    assert 1 < len(synced) < 50
+
+
+@pytest.mark.integration
+def test_memory_does_not_grow_with_the_length_of_responses(tmp_path: Path) -> None:
+    def memory(length: int) -> int:
+        file = tmp_path / f"{length}.jsonl"
+        file.write_bytes(b"".join(encode(request(str(n)), completion("x" * length)) for n in range(300)))
+        tracemalloc.start()
+        try:
+            journal = Journal(tmp_path / "own", [file])
+            assert len(journal) == 300
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    memory(1)  # what is allocated once
+    assert memory(20_000) < memory(20) + 50_000
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    journal = Journal(tmp_path / "file" / "journal")
+    with pytest.raises(RunFailure, match=r"journal=.*cannot be written"):
+        asyncio.run(journal.append(request(), completion("x")))
+
+
+def test_a_sync_that_finds_no_thread_ends_the_run(tmp_path: Path) -> None:
+    async def append() -> None:
+        threads = ThreadPoolExecutor()
+        threads.shutdown()  # run_in_executor raises RuntimeError, as it does when no thread can be started
+        asyncio.get_running_loop().set_default_executor(threads)
+        await Journal(tmp_path).append(request(), completion("x"))
+
+    with pytest.raises(RunFailure, match=r"journal=.*cannot be written \(cannot schedule"):
+        asyncio.run(append())
+
+
+def test_a_segment_that_cannot_be_read_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    journal = Journal(tmp_path)
+    unreadable(*tmp_path.glob("*.jsonl"))
+    with pytest.raises(RunFailure, match=r"journal=.*cannot be read \(Is a directory"):
+        journal.get(request("a").key)
+
+
+def test_a_segment_that_cannot_be_indexed_again_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    (merged,) = tmp_path.glob("*.jsonl")
+    journal = Journal(tmp_path)
+    merged.unlink()
+    unreadable(tmp_path / "other.jsonl")
+    with pytest.raises(RunFailure, match="cannot be read"):
+        journal.get(request("a").key)
+
+
+def test_a_process_whose_own_segment_was_removed_cannot_read_it(tmp_path: Path) -> None:
+    async def append_and_get() -> None:
+        journal = Journal(tmp_path)
+        await journal.append(request(), completion("x"))
+        for segment in tmp_path.iterdir():
+            segment.unlink()
+        with pytest.raises(RunFailure, match=r"cannot be read \(No such file"):
+            journal.get(request().key)
+        journal.close()
+
+    asyncio.run(append_and_get())
+
+
+def test_a_process_whose_segment_was_removed_ends_the_run(tmp_path: Path) -> None:
+    async def append_twice() -> None:
+        journal = Journal(tmp_path)
+        await journal.append(request("a"), completion("x"))
+        for segment in tmp_path.iterdir():
+            segment.unlink()
+        with pytest.raises(RunFailure, match="removed while in use"):
+            await journal.append(request("b"), completion("x"))
+        journal.close()
+
+    asyncio.run(append_twice())
+
+
+def test_an_entry_names_step_row_and_prompt() -> None:
+    line = encode(request(row="seed-7", step="query_negative"), completion("x"))
+    entry = json.loads(line)
+    assert (entry["row"], entry["step"], entry["prompt"]) == ("seed-7", "query_negative", "test=1")
+    assert decode(line) == (request().key, replace(completion("x"), replayed=True))
+
+
+def test_a_segment_has_a_writer_until_it_is_closed(tmp_path):
+    stream, path = new_segment(tmp_path)
+    assert has_writer(path)
+    stream.close()
+    assert not has_writer(path)
+    assert not has_writer(tmp_path / "gone.jsonl")

@@ -1,0 +1,294 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray import cli
+from infembed_ray.errors import InputError
+from infembed_ray.llm import journal_tools
+from infembed_ray.llm.journal import Journal, encode
+from infembed_ray.llm.journal_tools import compact, export, import_entries, scan
+from tests.llm.test_journal import text_of, write
+from tests.support.chat import completion, request
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def line(text: str, answer: str) -> bytes:
+    return encode(request(text), completion(answer))
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def quietly(directory: Path) -> Journal:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Journal(directory)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from("abcdef"), st.sampled_from(["one", "two"]))
+            | st.sampled_from([b'{"key": "\0\0\n', b'{"key": "00"}\n', b'{"key": "\xff"}\n']),
+            max_size=6,
+        ),
+        max_size=5,
+    ),
+    st.integers(0, 100),
+)
+def test_compaction_keeps_every_answer_in_one_undamaged_segment(
+    contents: list[list[tuple[str, str] | bytes]], torn: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for number, content in enumerate(contents):
+            lines = [each if isinstance(each, bytes) else line(*each) for each in content]
+            tail = line("a", "torn")[:torn] if number == 0 else b""
+            (directory / f"{number}.jsonl").write_bytes(b"".join(lines) + tail)
+        before = quietly(directory)
+        answers = {text: text_of(before, text) for text in "abcdef"}
+        compact(directory)
+        after = scan(directory)
+        assert (after.duplicates, after.torn, after.damaged) == (0, 0, [])
+        assert after.segments == (1 if any(answers.values()) else 0)
+        assert after.entries == len(before)
+        reopened = Journal(directory)
+        assert {text: text_of(reopened, text) for text in "abcdef"} == answers
+        held = files(directory)
+        compact(directory)
+        assert files(directory) == held
+
+
+def test_a_living_process_keeps_its_segment_and_finds_merged_entries(tmp_path: Path) -> None:
+    write(tmp_path, "a", "b")
+    write(tmp_path, "b", "c")
+    living = Journal(tmp_path)
+    asyncio.run(living.append(request("d"), completion("answer to d")))
+    assert len(list(tmp_path.iterdir())) == 3
+
+    assert compact(tmp_path).segments == 2
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [text_of(living, text) for text in "abcd"] == [f"answer to {text}" for text in "abcd"]
+    asyncio.run(living.append(request("e"), completion("answer to e")))
+    assert [text_of(Journal(tmp_path), text) for text in "abcde"] == [f"answer to {text}" for text in "abcde"]
+
+    living.close()
+    assert compact(tmp_path).segments == 2
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [text_of(living, text) for text in "abcde"] == [f"answer to {text}" for text in "abcde"]
+
+
+_APPEND_UNTIL_KILLED = """
+import asyncio, sys
+from pathlib import Path
+from infembed_ray.llm.journal import Journal
+from tests.support.chat import completion, request
+
+async def main():
+    journal = Journal(Path(sys.argv[1]))
+    for number in range(10**6):
+        await journal.append(request(str(number)), completion(f"answer to {number}"))
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.integration
+def test_repeated_compaction_beside_a_writer_loses_nothing_confirmed(tmp_path: Path) -> None:
+    for start in range(0, 30, 3):
+        write(tmp_path, *(f"old {number}" for number in range(start, start + 4)))
+    command = [sys.executable, "-c", _APPEND_UNTIL_KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as writer:
+        assert writer.stdout is not None
+        confirmed = [writer.stdout.readline().strip() for _ in range(20)]
+        for _ in range(5):
+            compact(tmp_path)
+            assert len(list(tmp_path.iterdir())) == 2
+            confirmed += [writer.stdout.readline().strip() for _ in range(20)]
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    compact(tmp_path)
+    journal = Journal(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert all(text_of(journal, number) == f"answer to {number}" for number in confirmed)
+    assert all(text_of(journal, f"old {number}") == f"answer to old {number}" for number in range(31))
+
+
+@pytest.mark.parametrize("last_call", range(12))
+def test_a_crash_at_any_moment_of_a_compaction_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_call: int
+) -> None:
+    """Crash at one of the compaction's syncs or removals."""
+    for texts in ("ab", "bc", "cd"):
+        write(tmp_path, *texts)
+    calls = 0
+
+    class Crash(BaseException):
+        pass
+
+    def counted(really):  # type: ignore[no-untyped-def]
+        def call(*arguments):  # type: ignore[no-untyped-def]
+            nonlocal calls
+            calls += 1
+            if calls > last_call:
+                raise Crash
+            return really(*arguments)
+
+        return call
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(os, "fsync", counted(os.fsync))
+        crashing.setattr(os, "unlink", counted(os.unlink))
+        crashing.setattr(Path, "unlink", counted(Path.unlink))
+        try:
+            compact(tmp_path)
+        except Crash:
+            pass
+        else:
+            assert calls <= last_call
+    journal = quietly(tmp_path)
+    assert [text_of(journal, text) for text in "abcd"] == [f"answer to {text}" for text in "abcd"]
+    compact(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [text_of(Journal(tmp_path), text) for text in "abcd"] == [f"answer to {text}" for text in "abcd"]
+
+
+def test_many_segments_are_merged_in_several_compactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_tools, "MERGED_AT_ONCE", 3)
+    for text in "abcde":
+        write(tmp_path, text)
+    compact(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    compact(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert scan(tmp_path).entries == 5
+
+
+def test_concurrent_compactions_lose_nothing(tmp_path: Path) -> None:
+    texts = [f"{number}" for number in range(40)]
+    for first, second in pairwise(texts):
+        write(tmp_path, first, second)
+    living = Journal(tmp_path)
+    asyncio.run(living.append(request("own"), completion("answer to own")))
+    with ThreadPoolExecutor(4) as threads:
+        surveys = list(threads.map(lambda _: compact(tmp_path), range(8)))
+    assert sum(each.segments for each in surveys) >= 39
+    for journal in (living, Journal(tmp_path)):
+        assert all(text_of(journal, text) == f"answer to {text}" for text in (*texts, "own"))
+    living.close()
+    compact(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert scan(tmp_path).entries == 41
+
+
+def test_a_directory_with_other_jsonl_files_is_not_changed(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    write(tmp_path, "a")
+    (tmp_path / "seeds.jsonl").write_text('{"id": "1", "query": "q", "passage": "p"}\n')
+    held = files(tmp_path)
+    with pytest.raises(InputError, match=r"seeds.jsonl holds nothing of a journal"):
+        compact(tmp_path)
+    assert files(tmp_path) == held
+
+
+def test_an_export_can_be_replayed_and_imported(tmp_path: Path) -> None:
+    write(tmp_path / "here", "a", "b")
+    write(tmp_path / "here", "b", "c")
+    exported = tmp_path / "all.jsonl"
+    assert export(tmp_path / "here", exported).duplicates == 1
+    replayed = Journal(tmp_path / "none", [exported])
+    assert [text_of(replayed, text) for text in "abc"] == [f"answer to {text}" for text in "abc"]
+
+    write(tmp_path / "there", "c", "d")
+    assert import_entries(tmp_path / "there", exported)[1] == 2
+    assert import_entries(tmp_path / "there", exported)[1] == 0
+    assert len(list((tmp_path / "there").iterdir())) == 2
+    there = Journal(tmp_path / "there")
+    assert [text_of(there, text) for text in "abcd"] == [f"answer to {text}" for text in "abcd"]
+
+
+def test_a_flipped_bit_in_a_line_is_detected(tmp_path: Path) -> None:
+    sound = line("a", "the answer")
+    for at in range(0, (len(sound) - len(b', "crc32": "00000000"}\n')) * 8, 7):
+        flipped = bytearray(sound)
+        flipped[at // 8] ^= 1 << at % 8
+        if b"\n" in flipped[:-1]:
+            continue
+        (tmp_path / "segment.jsonl").write_bytes(flipped)
+        assert scan(tmp_path).damaged, f"bit {at}"
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def said(capsys: pytest.CaptureFixture[str], status: int, *arguments: object) -> str:
+    assert cli.main(["journal", *map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    text = captured.err if status == 2 else captured.out
+    if status == 2:
+        assert text.count("\n") == 1
+    return text
+
+
+def test_stats_count_calls_and_tokens_by_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = tmp_path / "one.jsonl"
+    segment.write_bytes(
+        encode(request("a"), completion("x", "large", (10, 1)))
+        + encode(request("b"), completion("x", "large", (20, 2)))
+        + encode(request("b"), completion("y", "large", (20, 2)))
+        + encode(request("c"), completion("x", "small", (5, 5)))
+        + b"no line\n"
+        + b"torn"
+    )
+    text = said(capsys, 0, "stats", tmp_path)
+    assert f"3 entries, {segment.stat().st_size} bytes in 1 segments" in text
+    assert "large: 2 completions, 30 prompt + 3 completion tokens" in text
+    assert "small: 1 completions, 5 prompt + 5 completion tokens" in text
+    assert "1 duplicates, 1 torn tails, 1 damaged lines" in text
+
+
+def test_verify_names_each_damaged_line_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a")
+    assert "0 damaged lines" in said(capsys, 0, "verify", tmp_path)
+    (tmp_path / "bad.jsonl").write_bytes(line("b", "x") + line("c", "good").replace(b"good", b"gone"))
+    assert "bad.jsonl:2: damaged" in said(capsys, 1, "verify", tmp_path)
+    (tmp_path / "worse.jsonl").write_bytes(b"{}\n" * 50)
+    assert "and 31 more" in said(capsys, 1, "verify", tmp_path)
+    (tmp_path / "worse.jsonl").unlink()
+    said(capsys, 0, "compact", tmp_path)
+    assert "2 entries" in said(capsys, 0, "verify", tmp_path)
+
+
+def test_export_and_import_go_through_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "here", "a", "b")
+    file = tmp_path / "all.jsonl"
+    assert "2 entries" in said(capsys, 0, "export", tmp_path / "here", file)
+    assert "2 new of 2 entries" in said(capsys, 0, "import", tmp_path / "there", file)
+    assert text_of(Journal(tmp_path / "there"), "b") == "answer to b"
+
+
+def test_bad_arguments_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file.jsonl").touch()
+    for action in ("stats", "verify", "compact"):
+        assert "DIR=" in said(capsys, 2, action, tmp_path / "nowhere")
+    assert "FILE is missing" in said(capsys, 2, "export", tmp_path)
+    assert "exists" in said(capsys, 2, "export", tmp_path, tmp_path / "file.jsonl")
+    assert "name it all.jsonl" in said(capsys, 2, "export", tmp_path, tmp_path / "all.txt")
+    assert "no such file" in said(capsys, 2, "import", tmp_path, tmp_path / "nowhere.jsonl")
+    assert "takes none" in said(capsys, 2, "stats", tmp_path, "file")
+    assert "must be a path of this machine" in said(capsys, 2, "stats", "s3://bucket/journal")

@@ -1,0 +1,58 @@
+import datetime
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.errors import InputError
+from infembed_ray.llm import prices
+from tests.support.chat import completion
+
+TABLE = prices.PriceTable("2026-01-01", {"small": (0.5, 2.0)})
+
+
+def test_tokens_cost_their_list_price_per_million() -> None:
+    assert TABLE.usd("small", completion("x", tokens=(3_000_000, 250_000))) == pytest.approx(1.5 + 0.5)
+
+
+def test_a_dated_snapshot_costs_what_its_model_does() -> None:
+    answer = completion("x", tokens=(100, 10))
+    assert TABLE.usd("small-2026-03-31", answer) == TABLE.usd("small", answer)
+
+
+def test_an_unknown_model_has_no_price() -> None:
+    assert TABLE.usd("smaller", completion("x")) is None
+
+
+def test_the_bundled_table_is_dated_and_plausible() -> None:
+    table = prices.load()
+    datetime.date.fromisoformat(table.as_of)
+    assert all(0 < prompt < answer or answer == 0 for prompt, answer in table.models.values())  # 0: an embedder
+
+
+def test_a_price_file_overrides_the_bundled_prices(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("as_of: 2026-10-01\nmodels:\n  my-model: [1.0, 2.0]\n  gpt-4o-mini: [0.1, 0.2]\n")
+    table = prices.load(str(own))
+    assert table.as_of == "2026-10-01"
+    assert table.price("my-model") == (1.0, 2.0)
+    assert table.price("gpt-4o-mini-2024-07-18") == (0.1, 0.2)
+    assert table.price("gpt-4o") == prices.load().price("gpt-4o")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "models: {}",
+        "as_of: 1\nmodels: {a: 1}",
+        "as_of: 1\nmodels: {a: [1, x]}",
+        "as_of: 1\nmodels: {a: [1, -2]}",
+        "][",
+    ],
+)
+def test_a_malformed_price_table_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    with pytest.raises(InputError, match="no price table; write") as refused:
+        prices.load(str(own))
+    assert "\n" not in str(refused.value)

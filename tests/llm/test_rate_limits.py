@@ -1,0 +1,285 @@
+"""Leases and ledger in simulated time, checked against a server that counts for itself. Messages take time; processes die."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infembed_ray.config.llm import Limits
+from infembed_ray.llm import rate_limits
+from infembed_ray.llm.lease import Lease
+from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Grant, LeaseReport, Ledger, Traffic
+from tests.support.chat import request
+
+
+class World:
+    """Simulated time: a queue of events."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._ties = count()
+
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._ties), happen))
+
+    def run(self, until: float = math.inf) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+
+
+class Server:
+    """What arrives at the server."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.arrivals: list[tuple[float, float]] = []  # (time, tokens)
+        self.spent = 0.0
+        self.in_flight = 0
+        self.most_in_flight = 0
+
+    def most_within(self, window_s: float, of: Callable[[tuple[float, float]], float]) -> float:
+        """Return the largest amount in any window."""
+        most = within = 0.0
+        first = 0
+        arrivals = sorted(self.arrivals)
+        for arrival in arrivals:
+            within += of(arrival)
+            while arrivals[first][0] <= arrival[0] - window_s:
+                within -= of(arrivals[first])
+                first += 1
+            most = max(most, within)
+        return most
+
+
+class Process:
+    """One actor: sends what its lease permits, to a server that answers or fails."""
+
+    def __init__(
+        self, world: World, ledger: Ledger, server: Server, names: tuple[str, ...], name: str, bounds: Limits,
+        rng: random.Random, calls: int, slots: int, latency_s: float, faults: float,
+    ) -> None:  # fmt: skip
+        self.world, self.ledger, self.server, self.rng = world, ledger, server, rng
+        self.lease = Lease(name, names, slots, bounds.window_s, lambda: world.now)
+        self.window_s, self.latency_s, self.faults = bounds.window_s, latency_s, faults
+        self.dead = False
+        self.done = self.refused = 0
+        self.calls = calls
+        for _ in range(calls):
+            cost = {SLOTS: 1.0, REQUESTS: 1.0, TOKENS: rng.randint(10, 60), USD: rng.uniform(0.1, 1.0)}
+            self.lease.start(cost, lambda ok, cost=cost: self.send(cost) if ok else self.refuse())
+        world.after(0, self.renew)
+
+    def refuse(self) -> None:
+        self.refused += 1
+
+    def send(self, cost: dict[str, float]) -> None:
+        if self.dead:
+            return
+        used = {**cost, TOKENS: self.rng.randint(1, int(cost[TOKENS])), USD: cost[USD] * self.rng.random()}
+        started = self.world.now
+        reaches = self.rng.uniform(0, rate_limits.ARRIVAL * self.window_s)
+        fault = self.rng.random() < self.faults
+
+        def arrive() -> None:
+            self.server.in_flight += 1
+            self.server.most_in_flight = max(self.server.in_flight, self.server.most_in_flight)
+            self.server.arrivals.append((self.world.now, used[TOKENS]))
+            self.server.spent += used[USD]
+            self.world.after(self.rng.expovariate(1 / self.latency_s), answer)
+
+        def answer() -> None:
+            self.server.in_flight -= 1
+            if self.dead:
+                return
+            self.lease.settle(cost, cost if fault else used, started)  # without an answer it counts at its worst case
+            self.done += 1
+
+        self.world.after(reaches, arrive)
+
+    def renew(self) -> None:
+        if self.dead:
+            return
+        report = self.lease.end_period()
+        there, back = self.rng.uniform(0, 0.01), self.rng.uniform(0, 0.01)
+        self.world.after(there, lambda: self.world.after(back, self.accept(self.ledger.exchange(report))))
+
+    def accept(self, grant: Grant) -> Callable[[], None]:
+        def accept() -> None:
+            if self.dead:
+                return
+            self.lease.accept(grant)
+            if self.done + self.refused < self.calls:
+                self.world.after(0.0 if not self.lease.short else self.window_s / 200, self.renew_soon)
+            else:
+                self.ledger.exchange(self.lease.end_period())
+
+        return accept
+
+    def renew_soon(self) -> None:
+        self.world.after(self.window_s / 200, self.renew)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    actors=st.integers(1, 6),
+    rpm=st.none() | st.integers(20, 400),
+    tpm=st.none() | st.integers(800, 20_000),
+    budget=st.none() | st.floats(1, 60),
+    in_flight=st.none() | st.integers(1, 40),
+    deaths=st.integers(0, 2),
+    faults=st.sampled_from([0.0, 0.2]),
+)
+def test_the_server_never_counts_more_than_the_limits(
+    seed: int, actors: int, rpm: int | None, tpm: int | None, budget: float | None, in_flight: int | None, deaths: int,
+    faults: float,
+) -> None:  # fmt: skip
+    bounds = Limits(requests_per_minute=rpm, tokens_per_minute=tpm, budget_usd=budget, window_s=12)
+    rng = random.Random(seed)
+    world = World()
+    slots = in_flight or actors * 16
+    ledger, server, names = Ledger(bounds, slots, 0.0, lambda: world.now), Server(world), rate_limits.resources(bounds)
+    processes = [
+        Process(world, ledger, server, names, str(number), bounds, rng, 40, 16, rng.choice([0.02, 0.5, 3]), faults)
+        for number in range(actors)
+    ]
+    for victim in rng.sample(processes, min(deaths, actors - 1)):
+        world.after(rng.uniform(0, 20), lambda victim=victim: setattr(victim, "dead", True))
+    world.run(until=4000)
+
+    windows = bounds.window_s / 60
+    if rpm is not None:
+        assert server.most_within(bounds.window_s, lambda arrival: 1) <= rpm * windows
+    if tpm is not None:
+        assert server.most_within(bounds.window_s, lambda arrival: arrival[1]) <= tpm * windows + 1e-6
+    if budget is not None:
+        assert server.spent <= budget
+    if not deaths:
+        assert server.most_in_flight <= slots
+    for process in processes:
+        assert process.dead or process.done + process.refused == process.calls
+        assert budget is not None or process.refused == 0
+    if not deaths:
+        assert ledger.stats().in_flight == 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("rpm", "tpm"), [(6000, None), (None, 100_000)])
+@pytest.mark.parametrize("actors", [1, 8])
+def test_under_demand_nearly_all_of_a_window_is_used(rpm: int | None, tpm: int | None, actors: int) -> None:
+    bounds = Limits(requests_per_minute=rpm, tokens_per_minute=tpm)
+    world = World()
+    ledger, server = Ledger(bounds, 512, 0.0, lambda: world.now), Server(world)
+    for number in range(actors):
+        Process(
+            world, ledger, server, rate_limits.resources(bounds), str(number), bounds, random.Random(number),
+            25_000 // actors, 512 // actors, 1.0, 0.0,
+        )  # fmt: skip
+    world.run(until=180)
+    steady = [arrival for arrival in server.arrivals if 60 <= arrival[0] < 180]
+    used = sum(1 if rpm else tokens for _, tokens in steady) / 2
+    assert used >= 0.95 * (rpm or tpm or 0)
+
+
+def report(holder: str = "a", **values: object) -> LeaseReport:
+    nothing: dict[str, float] = {SLOTS: 0.0}
+    return LeaseReport(
+        **{"holder": holder, "held": nothing, "wanted": nothing, "first": nothing, "ahead": nothing} | values
+    )  # type: ignore[arg-type]
+
+
+def test_many_429s_cut_the_requests_in_flight_and_few_let_them_grow_back() -> None:
+    now = 0.0
+    ledger = Ledger(Limits(), 100, 0.0, lambda: now)
+    allowed = []
+    for limited in [50] * 8 + [5] * 60:
+        now += rate_limits.ADAPT_S
+        ledger.exchange(report(traffic=Traffic(answered=100, rate_limited=limited)))
+        allowed.append(ledger.stats().slots)
+    assert allowed[7] < 10
+    assert allowed[:8] == sorted(allowed[:8], reverse=True)
+    assert allowed[-1] == 100
+
+
+def test_rare_429s_do_not_reduce_the_requests_in_flight_even_with_slow_answers() -> None:
+    now, rng = 0.0, random.Random(0)
+    ledger = Ledger(Limits(), 100, 0.0, lambda: now)
+    allowed = []
+    for _ in range(600):
+        now += rate_limits.ADAPT_S
+        limited = sum(rng.random() < 0.05 for _ in range(10))
+        ledger.exchange(report(traffic=Traffic(answered=10 - limited, rate_limited=limited)))
+        allowed.append(ledger.stats().slots)
+    assert sum(allowed) / len(allowed) > 90
+
+
+def test_429s_that_arrive_before_the_first_answers_do_not_reduce_the_requests_in_flight() -> None:
+    now = rate_limits.ADAPT_S
+    ledger = Ledger(Limits(), 256, 0.0, lambda: now)
+    now += rate_limits.ADAPT_S
+    ledger.exchange(report(traffic=Traffic(answered=100, rate_limited=18), in_flight=256))
+    assert ledger.stats().slots == 256
+
+
+def test_an_expired_lease_returns_its_slots_and_counts_its_budget_as_spent() -> None:
+    now = 0.0
+    ledger = Ledger(Limits(budget_usd=10), 4, 0.0, lambda: now)
+    wanted = {SLOTS: 4.0, USD: 4.0}
+    values = {"held": {SLOTS: 0.0, USD: 0.0}, "wanted": wanted, "first": {SLOTS: 1.0, USD: 1.0}}
+    ahead = {"ahead": {SLOTS: 0.0, USD: 0.0}}
+    assert ledger.exchange(report("dies", **values, **ahead)).amounts == wanted
+    assert ledger.exchange(report("lives", **values, **ahead)).amounts[SLOTS] == 0
+    now = rate_limits.LEASE_S + 1
+    assert ledger.exchange(report("lives", **values, **ahead)).amounts == wanted
+    assert ledger.stats().spent_usd == 4
+
+
+def test_committed_usd_is_spent_usd_plus_what_leases_hold() -> None:
+    ledger = Ledger(Limits(budget_usd=10), 4, 1.0)
+    held = {SLOTS: 2.0, USD: 3.0}
+    none = {SLOTS: 0.0, USD: 0.0}
+    ledger.exchange(report(held=held, wanted=none, first=none, ahead=none, used=((0.0, {USD: 0.5}),)))
+    assert ledger.committed_usd == 4.5
+    assert ledger.stats().spent_usd == 1.5
+
+
+def test_a_used_up_budget_stops_all_leases_with_a_reason() -> None:
+    ledger = Ledger(Limits(budget_usd=1), 4, 0.9)
+    amounts = {SLOTS: 1.0, USD: 0.2}
+    none = {SLOTS: 0.0, USD: 0.0}
+    grant = ledger.exchange(report(held=none, wanted=amounts, first=amounts, ahead=none))
+    assert grant.failure == "limits.budget_usd=1: used up (0.9000 USD spent); raise it"
+    assert ledger.exchange(report("b", held=none, wanted=none, first=none, ahead=none)).failure == grant.failure
+
+
+@given(st.text(max_size=200), st.integers(1, 5000))
+def test_the_worst_case_is_at_least_the_prompts_bytes(text: str, most: int) -> None:
+    table = PriceTable("2026-01-01", {"small": (2.0, 8.0)})
+    asked = request(text)
+    object.__setattr__(asked, "parameters", {"max_completion_tokens": most})
+    worst = rate_limits.worst_case(asked, table)
+    assert worst[TOKENS] >= len(text.encode()) + most
+    assert worst[USD] >= (2 * len(text.encode()) + 8 * most) / 1e6
+    assert worst[SLOTS] == worst[REQUESTS] == 1
+
+
+@given(st.lists(st.floats(0.001, 100), min_size=1, max_size=200))
+def test_the_p99_latency_is_at_most_5_percent_too_high(seconds: list[float]) -> None:
+    traffic, other = Traffic(), Traffic()
+    for number, each in enumerate(seconds):
+        (traffic if number % 2 else other).add_answer(each)
+    traffic.add(other)
+    exact = sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1]
+    found = traffic.latency_s(0.99)
+    assert found is not None
+    assert exact * (1 - 1e-9) <= found <= exact * 1.05 * (1 + 1e-9)

@@ -1,0 +1,104 @@
+import json
+from functools import partial
+
+import jsonschema
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from infembed_ray.llm.chat import Malformed
+from infembed_ray.llm.structured_output import AnswerFormat, labelled
+
+QUERY = AnswerFormat("Query", "<your new query>")
+
+
+def test_a_format_is_parsed_from_what_it_shows() -> None:
+    assert AnswerFormat.parse("Query: <your new query>") == QUERY
+    assert QUERY.shown(structured=False) == "Query: <your new query>"
+    assert json.loads(QUERY.shown(structured=True)) == {"query": "<your new query>"}
+
+
+@given(st.text().map(str.strip))
+@example("*args and **kwargs")
+def test_json_that_fits_the_schema_is_read_as_labelled_text(value: str) -> None:
+    answer = json.dumps({"query": value})
+    jsonschema.validate(json.loads(answer), QUERY.response_format()["json_schema"]["schema"])
+    assert labelled("query", QUERY.as_text(answer)).strip() == value
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("query"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(json_values)
+def test_json_is_read_exactly_if_the_schema_allows_it(value: object) -> None:
+    answer = json.dumps(value)
+    try:
+        text = QUERY.as_text(answer)
+    except Malformed:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(value, QUERY.response_format()["json_schema"]["schema"])
+    else:
+        assert isinstance(value, dict)
+        assert text == f"Query: {value['query'].strip()}"
+
+
+@given(st.text())
+def test_any_answer_is_read_or_malformed_in_one_line(answer: str) -> None:
+    for read in (QUERY.as_text, partial(labelled, "query")):
+        failure = None
+        try:
+            read(answer)
+        except Malformed as malformed:
+            failure = malformed
+        assert failure is None or (failure.fault in str(failure) and "\n" not in str(failure))
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_json_cut_short_is_malformed(cut: int) -> None:
+    with pytest.raises(Malformed, match=r"no `\{\"query\": \"...\"\}` in"):
+        QUERY.as_text(json.dumps({"query": "how tall is it"})[:-cut])
+
+
+def test_choices_are_the_only_values_the_schema_allows() -> None:
+    schema = AnswerFormat("Answer", "<1 or none>").response_format(["1", "none"])["json_schema"]["schema"]
+    jsonschema.validate({"answer": "none"}, schema)
+    for other in ({"answer": "2"}, {"answer": 1}, {"answer": "1", "why": "so"}, {}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(other, schema)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Instruction: for nurses, no vendors",
+        "instruction:for nurses, no vendors",
+        "**Instruction:** for nurses, no vendors",
+        "Key elements: dose, age.\n\n### Instruction: for nurses, no vendors\n",
+    ],
+)
+def test_an_answer_is_found_behind_its_label(text: str) -> None:
+    assert labelled("instruction", text) == "for nurses, no vendors"
+
+
+def test_line_breaks_after_the_label_are_kept() -> None:
+    assert labelled("query", "Query: \nfirst\nsecond") == "\nfirst\nsecond"
+
+
+@pytest.mark.parametrize("text", ["for nurses", "Positive Instruction: x", "My instruction would be: x"])
+def test_an_answer_without_its_label_is_malformed(text: str) -> None:
+    with pytest.raises(Malformed, match="malformed answer"):
+        labelled("instruction", text)
+
+
+@pytest.mark.parametrize("answer", ["[" * 10_000, '{"query": %s}' % ("1" * 10_000)], ids=["deep", "long number"])
+def test_json_beyond_what_python_parses_is_malformed(answer: str) -> None:
+    with pytest.raises(Malformed):
+        QUERY.as_text(answer)
+
+
+def test_a_lone_surrogate_in_a_json_answer_is_replaced() -> None:
+    assert QUERY.as_text(r'{"query": "bees \ud83d"}') == "Query: bees ?"

@@ -1,0 +1,139 @@
+"""The four reports in a real browser: a phone and a desktop, light and dark."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infembed_ray.analysis import page as analysis_page
+from infembed_ray.analysis.agreement import agreements
+from infembed_ray.analysis.contamination import contamination
+from infembed_ray.analysis.inputs import read
+from infembed_ray.analysis.page import summarise
+from infembed_ray.analysis.texts import TextSet, compare, from_records
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.evaluation.paper import figures, sheets
+from infembed_ray.evaluation.paper import page as evaluation_page
+from infembed_ray.evaluation.paper.collection import collect
+from infembed_ray.storage import resolve
+from infembed_ray.training.observability import report as training_report
+from infembed_ray.training.observability.events import Event
+from tests.analysis.samples import ROWS, publish
+from tests.evaluation.paper import made
+from tests.quickstart import test_report as quickstart_samples
+
+pytestmark = pytest.mark.integration
+
+SMALLEST_TEXT_PX = 11
+
+MEASURE = """() => {
+  const text = [...document.querySelectorAll("body *")].filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
+  const rows = {};
+  for (const label of document.querySelectorAll(".chart .x span, .chart .y span")) {
+    const parent = label.parentElement;
+    const range = document.createRange(); range.selectNodeContents(label);
+    const own = range.getBoundingClientRect(), key = [...document.querySelectorAll(".chart .x, .chart .y")].indexOf(parent);
+    (rows[key] ??= []).push([own.left, own.top, own.right, own.bottom]);
+  }
+  const meet = (a, b) => a[0] < b[2] - 1 && b[0] < a[2] - 1 && a[1] < b[3] - 3 && b[1] < a[3] - 3;
+  return {
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    smallest: Math.min(...text.map(e => parseFloat(getComputedStyle(e).fontSize))),
+    meeting: Object.values(rows).flatMap(boxes => boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b => meet(a, b)))).length,
+    svg_text: document.querySelectorAll("svg text").length,
+    flat: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().width < 10 || e.getBoundingClientRect().height < 8).length,
+  };
+}"""
+
+
+def analysis(root):
+    rows = replace(ROWS, complements=({"id": "a", "fault": None}, {"id": "b", "fault": "the judge picked none"}))
+    found = read(resolve(publish(root / "out", rows)), "records")
+    random = np.random.default_rng(0)
+    theirs = {
+        kind: [f"a text of theirs, number {n}" for n in range(40)] for kind in ("instruction", "query", "passage")
+    }
+    sets = [from_records("ours", found.kept), TextSet("another data set", theirs)]
+    diversities, coverages = compare(sets, 40, 0, lambda texts: random.normal(size=(len(texts), 4)))
+    answers = {name: {f"{n}": str(random.integers(3)) for n in range(30)} for name in ("annotator one", "judge")}
+    leaks = contamination("an evaluation set", ["Query of a"], sets[0].texts, 13)
+    return analysis_page.render(
+        summarise(found, diversities, coverages, agreements(answers, 100, 0), leaks), "runs/quickstart/records"
+    )
+
+
+def training(root):
+    random = np.random.default_rng(0)
+
+    def line(step):
+        values = {"step": step, "time": 1000 + 2 * step, "loss": 3 / step**0.4 + random.normal(0, 0.05)}
+        values |= {"loss_P": 2 / step**0.4, "loss_I": 1.4 / step**0.4, "grad_norm": 1.5 + random.normal(0, 0.2)}
+        values |= {"tokens": 300, "tokens_per_second": 24_000 + random.normal(0, 900), "padding": 0.25}
+        values |= {"seconds": 2.0, "data_seconds": 0.1, "mfu": None, "memory_gib": 1.31, "learning_rate": 5e-5 / step}
+        return values | {"accuracy_P": min(0.9999, 0.9985 + step / 1e6)}
+
+    events = [
+        Event(120, "spike", "warn", "step 120: the gradient norm is 9.1, 6 times the usual"),
+        Event(400, "nonfinite", "skip", "step 400: the loss is nan; no update"),
+    ]
+    settings = TrainSettings(records="runs/records/2026", model="some/model", output="runs/checkpoint", workers=4)
+    return training_report.render(settings, [line(s) for s in range(1, 2001)], events, 11_234, 2000)
+
+
+def evaluation(root):
+    rows = {f"uni{{P}}, epochs={n}": (0.2 * n, {"objective": "uni{P}", "epochs": n}) for n in (1, 2)}
+    models = {"e5-base-v2": ("intfloat/e5-base-v2", 0), "trained": ("runs/x", 0.3)}
+    collection = collect(
+        {
+            "models": made.evaluation(made.benchmarks("followir"), models),
+            "filtered": made.sweep(made.records(), ["MiniLM"], rows, [1, 2]),
+            "raw": made.sweep(made.records(), ["MiniLM"], rows, [1, 2], salt="raw"),
+        }
+    )
+    named = {"trained": "InF-Embed (e5-base-v2)"}
+    drawn = figures.figure_5(collection, named), figures.figure_6(collection, ["raw"])
+    return evaluation_page.render(
+        {"models": "runs/evaluation"}, collection, sheets.ours(collection), sheets.papers(collection, named), *drawn
+    )
+
+
+def quickstart(root):
+    return quickstart_samples.written(root)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    root = tmp_path_factory.mktemp("reports")
+    paths = {}
+    for make in (analysis, training, evaluation, quickstart):
+        paths[make.__name__] = root / f"{make.__name__}.html"
+        paths[make.__name__].write_text(make(root), encoding="utf-8")
+    return paths
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_reports_are_readable_on_a_phone_and_on_a_desktop(reports, browser, width, scheme):
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    for name, path in reports.items():
+        page.goto(path.as_uri())
+        found = page.evaluate(MEASURE)
+        assert found["overflow"] <= 0, name
+        assert found["smallest"] >= SMALLEST_TEXT_PX, name
+        assert found["meeting"] == 0, name
+        assert found["svg_text"] == 0, name  # text in an SVG would shrink with it
+        assert found["flat"] == 0, name
+        background, ink = page.evaluate("['backgroundColor', 'color'].map(n => getComputedStyle(document.body)[n])")
+        assert (luminance(background) > luminance(ink)) == (scheme == "light")
+        if pictures := os.environ.get("INFEMBED_PICTURES"):
+            shutil.copy(path, pictures)
+            page.screenshot(path=Path(pictures) / f"{name}-{width}-{scheme}.png", full_page=True)
+    context.close()
+
+
+def luminance(colour):
+    return sum(int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(","))

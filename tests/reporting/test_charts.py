@@ -1,0 +1,127 @@
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.reporting.charts import (
+    MAX_POINTS,
+    Scale,
+    Series,
+    bar,
+    interval,
+    line_chart,
+    number,
+    scatter,
+    tick_labels,
+    ticks,
+)
+from tests.support.pages import Page
+
+VALUES = st.floats(-1e8, 1e8) | st.floats(-1e-4, 1e-4).filter(lambda value: value == 0 or abs(value) > 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.31, 1.92), (1e-12, 5e-5), (2.0, 2.0), (0.0, 0.0), (-3.0, 8e4)]
+)
+def test_ticks_are_few_round_evenly_spaced_and_enclose_the_values(low, high):
+    values = ticks(low, high)
+    assert 3 <= len(values) <= 7
+    assert values[0] <= low
+    assert values[-1] >= high
+    assert {round((b - a) / (values[1] - values[0]), 6) for a, b in pairwise(values)} == {1.0}
+
+
+@given(VALUES, VALUES)
+def test_every_tick_label_is_the_value_of_its_tick(one, other):
+    values = ticks(min(one, other), max(one, other))
+    labels = tick_labels(values)
+    assert len(set(labels)) == len(labels)
+    for label, value in zip(labels, values, strict=True):
+        assert float(label.replace(",", "")) == pytest.approx(value, rel=1e-9, abs=1e-9 * (values[1] - values[0]))
+
+
+def test_close_ticks_have_the_decimals_they_need():
+    assert tick_labels(ticks(0.99985, 1.0001)) == ["0.9998", "0.9999", "1.0000", "1.0001"]
+    assert tick_labels(ticks(0, 5e-5)) == ["0", "2e-5", "4e-5", "6e-5"]
+    assert tick_labels(ticks(12_345, 12_347)) == ["12,345.0", "12,345.5", "12,346.0", "12,346.5", "12,347.0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (0, "0"),
+        (1.23456, "1.235"),
+        (0.05, "0.05"),
+        (5e-5, "5e-5"),
+        (1.25e-7, "1.25e-7"),
+        (24772.4, "24,772"),
+        (-2.5, "-2.5"),
+    ],
+)
+def test_numbers_have_four_significant_digits(value, written):
+    assert number(value) == written
+
+
+def test_a_scale_maps_to_percent_and_clips():
+    scale = Scale.enclosing([-1.0, 0.5, 3.0])
+    assert [scale(v) for v in (-1.0, 0.0, 3.0, 9.0)] == [0, 25, 100, 100]
+    assert Scale.enclosing([2.0, 2.0]) == Scale(2.0, 3.0)
+
+
+def test_bars_start_at_zero_and_point_in_the_direction_of_their_sign():
+    scale = Scale(-50, 150)
+    shapes = [re.search(r'x="([-.\d]*)" y="1" width="(.*?)"', bar(value, scale, "")).groups() for value in (100, -50)]
+    assert shapes == [("25.0", "50.0"), ("0.0", "25.0")]
+    whisker = re.findall(r'class="whisker" x1="(.*?)" x2="(.*?)"', bar(1, scale, "", interval=(0, 50)))
+    assert whisker[0] == ("25.0", "50.0")
+
+
+def test_a_line_chart_has_its_points_axes_events_and_first_and_last_values():
+    series = [Series("a <b>", [(1, 2.0), (3, 4.0)], [(1.5, 2.5), (3.0, 4.0)]), Series("c", [(1, 1.0)])]
+    html = line_chart("Loss", series, (1, 3), [(2, "stop")], x_title="epochs")
+    page = Page(html)
+    assert page.text.split() == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "1",
+        "2",
+        "3",
+        "epochs",
+        "a",
+        "<b>",
+        "2",
+        "→",
+        "4",
+        "c",
+        "1",
+        "→",
+        "1",
+    ]
+    assert 'class="curve s0" d="M0.0 66.67L100.0 0.0"' in html
+    assert 'class="curve s1" d="M0.0 100.0h0"' in html  # a single point is a dot
+    assert '<line class="event stop" x1="50.0" x2="50.0" y1="0" y2="100"/>' in html
+    assert html.count('class="whisker s0"') == 2
+    assert page.attributes("svg")[0]["aria-label"] == "Loss: a <b> 2 → 4; c 1 → 1"
+
+
+def test_a_long_series_is_drawn_as_means_before_the_band_of_its_values():
+    html = line_chart("Loss", [Series("a", [(n, float(n % 2)) for n in range(10 * MAX_POINTS)])], (0, 10 * MAX_POINTS))
+    points = re.search(r'class="curve s0" d="M(.*?)"', html)[1].split("L")
+    assert len(points) == MAX_POINTS
+    assert len({point.split(" ")[1] for point in points}) == 1
+    band = re.search(r'class="band s0" d="M(.*?)Z"', html)[1].split("L")
+    assert {point.split(" ")[1] for point in band} == {"0.0", "100.0"}
+
+
+def test_intervals_and_scatter_plots_put_everything_in_its_place():
+    shape = interval((1, 3), Scale(0, 4), "words", (("tick", 2), ("dot", 4)))
+    assert '<line class="span" x1="25.0" x2="75.0" y1="8" y2="8"/>' in shape
+    assert 'class="tick" x1="50.0"' in shape
+    assert 'class="dot s0" d="M100.0 8h0"' in shape
+    plot = scatter([(0, 0), (1, 1)], [(0.5, 0.5)], "texts", 2)
+    assert 'class="dots" stroke-width="2" d="M2.00 98.00h0M98.00 2.00h0"' in plot
+    assert 'class="others" stroke-width="2" d="M50.00 50.00h0"' in plot

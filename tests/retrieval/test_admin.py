@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.cli import main
+from infembed_ray.retrieval import shards
+from infembed_ray.retrieval.updates.compaction import Compaction
+from infembed_ray.retrieval.updates.write_ahead_log import Delete
+from infembed_ray.storage import resolve
+from tests.retrieval.updates.test_compaction import fold, log_of, publish
+
+
+def test_versions_are_listed_used_and_verified_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log_of(output).append([Delete("d1")])
+    second = fold(Compaction.open(str(output)))
+
+    assert main(["index", "versions", str(output)]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["version", "created", "passages"]
+    assert {row.split()[0]: row.split()[-1] for row in rows} == {first.name: first.name, "latest": first.name}
+    assert second.name in next(row for row in rows if row.startswith("latest"))
+
+    assert main(["index", "use", str(output), first.name[:6]]) == 0
+    assert resolve(output) == first
+    assert str(first) in capsys.readouterr().out
+    assert main(["index", "verify", str(output)]) == 0
+    assert "1 segments of changes since" in capsys.readouterr().out
+    assert main(["index", "use", str(output), "none"]) == 2
+    assert "infembed index use: version=none: no such version" in capsys.readouterr().err
+
+
+def test_what_is_damaged_is_named_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log = log_of(output)
+    log.append([Delete("d1")])
+    second = fold(Compaction.open(str(output)))
+    (log.directory / f"{1:012d}.arrow").write_bytes(b"")
+    assert main(["index", "verify", str(output)]) == 0  # this version has it already
+    assert main(["index", "verify", str(first)]) == 2
+    assert "000000000001.arrow is corrupted" in capsys.readouterr().err
+    (first / "shard-00000" / shards.INDEX_FILE).unlink()
+    for command in (["verify", str(first)], ["use", str(output), first.name]):
+        assert main(["index", *command]) == 2
+        error = capsys.readouterr().err
+        assert "shard-00000/index.faiss is missing" in error
+        assert len(error.splitlines()) == 1
+    assert resolve(output) == second
+
+
+def test_index_with_settings_is_still_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", "corpus=nowhere.jsonl", "model=m", f"output={tmp_path}"]) == 2
+    assert "infembed index: corpus=nowhere.jsonl: no such file" in capsys.readouterr().err
+    assert main(["index", "compact", "indx=somewhere"]) == 2
+    assert "unknown key indx: did you mean index?" in capsys.readouterr().err

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import shards, versions
+from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.shards import clear_finished
+from infembed_ray.retrieval.updates.compaction import Compaction
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
+from infembed_ray.storage import LATEST, Step, resolve
+from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.vectors import unit_vectors
+
+QUERIES = unit_vectors(3, DIMENSION, seed=5)
+BASE = [document(f"d{n}", n, 2018 + n % 5) for n in range(40)]
+
+
+def publish(output: Path, documents: Sequence[Put] = BASE, **settings: Any) -> Path:
+    """The first version of an index."""
+    asked = IndexSettings(corpus="corpus", model="model", output=str(output), metadata=METADATA, **settings)
+    step = Step("index", asked, str(output), {}, {"corpus": str(len(documents))})
+    with step.publish() as staging:
+        facts = IndexFacts(
+            encoder="aaaa",
+            model="model",
+            template="instruction_first",
+            dimension=DIMENSION,
+            passages=len(documents),
+            metadata=METADATA,
+            shards=write_shards(staging.path, documents, asked.shards),
+            lineage=step.identity,
+        )
+        staging.facts = {"index": facts.as_json()}
+    return step.path
+
+
+def log_of(output: Path) -> ChangeLog:
+    return ChangeLog(Index.open(output).changes, METADATA, DIMENSION)
+
+
+def fold(work: Compaction) -> Path:
+    """Run a compaction without Ray."""
+    step = work.step()
+    work.begin()
+    with step.publish() as staging:
+        written = [work.write_shard(number, staging.path) for number in range(len(work.facts.shards))]
+        clear_finished(staging.path)
+        staging.facts = {"index": work.next_facts(written).as_json()}
+    work.end()
+    return step.path
+
+
+def check(index: Index, oracle: Oracle, sequence: int) -> None:
+    assert [live.sequence for live in index._live] == [sequence] * len(index.shards)
+    for query, hits in zip(QUERIES, index.search(QUERIES, 100), strict=True):
+        oracle.check(hits, query, 100, sequence)
+    for query, hits in zip(QUERIES, index.search(QUERIES, 7, {"year": {"gte": 2020}}), strict=True):
+        oracle.check(hits, query, 7, sequence, 2020)
+
+
+def changes(seed: int, count: int = 10) -> list[Change]:
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 60, count).tolist()
+    return [Delete(f"d{n}") if rng.random() < 0.4 else document(f"d{n}", 100 * seed + n, 2018 + n % 5) for n in numbers]
+
+
+@pytest.mark.integration
+def test_the_next_version_equals_a_fresh_build(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    oracle = Oracle(BASE)
+    for seed in range(8):
+        oracle.apply(changes(seed))
+        log_of(output).append(changes(seed))
+    check(Index.open(first), oracle, 8)
+    second = fold(Compaction.open(str(output)))
+    index = Index.open(output)
+    assert index.path == second != first
+    assert (index.facts.folded, index.facts.passages) == (8, len(oracle.states[8]))
+    assert index.facts.lineage == Index.open(first).facts.lineage == first.name
+    assert [live.delta for live in index._live] == [0, 0]
+    check(index, oracle, 8)
+    fresh = write_shards(tmp_path / "fresh", list(oracle.states[8].values()), 2)
+    assert [shard.checksums for shard in index.facts.shards] == [shard.checksums for shard in fresh]
+    assert sorted(path.name for path in second.iterdir()) == ["manifest.json", "shard-00000", "shard-00001"]
+
+
+@pytest.mark.integration
+def test_changes_during_compaction_and_roll_back_are_not_lost(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    oracle, log = Oracle(BASE), log_of(output)
+    applied = threading.Event()
+
+    def write() -> None:
+        for seed in range(60):
+            oracle.apply(changes(seed, 3))
+            log.append(changes(seed, 3))
+            if seed == 10:
+                applied.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    applied.wait(60)
+    work = Compaction.open(str(output))
+    second = fold(work)
+    writer.join()
+    assert work.until > 10
+    assert Index.open(output).facts.folded == work.until
+    for version in (second, first):
+        versions.use(output, version.name)
+        check(Index.open(output), oracle, 60)
+    oracle.apply(changes(99))  # made while the older version serves
+    log.append(changes(99))
+    third = fold(Compaction.open(str(second)))
+    for version in (first, second, third):
+        check(Index.open(version), oracle, 61)
+    assert resolve(output) == third
+
+
+def test_an_interrupted_compaction_resumes_with_the_missing_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "index"
+    publish(output, shards=3)
+    log_of(output).append(changes(1))
+    work = Compaction.open(str(output))
+    work.begin()
+    with pytest.raises(KeyboardInterrupt), work.step().publish() as staging:
+        work.write_shard(0, staging.path)
+        work.write_shard(1, staging.path)
+        raise KeyboardInterrupt
+    assert (output / LATEST).read_text().strip() == work.version
+    damaged = staging.path / "shard-00001" / shards.PASSAGES_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-1])  # the machine stopped before it was on the disk
+    built: list[str] = []
+    build_shard = shards.build_shard
+    monkeypatch.setattr(
+        "infembed_ray.retrieval.updates.compaction.build_shard",
+        lambda directory, build: (built.append(directory.name), build_shard(directory, build))[1],
+    )
+    log_of(output).append(changes(2))  # belongs to the next compaction
+    assert Compaction.open(str(output)) == work
+    fold(Compaction.open(str(output)))
+    assert Compaction.open(str(output)).changes == 1
+    assert built == ["shard-00001", "shard-00002"]
+    oracle = Oracle(BASE)
+    oracle.apply(changes(1))
+    oracle.apply(changes(2))
+    check(Index.open(output), oracle, 2)
+
+
+def test_the_same_changes_to_the_same_version_are_the_same_next_version(tmp_path: Path) -> None:
+    identities = []
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        publish(tmp_path / name)
+        log_of(tmp_path / name).append(changes(seed))
+        identities.append(Compaction.open(str(tmp_path / name)).step().identity)
+    assert identities[0] == identities[1] != identities[2]
+    log_of(tmp_path / "one").append([Delete("d1")])
+    assert Compaction.open(str(tmp_path / "one")).step().identity != identities[0]
+
+
+def test_a_damaged_change_or_base_is_refused_and_the_last_good_version_stays(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log = log_of(output)
+    for seed in range(3):
+        log.append(changes(seed))
+    segment = log.directory / f"{2:012d}.arrow"
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:100] + b"x" + whole[101:])
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+        fold(Compaction.open(str(output)))
+    segment.unlink()
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is missing"):
+        Compaction.open(str(output))
+    segment.write_bytes(whole)
+    vectors = first / "shard-00001" / shards.INDEX_FILE
+    vectors.write_bytes(vectors.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"shard-00001/index\.faiss is corrupted"):
+        fold(Compaction.open(str(output)))
+    assert resolve(output) == first
+
+
+@pytest.mark.integration
+def test_a_version_below_the_recall_floor_is_not_published(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    documents = [document(f"d{n}", n) for n in range(400)]
+    first = publish(output, documents, shards=1, factory="PCA1,HNSW32", recall_floor=0.99)
+    log_of(output).append([Delete("d1")])
+    with pytest.raises(InputError, match=r"recall_floor=0\.99: shard-00000 as PCA1,HNSW32 finds"):
+        fold(Compaction.open(str(output)))
+    assert resolve(output) == first
+    log_of(output).append([Delete("d2")])
+    assert Compaction.open(str(output)).until == 2  # the next attempt includes the newer changes
+
+
+def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"index=.*nowhere: no such directory"):
+        Compaction.open(str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match=r"index=.*not a published output"):
+        Compaction.open(str(tmp_path))
+    with pytest.raises(InputError, match="must be a path of this machine"):
+        Compaction.open("s3://bucket/index")
+
+
+def test_a_live_shard_of_the_next_version_reads_the_same_log(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output, shards=1)
+    log = log_of(output)
+    log.append(changes(1))
+    second = fold(Compaction.open(str(output)))
+    facts = IndexFacts.read(second)
+    (live,) = open_live(second, facts.shards, log.directory, facts.folded)
+    assert (live.sequence, live.refresh()) == (1, False)
+    log.append([document("new", 1)])
+    assert live.refresh()
+    assert live.get("new") is not None
+
+
+def test_a_damaged_next_version_is_built_again(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log_of(output).append(changes(1))
+    work = Compaction.open(str(output))
+    assert versions.finished(work.step()) is None
+    second = fold(work)
+    assert versions.finished(work.step()) is not None
+    damaged = second / "shard-00001" / shards.INDEX_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    versions.use(output, first.name)
+    work = Compaction.open(str(output))
+    assert versions.finished(work.step()) is None
+    assert resolve(output) == first  # until the next version is complete
+    assert fold(work) == second == resolve(output)
+    assert versions.verify(output) > 0
+    (aside,) = output.glob(f".{second.name}.damaged-*")
+    assert (aside / "shard-00001" / shards.INDEX_FILE).is_file()
+
+
+def test_new_settings_need_no_changes_and_persist(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output, [document(f"d{n}", n) for n in range(300)], shards=1)
+    work = Compaction.open(str(output))
+    assert (work.changes, work.retyped) == (0, False)
+    work = Compaction.open(str(output), "HNSW8", memory_gib=1, recall_floor=0.5)
+    assert (work.changes, work.retyped) == (0, True)
+    second = fold(work)
+    assert [shard.factory for shard in IndexFacts.read(second).shards] == ["HNSW8"]
+    again = Compaction.open(str(output))
+    assert (again.settings.factory, again.settings.memory_gib, again.settings.recall_floor) == ("HNSW8", 1, 0.5)
+    third = fold(Compaction.open(str(output), "auto"))
+    assert [shard.factory for shard in IndexFacts.read(third).shards] == ["Flat"]
+    assert Compaction.open(str(output)).settings.factory is None
+    with pytest.raises(InputError, match="factory=PQ2: makes a IndexPQ, which cannot search"):
+        Compaction.open(str(output), "PQ2")
+
+
+def test_a_lineage_that_outgrew_its_type_or_memory_can_change_it(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output, [document(f"d{n}", n) for n in range(70)], shards=1, factory="IVF64,Flat", memory_gib=0.001)
+    log_of(output).append([Delete(f"d{n}") for n in range(10)])
+    with pytest.raises(
+        InputError, match=r"factory=IVF64,Flat: .* 64 vectors .*`infembed index compact` takes .*factory"
+    ):
+        fold(Compaction.open(str(output)))
+    with pytest.raises(
+        InputError, match=r"memory_gib=1e-08: factory=IVF16,Flat takes .*`infembed index compact` takes"
+    ):
+        fold(Compaction.open(str(output), "IVF16,Flat", memory_gib=1e-8))
+    fold(Compaction.open(str(output), "IVF16,Flat"))
+    assert Index.open(output).facts.passages == 60
+
+
+def test_equal_scores_keep_their_order_after_compaction(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    same = document("x", 7).vector
+    publish(output, [document("zz", 1)], shards=1)
+    log_of(output).append([Put(id, "text", same, {}) for id in "abcdefg"])
+    before = Index.open(output).search(same[None], 3)
+    fold(Compaction.open(str(output)))
+    assert Index.open(output).search(same[None], 3) == before
+    assert [hit.id for hit in before[0]] == list("gfe")

@@ -1,0 +1,444 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from infembed_ray.retrieval.filters import FilterError
+from infembed_ray.retrieval.shards import Hit, merge
+from infembed_ray.retrieval.updates import live_shard
+from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
+from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.vectors import unit_vectors
+
+IDS = st.sampled_from([f"{n}é" for n in range(12)])
+YEARS = st.none() | st.integers(2018, 2022)
+PUTS = st.builds(document, IDS, st.integers(0, 10_000), YEARS)
+CHANGES = st.lists(PUTS | st.builds(Delete, IDS), min_size=1, max_size=6)
+
+
+class LiveIndex(RuleBasedStateMachine):
+    """Shards under puts and deletes, beside the oracle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.root)
+
+    @initialize(base=st.lists(PUTS, max_size=10, unique_by=lambda put: put.id), shards=st.integers(1, 3))
+    def publish(self, base: list[Put], shards: int) -> None:
+        self.oracle = Oracle(base)
+        self.facts = write_shards(self.root / "v1", base, shards)
+        self.log = ChangeLog(self.root / "changes", METADATA, DIMENSION)
+        self.open()
+
+    @rule()
+    def open(self) -> None:
+        self.shards = open_live(self.root / "v1", self.facts, self.root / "changes")
+
+    @rule(changes=CHANGES)
+    def change(self, changes: list[Change]) -> None:
+        self.oracle.apply(changes)
+        assert self.log.append(changes) == len(self.oracle.states) - 1
+
+    @rule()
+    def refresh(self) -> None:
+        for shard in self.shards:
+            new = shard.sequence < len(self.oracle.states) - 1
+            assert shard.refresh() == new
+            assert shard.sequence == len(self.oracle.states) - 1
+
+    @rule(seed=st.integers(0, 10_000), k=st.integers(1, 15), since=YEARS)
+    def search(self, seed: int, k: int, since: int | None) -> None:
+        self.refresh()
+        queries = unit_vectors(2, DIMENSION, seed)
+        query_of_all = ShardQuery(queries, k, None if since is None else {"year": {"gte": since}})
+        answers = [shard.search_many([query_of_all])[0] for shard in self.shards]
+        for row, query in enumerate(queries):
+            hits = merge([answer.hits[row] for answer in answers], k)
+            self.oracle.check(hits, query, k, answers[0].sequence, since)
+
+    @rule(id=IDS)
+    def get(self, id: str) -> None:
+        self.refresh()
+        expected = self.oracle.states[-1].get(id)
+        found = [shard.get(id) for shard in self.shards]
+        assert [f for f in found if f] == (
+            [Hit(id, 0.0, expected.text, expected.metadata)] if expected else []  # in one shard at most
+        )
+
+    @invariant()
+    def counts(self) -> None:
+        assert sum(len(shard) for shard in self.shards) == len(self.oracle.states[self.shards[0].sequence])
+
+
+@pytest.mark.integration
+def test_searches_under_puts_and_deletes_agree_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 6)
+    monkeypatch.setattr(live_shard, "_MAX_CHUNKS", 3)
+    run_state_machine_as_test(LiveIndex, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
+
+
+def one_shard(root: Path, base: list[Put]) -> LiveShard:
+    facts = write_shards(root / "v1", base, 1)
+    return open_live(root / "v1", facts, root / "changes")[0]
+
+
+def log_of(root: Path) -> ChangeLog:
+    return ChangeLog(root / "changes", METADATA, DIMENSION)
+
+
+def found(shard: LiveShard, k: int = 100, **filter: Any) -> list[str]:
+    (answer,) = shard.search_many([ShardQuery(unit_vectors(1, DIMENSION), k, filter or None)])
+    assert not isinstance(answer, Exception)
+    return [hit.id for hit in answer.hits[0]]
+
+
+@pytest.mark.integration
+def test_searches_while_changes_are_applied_answer_one_state_each(tmp_path: Path) -> None:
+    base = [document(f"d{n}", n, 2018 + n % 5) for n in range(60)]
+    oracle, log = Oracle(base), log_of(tmp_path)
+    shards = open_live(tmp_path / "v1", write_shards(tmp_path / "v1", base, 2), tmp_path / "changes")
+    queries = unit_vectors(4, DIMENSION, seed=1)
+    answers: list[tuple[int, int, tuple[int, list[Hit]]]] = []
+    faults: list[BaseException] = []
+    done = threading.Event()
+
+    def guarded(work: Any) -> threading.Thread:
+        def loop() -> None:
+            try:
+                while not done.is_set():
+                    work()
+            except BaseException as error:
+                faults.append(error)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        return thread
+
+    def refresh() -> None:
+        for shard in shards:
+            shard.refresh()
+
+    def search() -> None:
+        since = int(np.random.default_rng().integers(2017, 2023))
+        filter = {"year": {"gte": since}} if since > 2017 else None
+        asked = [ShardQuery(queries[:2], 8, filter), ShardQuery(queries[2:], 8, filter)]
+        by_shard = [shard.search_many(asked) for shard in shards]
+        if all(answer.sequence == by_shard[0][0].sequence for shard in by_shard for answer in shard):
+            for n, parts in enumerate(zip(*by_shard, strict=True)):
+                for row in range(2):
+                    hits = merge([part.hits[row] for part in parts], 8)
+                    answers.append((parts[0].sequence, since, (2 * n + row, hits)))
+
+    threads = [guarded(refresh), guarded(refresh), *(guarded(search) for _ in range(3))]
+    rng = np.random.default_rng(0)
+    try:
+        for step in range(80):
+            changes: list[Change] = []
+            for n in rng.integers(0, 80, 5).tolist():
+                gone = rng.random() < 0.4
+                changes.append(Delete(f"d{n}") if gone else document(f"d{n}", 1000 * step + n, 2018 + n % 5))
+            oracle.apply(changes)
+            log.append(changes)
+            time.sleep(0.002)
+        while not faults and any(shard.sequence < 80 for shard in shards):
+            time.sleep(0.001)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    search()
+    assert not faults
+    assert answers[-1][0] == 80
+    assert len({sequence for sequence, _, _ in answers}) > 1
+    for sequence, since, (row, hits) in answers[-1000:]:
+        oracle.check(hits, queries[row], 8, sequence, since if since > 2017 else None)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("factory", ["HNSW32", "IVF16,PQ6x4"])
+def test_graphs_and_lists_return_no_tombstone_and_keep_their_recall(tmp_path: Path, factory: str) -> None:
+    base = [document(f"d{n}", n, 2000 + n % 40) for n in range(800)]
+    oracle = Oracle(base)
+    facts = write_shards(tmp_path / "v1", base, 1, factory)
+    (shard,) = open_live(tmp_path / "v1", facts, tmp_path / "changes")
+    changes: list[Change] = [Delete(f"d{n}") for n in range(0, 800, 3)]
+    changes += [document(f"d{n}", 5000 + n, 2000) for n in range(0, 800, 4)]
+    oracle.apply(changes)
+    log_of(tmp_path).append(changes)
+    shard.refresh()
+    queries = unit_vectors(40, DIMENSION, seed=3)
+    for since in (None, 2020, 2038, 2039):
+        filter = None if since is None else {"year": {"gte": since}}
+        (answer,) = shard.search_many([ShardQuery(queries, 10, filter)])
+        assert not isinstance(answer, Exception)
+        state = [put for put in oracle.states[1].values() if since is None or put.metadata["year"] >= since]
+        exact = queries.astype(np.float64) @ np.stack([put.vector for put in state]).astype(np.float64).T
+        ids = [put.id for put in state]
+        recall = []
+        for row, hits in enumerate(answer.hits):
+            best = {ids[place] for place in np.argsort(-exact[row])[:10]}
+            assert len(hits) == 10
+            for hit in hits:
+                np.testing.assert_allclose(hit.score, exact[row, ids.index(hit.id)], atol=1e-5)
+            recall.append(len(best & {hit.id for hit in hits}) / 10)
+        assert np.mean(recall) >= 0.95
+
+
+@pytest.mark.integration
+def test_a_polling_replica_finds_a_change_soon(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    done = threading.Event()
+
+    def poll() -> None:
+        while not done.wait(0.1):
+            shard.refresh()
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        for sequence, (change, expected) in enumerate([(document("b", 2), {"a", "b"}), (Delete("a"), {"b"})], start=1):
+            assert log_of(tmp_path).append([change]) == sequence
+            deadline = time.monotonic() + 10
+            while shard.sequence < sequence:
+                assert time.monotonic() < deadline, "not there after 10 s"
+                time.sleep(0.01)
+            assert set(found(shard)) == expected
+    finally:
+        done.set()
+        poller.join()
+
+
+def test_equal_scores_come_by_id_descending_from_base_and_changes_alike(tmp_path: Path) -> None:
+    same = document("x", 7).vector
+    shard = one_shard(tmp_path, [Put(id, "base", same) for id in "bdf"])
+    log_of(tmp_path).append([Put(id, "new", same) for id in "acegd"])
+    shard.refresh()
+    assert found(shard) == list("gfedcba")
+    assert found(shard, k=3) == list("gfe")
+    assert shard.get("d") == Hit("d", 0.0, "new", {"year": None, "day": None})
+
+
+def test_requests_are_answered_together_as_they_are_alone(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [document(f"d{n}", n, 2018 + n % 5) for n in range(30)])
+    log_of(tmp_path).append([document(f"d{n}", 100 + n, 2018 + n % 5) for n in range(20, 40)])
+    shard.refresh()
+    queries = [
+        ShardQuery(unit_vectors(n, DIMENSION, seed), k, filter)
+        for seed, (n, k, filter) in enumerate(
+            [
+                (1, 5, None),
+                (3, 5, None),
+                (2, 7, {"year": 2020}),
+                (1, 7, {"year": {"eq": 2020}}),
+                (0, 5, None),
+                (1, 99, {}),
+            ]
+        )
+    ]
+    calls: list[int] = []
+    search_rows = shard.base.search_rows
+    shard.base.search_rows = lambda vectors, k, keep: (calls.append(len(vectors)), search_rows(vectors, k, keep))[1]  # type: ignore[assignment, method-assign, func-returns-value]
+    answers = shard.search_many(queries)
+    assert calls == [4, 3, 1]  # same k and filter: one call
+    for query, answer in zip(queries, answers, strict=True):
+        (alone,) = shard.search_many([query])
+        assert not isinstance(alone, Exception)
+        assert not isinstance(answer, Exception)
+        assert len(answer.hits) == len(query.vectors)
+        assert [[h.id for h in hits] for hits in answer.hits] == [[h.id for h in hits] for hits in alone.hits]
+        assert answer.sequence == 1
+
+
+def test_an_invalid_request_fails_alone(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [document("a", 1, 2020)])
+    query = unit_vectors(1, DIMENSION)
+    *wrong, right = shard.search_many(
+        [
+            ShardQuery(query, 5, {"yaer": 2020}),
+            ShardQuery(query, 0),
+            ShardQuery(query[:, :2], 5),
+            ShardQuery(query[0], 5),
+            ShardQuery(query * np.nan, 5),
+            ShardQuery(query, 5),
+        ]
+    )
+    assert isinstance(wrong[0], FilterError)
+    assert [str(error) for error in wrong[1:]] == [
+        "k=0: must be at least 1",
+        "query vectors must be (n, 6) finite numbers, got shape (1, 2)",
+        "query vectors must be (n, 6) finite numbers, got shape (6,)",
+        "query vectors must be (n, 6) finite numbers, got shape (1, 6)",
+    ]
+    assert not isinstance(right, Exception)
+    assert right.hits[0][0].id == "a"
+
+
+def test_an_empty_shard_may_grow_and_be_emptied(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [])
+    assert (found(shard), len(shard)) == ([], 0)
+    log_of(tmp_path).append([document("a", 1, 2020)])
+    shard.refresh()
+    assert (found(shard), found(shard, year=2020), found(shard, year=2021)) == (["a"], ["a"], [])
+    log_of(tmp_path).append([Delete("a")])
+    shard.refresh()
+    assert (found(shard), len(shard), shard.get("a")) == ([], 0, None)
+
+
+def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 8)
+    shard = one_shard(tmp_path, [document(id, n) for n, id in enumerate("abc")])
+    for n in range(40):
+        log_of(tmp_path).append([document("a", n), document("z", n)])
+        shard.refresh()
+        assert shard.delta <= 10
+    assert set(found(shard)) == set("abcz")
+    assert shard.get("a") == Hit("a", 0.0, "a of 39", {"year": None, "day": "2024-02-11"})
+
+
+def test_a_damaged_change_stops_refreshing_but_not_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    log = log_of(tmp_path)
+    for id in "bcd":
+        log.append([document(id, 2)])
+    second = log.directory / f"{2:012d}.arrow"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    monkeypatch.setattr(live_shard, "_REFRESHES_PER_LOOK", 2)
+    for _ in range(2):
+        with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+            shard.refresh()
+        assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+    assert shard.head == 3
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+        LiveShard(shard.base, log, 0, 1, 0)  # a new replica must not serve fewer changes
+    second.write_bytes(whole)
+    assert shard.refresh()
+    assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
+
+
+def test_a_log_shorter_than_the_folded_changes_is_refused(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    with pytest.raises(LogFault, match=r"000000000005\.arrow is missing"):
+        LiveShard(shard.base, log_of(tmp_path), 0, 1, folded=5)
+
+
+def test_the_content_is_all_documents_by_id_with_their_vectors(tmp_path: Path) -> None:
+    base = [document(f"d{n}", n, n) for n in range(10)]
+    shard = one_shard(tmp_path, base)
+    oracle = Oracle(base)
+    changes = [
+        Delete("d3"),
+        document("d5", 50, 5),
+        document("é", 60),
+        document("B", 61),
+        Delete("B"),
+        document("A", 62),
+    ]
+    oracle.apply(changes)
+    log_of(tmp_path).append(changes)
+    shard.refresh()
+    expected = sorted(oracle.states[-1].items(), key=lambda item: item[0].encode())
+    for rows_at_once in (3, 100):
+        parts = list(shard.content(rows_at_once))
+        ids = [id for passages, _ in parts for id in passages.column("id").to_pylist()]
+        texts = [text for passages, _ in parts for text in passages.column("text").to_pylist()]
+        assert (ids, texts) == ([id for id, _ in expected], [put.text for _, put in expected])
+        vectors = np.concatenate([vectors for _, vectors in parts])
+        np.testing.assert_array_equal(vectors, np.stack([put.vector for _, put in expected]))
+        assert max(len(passages) for passages, _ in parts) <= rows_at_once
+
+
+def test_until_limits_the_changes_that_are_applied(tmp_path: Path) -> None:
+    first = one_shard(tmp_path, [document("a", 1)])
+    for id in "bcd":
+        log_of(tmp_path).append([document(id, 2)])
+    shard = LiveShard(first.base, log_of(tmp_path), 0, 1, folded=0, until=2)
+    assert (set(found(shard)), shard.sequence, shard.refresh()) == (set("abc"), 2, False)
+
+
+def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    for n in range(30):
+        log_of(tmp_path).append([document(f"d{n % 20}", n)])
+    most = 4 * max(table.nbytes for _, table in log_of(tmp_path).read(0))
+    monkeypatch.setattr(live_shard, "_PIECE_BYTES", most)
+    pieces: list[int] = []
+    changed = LiveShard._changed
+
+    def measured(self: LiveShard, before: Any, sequence: int, table: pa.Table) -> Any:
+        pieces.append(table.nbytes)
+        return changed(self, before, sequence, table)
+
+    monkeypatch.setattr(LiveShard, "_changed", measured)
+    assert shard.refresh()
+    assert len(pieces) > 5
+    assert max(pieces) <= 2 * most
+    assert (len(shard), shard.sequence) == (21, 30)
+    assert shard.get("d9") == Hit("d9", 0.0, "d9 of 29", {"year": None, "day": None})
+
+
+def test_a_failing_change_loses_none_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    for id in "bcd":
+        log_of(tmp_path).append([document(id, 2)])
+    ours = LiveShard._own
+
+    def fails_for_c(self: LiveShard, changes: Any) -> Any:
+        if changes.column("id").to_pylist() == ["c"]:
+            raise MemoryError
+        return ours(self, changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveShard, "_own", fails_for_c)
+        with pytest.raises(MemoryError):
+            shard.refresh()
+    assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+    assert shard.refresh()
+    assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
+
+
+def test_a_change_that_goes_missing_while_serving_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_shard, "_REFRESHES_PER_LOOK", 3)
+    shard = one_shard(tmp_path, [document("a", 1)])
+    log = log_of(tmp_path)
+    for id in "bc":
+        log.append([document(id, 2)])
+    (log.directory / f"{1:012d}.arrow").unlink()
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
+        for _ in range(3):
+            shard.refresh()
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
+        shard.refresh()  # until it is there again
+    assert (found(shard), shard.sequence, shard.head) == (["a"], 0, 2)
+
+
+def test_a_search_copies_only_the_texts_it_returns(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [])
+    for n in range(20):
+        log_of(tmp_path).append([document(f"d{n}", n, text="x" * 200_000)])
+        shard.refresh()
+    copied = pa.proxy_memory_pool(pa.system_memory_pool())
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(copied)
+    try:
+        (answer,) = shard.search_many([ShardQuery(unit_vectors(1, DIMENSION), 1)])
+    finally:
+        pa.set_memory_pool(before)
+    assert not isinstance(answer, Exception)
+    assert [len(hits[0].text) for hits in answer.hits] == [200_000]
+    assert 0 < copied.max_memory() < 1_000_000

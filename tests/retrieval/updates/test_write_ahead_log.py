@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from infembed_ray.config.retrieval import FieldType
+from infembed_ray.retrieval.updates import write_ahead_log
+from infembed_ray.retrieval.updates.write_ahead_log import (
+    OP,
+    VECTOR,
+    Change,
+    ChangeError,
+    ChangeLog,
+    Delete,
+    LogFault,
+    Put,
+)
+from tests.retrieval.vectors import unit_vectors
+
+METADATA: dict[str, FieldType] = {"year": "integer", "lang": "string", "published": "date"}
+VECTORS = unit_vectors(8, 4)
+
+
+def log_in(directory: Path) -> ChangeLog:
+    return ChangeLog(directory, METADATA, 4)
+
+
+def put(id: str, row: int = 0, **metadata: Any) -> Put:
+    return Put(id, f"text of {id}", VECTORS[row], metadata)
+
+
+def ids_of(log: ChangeLog, after: int = 0) -> list[str]:
+    return [id for _, table in log.read(after) for id in table.column("id").to_pylist()]
+
+
+def test_changes_are_read_as_they_were_appended(tmp_path: Path) -> None:
+    log = log_in(tmp_path / "changes" / "a")
+    assert (log.last(), list(log.read(0))) == (0, [])
+    assert not (tmp_path / "changes").exists()  # reading creates nothing
+    assert (
+        log.append([put("é\n日本", 1, year=2020, published="2020-02-29"), Delete("gone"), put("b", 2, lang=None)]) == 1
+    )
+    assert log.append([put("c", 3)]) == 2
+    assert log.last() == log_in(log.directory).last() == 2
+    (first, one), (second, two) = log_in(log.directory).read(0)
+    assert (first, second) == (1, 2)
+    assert one.select([OP, "id", "year"]).to_pylist() == [
+        {OP: "put", "id": "é\n日本", "year": 2020},
+        {OP: "delete", "id": "gone", "year": None},
+        {OP: "put", "id": "b", "year": None},
+    ]
+    assert one.column("published").cast(pa.string()).to_pylist() == ["2020-02-29", None, None]
+    assert one.column("text").to_pylist() == ["text of é\n日本", None, "text of b"]
+    np.testing.assert_array_equal(np.stack([v for v in one.column(VECTOR).to_pylist() if v]), VECTORS[1:3])
+    np.testing.assert_array_equal(two.column(VECTOR).to_pylist(), VECTORS[3:4])
+    assert [sequence for sequence, _ in log.read(1)] == [2]
+
+
+def test_a_long_append_fills_several_segments_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_ahead_log, "SEGMENT_BYTES", 100)
+    log = log_in(tmp_path)
+    made: list[Change] = [put(f"{i:03d}", i % 8) for i in range(40)]
+    made.insert(7, Put("large", "x" * 1000, VECTORS[0]))
+    last = log.append(made)
+    assert last == log.last() > 10
+    assert ids_of(log) == [change.id for change in made]
+    assert max(table.nbytes for _, table in log.read(0)) < 2000  # the large change has its own segment
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("a", yaer=2020), r"document 'a': metadata 'yaer' is no column of the index; did you mean year\?"),
+        (put("a", year="2020"), r"document 'a': metadata 'year'='2020' must be a whole number"),
+        (put("a", published="yesterday"), "must be a date as in 2024-05-31"),
+        (Put("a", "text", VECTORS[0][:3]), r"its vector must be 4 finite numbers, got shape \(3,\)"),
+        (Put("a", "text", VECTORS[0] * np.nan), "its vector must be 4 finite numbers"),
+        (Put("", "text", VECTORS[0]), "id='': empty"),
+        (Put("\ud800", "text", VECTORS[0]), "its id must be text without lone surrogates"),
+        (Put("a", "\ud800", VECTORS[0]), "its text must be text without lone surrogates"),
+        (Delete("\ud800"), "its id must be text"),
+    ],
+)
+def test_an_invalid_change_rejects_the_whole_append(tmp_path: Path, change: Change, message: str) -> None:
+    log = log_in(tmp_path / "log")
+    with pytest.raises(ChangeError, match=message) as refusal:
+        log.append([put("fine"), change])
+    assert "\n" not in str(refusal.value)
+    assert log.last() == 0
+
+
+def damaged(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes({"one bit": content, "truncated": content[:-1], "empty": b""}[how])
+
+
+@pytest.mark.parametrize("how", ["one bit", "truncated", "empty"])
+def test_reading_stops_before_a_damaged_segment_and_names_it(tmp_path: Path, how: str) -> None:
+    log = log_in(tmp_path)
+    for id in "abc":
+        log.append([put(id)])
+    damaged(tmp_path / f"{2:012d}.arrow", how)
+    segments: Iterator[tuple[int, pa.Table]] = log.read(0)
+    assert next(segments)[0] == 1
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted .*; restore it") as refusal:
+        next(segments)
+    assert "\n" not in str(refusal.value)
+    assert log.append([put("d")]) == 4  # appends continue meanwhile
+
+
+def test_a_missing_segment_is_not_the_end_of_the_log(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    for id in "abcd":
+        log.append([put(id)])
+    log.check(0)
+    (tmp_path / f"{3:012d}.arrow").rename(tmp_path / "aside")
+    with pytest.raises(LogFault, match=r"000000000003\.arrow is missing; restore it"):
+        log_in(tmp_path).check(0)
+    assert log_in(tmp_path).append([put("e")]) == 5  # the missing number is not reused
+    (tmp_path / "aside").rename(tmp_path / f"{3:012d}.arrow")
+    assert ids_of(log_in(tmp_path)) == list("abcde")
+    log.check(0)
+
+
+def test_folded_segments_except_the_last_may_be_deleted(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    for id in "abcd":
+        log.append([put(id)])
+    for sequence in (1, 2):
+        log._file(sequence).unlink()
+    log_in(tmp_path).check(3)
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
+        log_in(tmp_path).check(0)
+    for sequence in (3, 4):
+        log._file(sequence).unlink()
+    with pytest.raises(LogFault, match=r"000000000003\.arrow is missing"):
+        log_in(tmp_path).check(3)  # the next append would start at 1 again, unread
+
+
+def test_a_log_of_another_index_is_refused(tmp_path: Path) -> None:
+    log_in(tmp_path).append([put("a")])
+    with pytest.raises(LogFault, match="has other columns than the index"):
+        list(ChangeLog(tmp_path, {"year": "number"}, 4).read(0))
+
+
+def test_an_unwritable_directory_is_reported_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LogFault, match=r"changes=.*cannot be written \(.*\); give the writer a writable directory"):
+        log_in(tmp_path / "file" / "changes").append([put("a")])
+    if os.geteuid() != 0:  # root can write anywhere
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(LogFault, match=r"cannot be written \(Permission denied\)"):
+            log_in(tmp_path / "closed").append([put("a")])
+
+
+def test_a_full_disk_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_in(tmp_path)
+    log.append([put("a")])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LogFault, match=r"cannot be written \(No space left on device\)"):
+            log.append([put("b")])
+    assert os.listdir(tmp_path) == [f"{1:012d}.arrow"]
+    assert log.append([put("c")]) == 2
+
+
+def test_a_repeated_nfs_link_is_recognised_as_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def repeated(source: Path, target: Path) -> None:  # as NFS does it
+        link(source, target)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "link", repeated)
+    log = log_in(tmp_path)
+    assert [log.append([put("a")]), log.append([put("b")]), log.last()] == [1, 2, 2]
+
+
+def _write(directory: Path, writer: int, count: int) -> None:
+    log = log_in(directory)
+    for i in range(count):
+        log.append([put(f"{writer}-{i}"), Delete(f"{writer}-{i - 1}")])
+
+
+@pytest.mark.integration
+def test_many_writers_lose_nothing_and_agree_on_one_order(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("forkserver")
+    writers = [spawn.Process(target=_write, args=(tmp_path, writer, 12)) for writer in range(3)]
+    for process in writers:
+        process.start()
+    live = log_in(tmp_path)
+    seen: list[tuple[int, list[str]]] = []
+    stop = threading.Event()
+
+    def follow() -> None:
+        while not stop.is_set() or live.has(len(seen) + 1):
+            seen.extend((sequence, table.column("id").to_pylist()) for sequence, table in live.read(len(seen)))
+            time.sleep(0.002)
+
+    reader = threading.Thread(target=follow)
+    reader.start()
+    for process in writers:
+        process.join()
+        assert process.exitcode == 0
+    stop.set()
+    reader.join()
+    assert [sequence for sequence, _ in seen] == list(range(1, 37))
+    assert seen == [(s, t.column("id").to_pylist()) for s, t in log_in(tmp_path).read(0)]
+    for writer in range(3):  # each writer's own order is kept
+        assert [ids[0] for _, ids in seen if ids[0].startswith(f"{writer}-")] == [f"{writer}-{i}" for i in range(12)]
+    assert sorted(os.listdir(tmp_path)) == [f"{s:012d}.arrow" for s in range(1, 37)]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Put
+
+def die(*paths):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+log = ChangeLog(Path(sys.argv[1]), {}, 4)
+log.append([Put("kept", "text", np.ones(4))])
+print("kept", flush=True)
+setattr(os, sys.argv[2], die)
+log.append([Put("lost", "text", np.ones(4))])
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("moment", ["fsync", "link"])
+def test_a_writer_killed_before_the_link_leaves_no_visible_segment(tmp_path: Path, moment: str) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], capture_output=True, text=True)
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "kept\n")
+    log = ChangeLog(tmp_path, {}, 4)
+    assert ids_of(log) == ["kept"]
+    assert log.append([Put("next", "text", VECTORS[0])]) == 2
+    log.check(0)
+
+
+def test_the_digest_distinguishes_logs(tmp_path: Path) -> None:
+    one, other = log_in(tmp_path / "one"), log_in(tmp_path / "other")
+    for log in (one, other):
+        log.append([put("a")])
+    one.append([put("b", 1)])
+    other.append([put("b", 2)])
+    assert one.digest(0, 1) == other.digest(0, 1)
+    assert one.digest(0, 2) != other.digest(0, 2)
+    assert one.digest(1, 2) != one.digest(0, 2)
+    with pytest.raises(LogFault, match=r"000000000003\.arrow cannot be read"):
+        one.digest(0, 3)
+
+
+def test_the_number_of_a_missing_segment_is_not_reused(tmp_path: Path) -> None:
+    slow, quick = log_in(tmp_path), log_in(tmp_path)
+    slow.append([put("a")])
+    quick.append([put("b")])
+    quick.append([put("c")])
+    (tmp_path / f"{2:012d}.arrow").unlink()
+    assert slow.append([put("d")]) == 4
+
+
+def test_a_long_log_is_not_listed_for_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_ahead_log, "_LISTED_PER_CALL", 2)
+    log = log_in(tmp_path)
+    listed: list[int] = []
+    listdir = os.listdir
+
+    def counted(path: Path) -> list[str]:
+        listed.append(len(listdir(path)))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    assert [log.append([put(f"{n}")]) for n in range(40)] == list(range(1, 41))
+    assert sum(listed) <= 2 * 40 + 40
+
+
+def test_the_first_append_of_each_writer_syncs_all_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(write_ahead_log.durable, "sync_directory", synced.append)
+    directory = tmp_path / "changes" / "lineage"
+    for _ in range(2):  # the second may append before the first has synced
+        log_in(directory).append([put("a")])
+        assert set(synced) == {tmp_path, tmp_path / "changes", directory}
+        synced.clear()
+
+
+def test_an_append_that_fails_after_the_link_says_that_it_may_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_in(tmp_path)
+    log.append([put("a")])
+
+    def fails(directory: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(write_ahead_log.durable, "sync_directory", fails)
+    with pytest.raises(LogFault, match="make the change again: it may or may not be kept"):
+        log.append([put("b")])
+    assert ids_of(log) == list("ab")

@@ -1,0 +1,34 @@
+"""A small index and the settings that serve it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infembed_ray.config.serving import ServeSettings
+from tests.serving.indexes import PASSAGES, YEARS, publish_index
+from tests.support.ports import free_port
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="session")
+def index(root: Path, minilm: str) -> str:
+    return str(publish_index(root / "one", minilm, PASSAGES, metadata=YEARS, types={"year": "integer"}))
+
+
+@pytest.fixture(scope="session")
+def settings(index: str) -> ServeSettings:
+    return ServeSettings(
+        index=index,
+        port=free_port(),
+        model_name="minilm",
+        request_timeout_s=8,
+        max_body_mib=4,
+        runtime="torch",
+        wait=False,
+    )

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from infembed_ray.serving.http.app import Limits, create_app
+from infembed_ray.serving.http.auth import ApiKeys
+from tests.serving.debug import DebugService, debug_embed
+
+JSON = {"Content-Type": "application/json"}
+
+
+def make_app(service: DebugService | None = None, keys: tuple[str, ...] = (), limits: Limits | None = None) -> FastAPI:
+    service = service or DebugService()
+    return create_app(service, lambda: "fingerprint", ApiKeys(keys), limits or Limits(), registry=service.registry)
+
+
+def client_of(app: FastAPI, **options: Any) -> TestClient:
+    return TestClient(app, base_url="http://localhost", **options)
+
+
+def vector(text: str) -> np.ndarray:
+    return debug_embed([list(text.encode())])[0]
+
+
+def refused(answer: Any, status: int) -> dict[str, Any]:
+    assert answer.status_code == status
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "\n" not in body["error"]["message"]
+    error: dict[str, Any] = body["error"]
+    return error

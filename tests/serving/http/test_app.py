@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, EmptySequence
+from infembed_ray.serving.http import schema
+from infembed_ray.serving.http.app import Limits
+from tests.serving.debug import CARD, DIMENSION, VOCABULARY, DebugService, debug_embed
+from tests.serving.http.clients import JSON, client_of, make_app, refused
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    """A client for tests that change nothing."""
+    return client_of(make_app())
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"input": ""}, "input", "at least 1 character"),
+        ({"input": " \n"}, "input", "must not be empty"),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": ["a", ""]}, "input", "1: String should have at least 1 character"),
+        ({"input": [[]]}, "input", "at least 1 item"),
+        ({"input": [1.5]}, "input", "give a text, a list of texts"),
+        ({"input": [1, "a"]}, "input", "valid integer"),
+        ({"input": [True]}, "input", "give a text, a list of texts"),
+        ({"input": [-1]}, "input", "greater than or equal to 0"),
+        ({"input": [VOCABULARY]}, "input", "token id 256: the vocabulary of debug ends at 255"),
+        ({"input": [10**30]}, "input", "the vocabulary of debug ends at 255"),
+        ({"input": {"a": 1}}, "input", "give a text, a list of texts"),
+        ({"input": None}, "input", "give a text, a list of texts"),
+        ({"input": "x" * (schema.MAX_CHARACTERS + 1)}, "input", "at most 100000 characters"),
+        ({"input": ["x"] * (schema.MAX_INPUTS + 1)}, "input", "at most 2048 items"),
+        ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"dimensions": DIMENSION + 1}, "dimensions", "the model has 16"),
+        ({"dimensions": "4"}, "dimensions", "valid integer"),
+        ({"encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input_type": "document"}, "input_type", "'query' or 'passage'"),
+        ({"instruction": "I", "input_type": "passage"}, None, "an instruction applies to queries"),
+        ({"instructions": "I"}, "instructions", "no such field"),
+        ({"model": 1}, "model", "valid string"),
+    ],
+)
+def test_an_invalid_embeddings_request_gets_the_field_and_the_reason(
+    client: TestClient, change: dict[str, Any], param: str | None, message: str
+) -> None:
+    body = json.dumps({"input": "ab", "model": "debug", **change})
+    answer = client.post("/v1/embeddings", content=body, headers={"Content-Type": "application/json"})
+    error = refused(answer, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "query"),
+        ({"query": ["x", ""]}, "query"),
+        ({"query": "q", "top_k": 0}, "top_k"),
+        ({"query": "q", "top_k": 1001}, "top_k"),
+        ({"query": 1}, "query"),
+        ({"query": []}, "query"),
+        ({"query": ["x"] * 65}, "query"),
+        ({"query": "q", "filter": {"yeer": 1}}, "filter"),
+        ({"query": "q", "filter": {"year": {"gte": "x"}}}, "filter"),
+        ({"query": "q", "filter": []}, "filter"),
+        ({"query": "q", "allow_partial": 1}, "allow_partial"),
+        ({"query": ["a", "b"], "instruction": ["I"]}, None),
+        ({"query": "a", "instruction": ["I", "J"]}, None),
+        ({"query": ["a"] * 64, "top_k": 1000}, None),
+    ],
+)
+def test_an_invalid_search_request_gets_the_field_and_the_reason(
+    client: TestClient, body: dict[str, Any], param: str | None
+) -> None:
+    assert refused(client.post("/v1/search", json=body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff",
+        b"\xef\xbb\xbf{}",
+        b'{"input": NaN, "model": "debug"}',
+        b'{"input": "\\ud800", "model": "debug"}',
+        b'{"input": [1e999], "model": "debug"}',
+        b'{"input": [' + b"9" * 10_000 + b'], "model": "debug"}',
+        b"[" * 100_000,
+        b'{"input": ' + b"[" * 1000 + b"]" * 1000 + b', "model": "debug"}',
+        b"{" + b",".join(b'"%d": 1' % i for i in range(5000)) + b"}",
+        b'{"model": "debug", "input": "' + b"x" * 2**20 + b'"}',
+        b'{"model": "debug", "input": "a", "\\u001b[31m' + b"x" * 100_000 + b'": 1}',
+    ],
+)
+def test_a_malformed_body_gets_a_short_error(client: TestClient, body: bytes) -> None:
+    error = refused(client.post("/v1/embeddings", content=body, headers=JSON), 400)
+    assert len(error["message"]) < 520
+    assert error["message"].isprintable()
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/jsonp"])
+def test_another_content_type_is_rejected(client: TestClient, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = client.post("/v1/search", content=b'{"query": "q"}', headers=headers)
+    assert "send the body as application/json" in refused(answer, 415)["message"]
+    utf8 = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert client.post("/v1/search", content=b'{"query": "q"}', headers=utf8).status_code == 200
+
+
+def test_a_body_over_the_limit_is_rejected_with_and_without_content_length() -> None:
+    client = client_of(make_app(limits=Limits(max_body_mib=0.01)))
+    body = json.dumps({"query": "q", "instruction": "x" * 20_000}).encode()
+    read = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal read
+        for start in range(0, len(body), 100):
+            read += 100
+            yield body[start : start + 100]
+
+    for content in (body, chunks()):
+        answer = client.post("/v1/search", content=content, headers=JSON)
+        error = refused(answer, 413)
+        assert (error["code"], answer.headers["connection"]) == ("body_too_large", "close")
+        assert "0.01 MiB" in error["message"]
+    small = json.dumps({"query": "q"}).encode()
+    assert client.post("/v1/search", content=iter([small[:5], small[5:]]), headers=JSON).status_code == 200
+
+
+def test_a_model_that_is_not_served_is_not_found(client: TestClient) -> None:
+    for path, body in (("embeddings", {"input": "x"}), ("search", {"query": "x"})):
+        error = refused(client.post(f"/v1/{path}", json={**body, "model": "gpt-4"}), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert error["message"] == "the model 'gpt-4' is not served here; the served model is 'debug'"
+
+
+def test_unknown_paths_and_methods_get_errors_in_openais_shape(client: TestClient) -> None:
+    refused(client.get("/v1/nothing"), 404)
+    refused(client.get("/v1/models/gpt-4"), 404)
+    for method in ("GET", "OPTIONS", "PATCH", "NONSENSE"):
+        answer = client.request(method, "/v1/search")
+        refused(answer, 405)
+        assert answer.headers["allow"] == "POST"
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_a_full_queue_answers_429_with_retry_after() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(sequences: list[list[int]]) -> np.ndarray:
+        entered.set()
+        assert release.wait(30)
+        return debug_embed(sequences)
+
+    service = DebugService(BatchingEngine(slow, max_queue=1))
+    with client_of(make_app(service)) as client:
+        ask = partial(client.post, "/v1/embeddings", json={"input": "x", "model": "debug"})
+        with ThreadPoolExecutor(2) as others:
+            in_the_model = others.submit(ask)
+            assert entered.wait(30)
+            waiting = others.submit(ask)
+            while not service.engine.waiting:
+                time.sleep(0.001)
+            full = ask()
+            release.set()
+    error = refused(full, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    assert int(full.headers["retry-after"]) >= 1
+    assert (in_the_model.result().status_code, waiting.result().status_code) == (200, 200)
+
+
+def test_an_internal_error_shows_the_client_no_details(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(sequences: list[list[int]]) -> np.ndarray:
+        raise RuntimeError("device-side assert")
+
+    client = client_of(make_app(DebugService(BatchingEngine(broken))), raise_server_exceptions=True)
+    body = {"input": "confidential", "model": "debug"}
+    answer = client.post("/v1/embeddings", json=body, headers={"X-Request-ID": "r-17"})
+    error = refused(answer, 500)
+    assert (error["type"], error["message"]) == ("server_error", "internal error; the server's log has the details")
+    assert "r-17" in caplog.text
+    assert "device-side assert" in caplog.text
+    assert "confidential" not in caplog.text
+
+
+def test_a_request_that_times_out_is_cancelled_and_answered_504() -> None:
+    service = DebugService()
+    release = threading.Event()
+
+    def slow(sequences: list[list[int]]) -> np.ndarray:
+        assert release.wait(30)
+        return debug_embed(sequences)
+
+    service.engine = BatchingEngine(slow)
+    client = client_of(make_app(service, limits=Limits(request_timeout_s=0.05)))
+    answer = client.post("/v1/search", json={"query": "q"})
+    release.set()
+    assert refused(answer, 504)["code"] == "deadline_exceeded"
+    assert answer.headers["retry-after"] == "1"
+    assert service.engine.waiting == 0
+
+
+def test_a_deadline_of_the_service_is_reported_as_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = DebugService()
+
+    async def late(*_: Any) -> Any:
+        raise DeadlineExceeded(2.351)  # what was left when a part of the service was asked
+
+    monkeypatch.setattr(service, "embed", late)
+    answer = client_of(make_app(service)).post("/v1/embeddings", json={"input": "x", "model": "debug"})
+    assert refused(answer, 504)["message"] == "not answered within 30 s; try again in 1 s"
+
+
+def test_input_without_tokens_is_a_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = DebugService()
+
+    async def empty(*_: Any) -> Any:
+        raise EmptySequence("input 0 has no tokens")
+
+    monkeypatch.setattr(service, "embed", empty)
+    error = refused(client_of(make_app(service)).post("/v1/embeddings", json={"input": [1], "model": "debug"}), 400)
+    assert (error["message"], error["param"]) == ("input 0 has no tokens: send text", "input")
+
+
+def test_health_readiness_and_models() -> None:
+    service = DebugService()
+    client = client_of(make_app(service))
+    assert client.get("/healthz").json() == {"status": "ok", "deployment": "fingerprint"}
+    assert client.get("/readyz").status_code == 200
+    service.is_ready = False
+    assert refused(client.get("/readyz"), 503)["code"] == "not_ready"
+    assert client.get("/v1/models").json() == {"object": "list", "data": [CARD.model_dump()]}
+    assert client.get("/v1/models/debug").json() == CARD.model_dump()
+    service.card = CARD.model_copy(update={"index_version": "v2"})
+    assert client.get("/v1/models/debug").json()["index_version"] == "v2"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    queries=st.lists(st.text(min_size=1, max_size=5).filter(str.strip), min_size=1, max_size=4),
+    instruction=st.none() | st.text(max_size=5),
+    top_k=st.integers(1, 6),
+)
+def test_a_batch_of_queries_is_answered_as_each_alone(
+    client: TestClient, queries: list[str], instruction: str | None, top_k: int
+) -> None:
+    common = {"instruction": instruction, "top_k": top_k}
+    together = client.post("/v1/search", json={"query": queries, **common}).json()["results"]
+    alone = [client.post("/v1/search", json={"query": query, **common}).json()["hits"] for query in queries]
+    assert [[h["id"] for h in result["hits"]] for result in together] == [[h["id"] for h in hits] for hits in alone]

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from infembed_ray.cli import main
+from infembed_ray.errors import InputError
+from infembed_ray.serving.http import auth
+from infembed_ray.serving.http.auth import ApiKeys, is_loopback, new_key, read_keys
+
+
+@pytest.mark.parametrize("header", [b"Bearer one", b"bearer one", b"BEARER  one ", b"Bearer two"])
+def test_every_key_is_accepted(header: bytes) -> None:
+    assert ApiKeys(["one", "two"]).accept(header)
+
+
+@pytest.mark.parametrize(
+    "header", [None, b"", b"one", b"Bearer", b"Bearer ", b"Basic one", b"Bearer on", b"Bearer one,two", b"Bearer \xff"]
+)
+def test_other_headers_are_rejected(header: bytes | None) -> None:
+    assert not ApiKeys(["one", "two"]).accept(header)
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "one, two")
+    assert ApiKeys.load("KEYS").accept(b"Bearer two")
+    monkeypatch.delenv("KEYS")
+    assert not ApiKeys.load("KEYS")
+    assert not ApiKeys.load(None)
+
+
+@pytest.mark.parametrize("value", ["", " ", "one,", ",one", "one,,two"])
+def test_a_variable_with_an_empty_key_is_refused_without_showing_the_others(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("KEYS", value)
+    with pytest.raises(InputError, match=r"api_keys_env=KEYS: .* holds an empty key") as refusal:
+        ApiKeys.load("KEYS")
+    assert "one," not in str(refusal.value)
+
+
+def test_keys_are_not_kept_in_the_clear() -> None:
+    assert "secret" not in repr(vars(ApiKeys(["secret"])))
+
+
+# ------------------------------------------------------------------------------------------------------ the file
+
+
+@pytest.fixture
+def always_checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "RECHECK_S", 0.0)
+
+
+def bearer(key: str) -> bytes:
+    return f"Bearer {key}".encode()
+
+
+def test_a_new_key_is_accepted_and_only_its_hash_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    keys = [new_key(name, file) for name in ("alice", "ci@build-1")]
+    assert all(key.startswith("ifr-") and len(key) >= 40 for key in keys)
+    content = file.read_text()
+    assert not any(key in content for key in keys)
+    assert [line.split() for line in content.splitlines()[1:]] == [
+        [hashlib.sha256(key.encode()).hexdigest(), name]
+        for key, name in zip(keys, ("alice", "ci@build-1"), strict=True)
+    ]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    accepting = ApiKeys(["from-the-environment"], file)
+    assert all(accepting.accept(bearer(key)) for key in [*keys, "from-the-environment"])
+    assert not accepting.accept(bearer("ifr-other"))
+
+
+def test_keys_are_added_and_revoked_without_a_restart(tmp_path: Path, always_checking: None) -> None:
+    file = tmp_path / "keys"
+    first = new_key("first", file)
+    keys = ApiKeys(file=file)
+    second = new_key("second", file)
+    assert keys.accept(bearer(second))
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.endswith("first\n")))
+    assert not keys.accept(bearer(first))
+    assert keys.accept(bearer(second))
+    replacement = tmp_path / "new"
+    third = new_key("third", replacement)
+    os.replace(replacement, file)
+    assert keys.accept(bearer(third))
+    assert not keys.accept(bearer(second))
+
+
+def test_when_the_last_key_is_revoked_all_requests_are_rejected(tmp_path: Path, always_checking: None) -> None:
+    file = tmp_path / "keys"
+    key = new_key("only", file)
+    keys = ApiKeys(file=file)
+    file.write_text("")
+    assert not keys.accept(bearer(key))
+    assert keys  # still asked for
+
+
+def test_the_file_is_checked_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(auth, "time", SimpleNamespace(monotonic=lambda: now))
+    file = tmp_path / "keys"
+    first = new_key("first", file)
+    keys = ApiKeys(file=file)
+    now = 100.0
+    assert keys.accept(bearer(first))
+    second = new_key("second", file)
+    now = 100.9
+    assert not keys.accept(bearer(second))
+    now = 101.1
+    assert keys.accept(bearer(second))
+
+
+@pytest.mark.parametrize("broken", [b"nonsense\n", b"\xff\xfe", None])
+def test_a_file_that_becomes_unreadable_keeps_the_last_good_keys_and_is_logged_once(
+    tmp_path: Path, always_checking: None, caplog: pytest.LogCaptureFixture, broken: bytes | None
+) -> None:
+    file = tmp_path / "keys"
+    key = new_key("good", file)
+    keys = ApiKeys(file=file)
+    if broken is None:
+        file.unlink()
+    else:
+        file.write_bytes(broken)
+    assert all(keys.accept(bearer(key)) for _ in range(3))
+    complaints = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(complaints) == 1
+    assert "1 keys read before stay valid" in complaints[0]
+    assert "nonsense" not in complaints[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no key; create one with `infembed key"),
+        ("# nothing but this\n", "holds no key"),
+        ("ifr-a-key-in-the-clear alice\n", "line 1 is not `SHA-256 NAME`"),
+        ("0" * 64 + " a\n" + "1" * 64 + " a\n", "line 2: the name 'a' appears twice"),
+        ("0" * 63 + " a\n", "line 1 is not"),
+        (None, "cannot be read (No such file"),
+    ],
+)
+def test_an_invalid_file_is_rejected_without_showing_its_content(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InputError) as refusal:
+        ApiKeys.load(None, str(file))
+    assert message in str(refusal.value)
+    assert str(refusal.value).startswith(f"api_keys_file={file}: ")
+    assert "in-the-clear" not in str(refusal.value)
+
+
+def test_a_key_is_appended_to_an_edited_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    digest = "0" * 64
+    file.write_text(f"# ours\n\n  {digest}   edited  ")
+    new_key("new", file)
+    assert list(read_keys(file)) == ["edited", "new"]
+
+
+def test_concurrent_new_keys_are_all_written(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda i: new_key(f"k{i}", file), range(32)))
+    keys = ApiKeys(file=file)
+    assert all(keys.accept(bearer(key)) for key in made)
+    assert file.read_text().count("#") == 1
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\nb", "ü" * 101, "#x"])
+def test_names_are_words(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="name="):
+        new_key(name, tmp_path / "keys")
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_name_is_used_once(tmp_path: Path) -> None:
+    new_key("a", tmp_path / "keys")
+    before = (tmp_path / "keys").read_bytes()
+    with pytest.raises(InputError, match="already has a key of that name"):
+        new_key("a", tmp_path / "keys")
+    assert (tmp_path / "keys").read_bytes() == before
+
+
+def test_the_command_prints_the_key_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    assert main(["key", "alice", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert ApiKeys(file=file).accept(bearer(printed.out.strip()))
+    assert "api_keys_file=" in printed.err
+    assert main(["key", "alice", str(file)]) == 2
+    assert "infembed key: name='alice'" in capsys.readouterr().err
+    assert main(["key", "bob", str(tmp_path / "no" / "keys")]) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ loopback
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)

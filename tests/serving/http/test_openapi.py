@@ -1,0 +1,92 @@
+"""The OpenAPI document, and requests generated from it (schemathesis)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from infembed_ray.serving.http.app import create_app
+from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.http.errors import STATUSES
+from infembed_ray.serving.http.middleware import OPEN_PATHS
+from tests.serving.debug import DebugService
+
+pytestmark = pytest.mark.integration
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
+
+KEY = {"Authorization": "Bearer key"}
+
+app = create_app(DebugService(), "f", ApiKeys(["key"]))
+api = schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+def validate(case: Any) -> None:
+    # The API rejects some requests that the schema allows, such as unknown fields of the index.
+    case.call_and_validate(headers=KEY, excluded_checks=[positive_data_acceptance])
+
+
+@api.parametrize()
+@settings(max_examples=25, deadline=None)
+def test_generated_requests_get_the_documented_answers(case: Any) -> None:
+    validate(case)
+
+
+@pytest.mark.slow
+@api.parametrize()
+@settings(max_examples=500, deadline=None)
+def test_many_generated_requests_get_the_documented_answers(case: Any) -> None:
+    validate(case)
+
+
+def operations() -> dict[str, dict[str, Any]]:
+    document = app.openapi()
+    return {
+        f"{method.upper()} {path}": operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def test_every_route_is_documented() -> None:
+    assert set(operations()) == {
+        "POST /v1/embeddings",
+        "POST /v1/search",
+        "PUT /v1/documents",
+        "DELETE /v1/documents",
+        "GET /v1/documents/{id}",
+        "DELETE /v1/documents/{id}",
+        "GET /v1/models",
+        "GET /v1/models/{model}",
+        "GET /healthz",
+        "GET /readyz",
+        "GET /metrics",
+    }
+
+
+@pytest.mark.parametrize("name", operations())
+def test_every_error_is_documented(name: str) -> None:
+    operation = operations()[name]
+    errors = {status: response for status, response in operation["responses"].items() if status != "200"}
+    expected = {"403", "500", "504"}
+    if "requestBody" in operation:
+        expected |= {"400", "413", "415"}
+    if name.split()[1] not in OPEN_PATHS:
+        expected |= {"401"}
+        assert operation["security"] == [{"bearer": []}]
+    assert expected <= set(errors)
+    assert "422" not in errors
+    for status, response in errors.items():
+        assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+        assert response["description"] == STATUSES[int(status)]
+        assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503", "504"))
+    assert operation["description"]
+
+
+def test_without_keys_no_security_is_documented() -> None:
+    document = create_app(DebugService(), "f", ApiKeys()).openapi()
+    assert "securitySchemes" not in document["components"]
+    assert not any("security" in operation for methods in document["paths"].values() for operation in methods.values())

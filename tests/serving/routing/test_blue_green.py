@@ -1,0 +1,325 @@
+"""A release over real shards in this process, with an encoder that draws vectors from the texts."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pytest
+
+from infembed_ray.retrieval.shards import Shard, shard_of
+from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.serving.encoder.batching import Embedded, QueueFull
+from infembed_ray.serving.http import schema
+from infembed_ray.serving.http.app import create_app
+from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.routing import blue_green, hedging
+from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
+from infembed_ray.serving.service import Document, Query, ReadOnly, ReplicaLost, Service, Stuck
+
+DIMENSION = 8
+PASSAGES = {f"p{i}": f"text {i}" for i in range(60)}
+SHARDS = 3
+
+
+def vector(text: str) -> np.ndarray:
+    drawn = np.random.default_rng(list(text.encode())).standard_normal(DIMENSION).astype(np.float32)
+    return drawn / np.linalg.norm(drawn)
+
+
+class Encoder:
+    """Encoder deployment that records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.timeouts: list[float] = []
+        self.held: asyncio.Event | None = None
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if method == "ready":
+            return True
+        items, timeout_s = arguments
+        self.calls.append(len(items))
+        self.timeouts.append(timeout_s)
+        await (self.held.wait() if self.held else asyncio.sleep(0.001))
+        answers = []
+        for item in items:
+            texts = list(item.inputs) if isinstance(item, Inputs) else [f"{q.instruction} {q.text}" for q in item]
+            answers.append(Embedded(np.stack([vector(text) for text in texts]), len(texts)))
+        return pickle.loads(pickle.dumps(answers))
+
+
+class OneShard:
+    """Deployment of one shard; raises the errors in `failing`, one per call."""
+
+    def __init__(self, live: LiveShard) -> None:
+        self.live = live
+        self.failing: list[Exception] = []
+        self.silent = False
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if self.silent:
+            await asyncio.sleep(60)
+        if self.failing:
+            raise self.failing.pop()
+        fault = None
+        try:
+            self.live.refresh()
+        except LogFault as error:
+            fault = str(error)
+        if method == "fault":
+            return fault
+        if method == "search_many":
+            return pickle.loads(pickle.dumps(self.live.search_many(*arguments)))
+        if method == "document":
+            found = self.live.get(*arguments)
+            return found and Document(found.id, found.text, found.metadata)
+        return True
+
+
+class World:
+    def __init__(self, root: Path, writable: bool = True) -> None:
+        log = ChangeLog(root / "changes", {"year": "integer"}, DIMENSION)
+        self.encoder, self.shards = Encoder(), []
+        for number in range(SHARDS):
+            ids = [id for id in PASSAGES if shard_of(id, SHARDS) == number]
+            texts = [PASSAGES[id] for id in ids]
+            vectors = np.stack([vector(text) for text in texts])
+            years = {"year": [int(id[1:]) for id in ids]}
+            facts = Shard.write(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"})
+            self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, SHARDS, 0)))
+        card = schema.Model(
+            id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
+            vocabulary=9, metadata={"year": "integer"}, writable=writable,
+        )  # fmt: skip
+        self.spec = ReleaseSpec(
+            fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card
+        )
+
+    def play(self, scenario: Callable[[Release], Coroutine[Any, Any, None]], timeout_s: float = 20) -> None:
+        async def run() -> None:
+            await scenario(Release(self.spec, self.encoder, self.shards, self.encoder, timeout_s=timeout_s))
+
+        asyncio.run(run())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def best(query: str, k: int, allowed: Callable[[str], bool] = lambda id: True) -> list[str]:
+    """Brute force."""
+    scores = {id: float(vector(text) @ vector(query)) for id, text in PASSAGES.items() if allowed(id)}
+    return sorted(scores, key=lambda id: (-scores[id], id))[:k]
+
+
+def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> None:
+    async def scenario(release: Release) -> None:
+        async def search(i: int) -> None:
+            queries = [Query(f"q{i}", "I"), Query(f"r{i}", None)][: 1 + i % 2]
+            found = await release.search(queries, 1 + i % 7, None, False)
+            assert [[hit.id for hit in hits] for hits in found.results] == [
+                best(f"{query.instruction} {query.text}", 1 + i % 7) for query in queries
+            ]
+            assert (found.model, found.index_version, found.missing_shards) == ("m", "v1", [])
+
+        await asyncio.gather(*(search(i) for i in range(50)))
+
+    world.play(scenario)
+    assert sum(world.encoder.calls) == 50
+    assert len(world.encoder.calls) < 10  # most share a call
+
+
+def test_shards_apply_the_filter(world: World) -> None:
+    async def scenario(release: Release) -> None:
+        found = await release.search([Query("q", "I")], 4, {"year": {"lt": 20}}, False)
+        assert [hit.id for hit in found.results[0]] == best("I q", 4, lambda id: int(id[1:]) < 20)
+        assert found.results[0][0].metadata == {"year": int(found.results[0][0].id[1:])}
+
+    world.play(scenario)
+
+
+def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
+    async def scenario(release: Release) -> None:
+        sequence = await release.put([Document("new", "None fresh", {"year": 3}), Document("p1", "None fresh too")])
+        found = await release.search([Query("fresh")], 1, None, False)
+        assert (found.results[0][0].id, found.sequence) == ("new", sequence)
+        assert await release.document("new") == Document("new", "None fresh", {"year": 3})
+        assert await release.document("p1") == Document("p1", "None fresh too", {"year": None})
+        assert await release.delete(["new", "never was"]) > sequence
+        assert await release.document("new") is None
+        found = await release.search([Query("fresh")], 60, None, False)
+        assert "new" not in {hit.id for hit in found.results[0]}
+
+    world.play(scenario)
+
+
+def test_a_read_only_index_rejects_changes(tmp_path: Path) -> None:
+    async def scenario(release: Release) -> None:
+        with pytest.raises(ReadOnly):
+            await release.put([Document("new", "text")])
+        with pytest.raises(ReadOnly):
+            await release.delete(["p1"])
+
+    World(tmp_path, writable=False).play(scenario)
+    assert not (tmp_path / "changes").exists()
+
+
+def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world: World) -> None:
+    async def scenario(release: Release) -> None:
+        world.shards[1].failing = [ReplicaLost()] * 3
+        found = await release.search([Query("q", "I")], 5, None, False)
+        assert [hit.id for hit in found.results[0]] == best("I q", 5)
+        world.shards[1].failing = [QueueFull(2.0)]
+        with pytest.raises(QueueFull):
+            await release.search([Query("q", "I")], 5, None, False)
+
+    world.play(scenario)
+
+
+def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedging, "INITIAL_SLOW_S", 0.05)
+
+    class HalfSilent(Encoder):
+        async def __call__(self, method: str, *arguments: Any) -> Any:
+            answer = await super().__call__(method, *arguments)
+            if len(self.calls) == 1:
+                await asyncio.sleep(60)  # as on a lost machine that Ray has not noticed
+            return answer
+
+    async def scenario() -> None:
+        release = Release(world.spec, HalfSilent(), world.shards, world.encoder, timeout_s=20, encoder_replicas=2)
+        found = await asyncio.wait_for(release.search([Query("q", "I")], 3, None, False), 5)
+        assert [hit.id for hit in found.results[0]] == best("I q", 3)
+
+    asyncio.run(scenario())
+
+
+def test_with_a_missing_shard_only_partial_searches_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blue_green, "PARTIAL_PATIENCE_S", 0.1)
+
+    async def scenario(release: Release) -> None:
+        world.shards[2].failing = [ReplicaLost()] * 1000
+        with pytest.raises(ReplicaLost):
+            await release.search([Query("q", "I")], 5, None, False)
+        found = await release.search([Query("q", "I")], 5, None, True)
+        assert list(found.missing_shards) == ["s2"]
+        assert [hit.id for hit in found.results[0]] == best("I q", 5, lambda id: shard_of(id, SHARDS) != 2)
+        world.shards[2].failing = []
+        found = await release.search([Query("q", "I")], 5, None, True)
+        assert list(found.missing_shards) == []
+        assert [hit.id for hit in found.results[0]] == best("I q", 5)
+
+    world.play(scenario, timeout_s=0.5)
+
+
+def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
+
+    async def scenario(release: Release) -> None:
+        assert await release.ready()
+        world.shards[0].silent = True
+        assert not await release.ready()
+
+    world.play(scenario)
+
+
+def test_one_requests_error_does_not_affect_another(world: World) -> None:
+    async def scenario(release: Release) -> None:
+        good, bad = await asyncio.gather(
+            release.search([Query("q", "I")], 5, None, False),
+            release.search([Query("q", "I")], 5, {"color": "red"}, False),
+            return_exceptions=True,
+        )
+        assert [hit.id for hit in good.results[0]] == best("I q", 5)
+        assert isinstance(bad, ValueError)
+
+    world.play(scenario)
+
+
+def test_a_call_gets_the_time_left_of_its_request(world: World) -> None:
+    async def scenario(release: Release) -> None:
+        release._embed._max_calls = 1
+        world.encoder.held = asyncio.Event()
+        first = asyncio.ensure_future(release.search([Query("a", "I")], 1, None, False))
+        await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(release.search([Query("b", "I")], 1, None, False))
+        await asyncio.sleep(0.3)
+        world.encoder.held.set()
+        await asyncio.gather(first, second)
+        assert world.encoder.timeouts[1] < world.encoder.timeouts[0] - 0.25
+
+    world.play(scenario)
+
+
+def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blue_green, "MAX_WAIT_S", 0.1)
+
+    async def scenario(release: Release) -> None:
+        world.encoder.held = asyncio.Event()
+        text = "x" * (blue_green.MAX_BATCH_CHARACTERS // 2)
+        searches = [asyncio.ensure_future(release.search([Query(text)], 1, None, False)) for _ in range(100)]
+        await asyncio.sleep(0.2)
+        world.encoder.held.set()
+        outcomes = await asyncio.gather(*searches, return_exceptions=True)
+        rejected = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
+        assert 0 < len(rejected) < 100
+        assert all(outcome.missing_shards == [] for outcome in outcomes if outcome not in rejected)
+
+    world.play(scenario)
+
+
+def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blue_green, "FAULT_MAX_AGE_S", 0.0)
+    document = {"id": "new", "text": "text new"}
+
+    async def scenario(release: Release) -> None:
+        app = create_app(cast(Service, release), "d", ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            put = partial(client.put, "/v1/documents", json={"documents": [document]})
+            assert (await put()).status_code == 200
+            (segment,) = Path(world.spec.changes).glob("*.arrow")
+            whole = segment.read_bytes()
+            segment.write_bytes(whole[:-1])
+            answers = [await client.get("/readyz"), await put(), await client.delete("/v1/documents/p1")]
+            for answer in answers:
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (503, "changes_stuck")
+                assert "000000000001.arrow is corrupted" in error["message"]
+                assert int(answer.headers["retry-after"]) > 1
+            found = await client.post("/v1/search", json={"query": "q", "top_k": 5})
+            assert [hit["id"] for hit in found.json()["hits"]] == best("None q", 5)
+            assert len(list(segment.parent.glob("*.arrow"))) == 1  # nothing was appended after it
+            segment.write_bytes(whole)
+            assert (await client.get("/readyz")).status_code == 200
+            assert (await put()).status_code == 200
+
+    world.play(scenario)
+
+
+def test_a_shard_that_does_not_answer_keeps_its_last_reported_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blue_green, "FAULT_MAX_AGE_S", 0.0)
+
+    async def scenario(release: Release) -> None:
+        await release.delete(["p1"])
+        (segment,) = Path(world.spec.changes).glob("*.arrow")
+        segment.write_bytes(b"")
+        assert "is corrupted" in (await release.fault() or "")
+        for shard in world.shards:
+            shard.failing = [ReplicaLost()]
+        with pytest.raises(Stuck, match=r"s0: .*is corrupted"):
+            await release.delete(["p1"])
+
+    world.play(scenario)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from infembed_ray.serving.encoder.batching import QueueFull
+from infembed_ray.serving.routing import remote
+from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.service import ReplicaLost
+
+
+def test_cancelling_a_call_cancels_it_at_its_replica() -> None:
+    class Response:
+        def __init__(self) -> None:
+            self.cancelled = 0
+
+        def __await__(self) -> Any:
+            return asyncio.sleep(60).__await__()
+
+        def cancel(self) -> None:
+            self.cancelled += 1
+
+    class Handle:
+        def __init__(self) -> None:
+            self.response = Response()
+
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        def remote(self, *arguments: Any) -> Response:
+            return self.response
+
+    async def scenario() -> None:
+        handle = Handle()
+        call = asyncio.ensure_future(RemoteDeployment(handle)("method"))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0)
+        assert call.cancelled()
+        assert handle.response.cancelled == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_the_replica_cancels_is_lost() -> None:
+    class Handle:
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        def remote(self, *arguments: Any) -> Any:
+            response = asyncio.get_running_loop().create_future()
+            response.cancel()
+            return response
+
+    async def scenario() -> None:
+        with pytest.raises(ReplicaLost):
+            await RemoteDeployment(Handle())("method")
+
+    asyncio.run(scenario())
+
+
+def test_errors_of_ray_become_those_of_the_service() -> None:
+    class Handle:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        async def remote(self, *arguments: Any) -> None:
+            raise self.error
+
+    def raised(error: Exception) -> BaseException:
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (any: it is looked at)
+            asyncio.run(RemoteDeployment(Handle(error))("method"))
+        return caught.value
+
+    assert isinstance(raised(ActorDiedError()), ReplicaLost)
+    assert isinstance(raised(BackPressureError(9, 8)), QueueFull)
+    full = raised(RayTaskError("embed", "traceback", QueueFull(3.0)))
+    assert isinstance(full, QueueFull)
+    assert full.retry_after_s == 3.0
+
+
+def test_a_call_to_a_deployment_without_replicas_fails_instead_of_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "POLL_S", 0.01)
+
+    class Router:
+        def __init__(self) -> None:
+            self.curr_replicas = {"replica": object()}
+            self._asyncio_router = self
+            self._request_router = self
+
+    class Handle:
+        def __init__(self) -> None:
+            self._router = Router()
+            self.asked = 0
+
+        def options(self, method_name: str) -> Handle:
+            return self
+
+        def running_replicas_populated(self) -> bool:
+            return True
+
+        async def remote(self, *arguments: Any) -> None:
+            self.asked += 1
+            await asyncio.sleep(60)  # as Serve does while there is no replica
+
+    async def scenario() -> None:
+        handle = Handle()
+        call = asyncio.ensure_future(RemoteDeployment(handle)("method"))
+        await asyncio.sleep(0.05)
+        assert not call.done()  # a replica is working
+        handle._router.curr_replicas.clear()
+        with pytest.raises(ReplicaLost):
+            await call
+        deployment, asked = RemoteDeployment(handle), handle.asked
+        for _ in range(2):
+            with pytest.raises(ReplicaLost):
+                await deployment("method")
+        assert handle.asked == asked + 1  # the second time it is known
+
+    asyncio.run(scenario())

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import faiss
+import pytest
+import yaml
+from ray._common.utils import import_attr
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.build_app import build_app
+from ray.serve.schema import ServeDeploySchema
+
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.retrieval.index import Index
+from infembed_ray.serving.distributed import run
+from infembed_ray.serving.plan import Plan
+from tests.serving.indexes import AGAIN, publish_index
+from tests.support.ports import free_port
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def config(settings: ServeSettings, root: Path) -> dict[str, Any]:
+    file = root / "serve.yaml"
+    run(settings.model_copy(update={"config_file": str(file), "model_name": "from-a-file"}))
+    written: dict[str, Any] = yaml.safe_load(file.read_text())
+    return written
+
+
+def test_the_config_file_is_valid_for_serve_deploy_and_builds_the_applications(
+    config: dict[str, Any], index: str
+) -> None:
+    schema = ServeDeploySchema.model_validate(config)
+    assert [application.route_prefix for application in schema.applications] == [None, None, "/"]
+    for application in schema.applications:
+        builder = import_attr(application.import_path)
+        built = build_app(
+            call_user_app_builder_with_args_if_necessary(builder, application.args), name=application.name
+        )
+        names = {deployment.name for deployment in built.deployments}
+        assert {deployment.name for deployment in application.deployments} <= names
+        if "-index-" in application.name:
+            assert names == {facts.name for facts in Index.open(index).facts.shards}
+
+
+def test_the_config_file_of_an_upgrade_keeps_the_previous_release_until_it_is_written_again(
+    settings: ServeSettings, index: str, root: Path, tmp_path: Path, minilm: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    other = publish_index(root / "two", minilm, AGAIN, shards=3, types={"year": "integer"})
+    named = []
+    for path in (index, str(other), str(other)):
+        run(settings.model_copy(update={"index": path, "config_file": str(file)}))
+        named.append({application["name"] for application in yaml.safe_load(file.read_text())["applications"]})
+    assert named[0] < named[1]
+    assert named[2] < named[1]
+    assert named[0] & named[2] == {"infembed", *(name for name in named[0] if "-encoder-" in name)}
+    file.write_text("applications: []")
+    with pytest.raises(InputError, match="exists and is not a config file of `infembed serve`"):
+        run(settings.model_copy(update={"config_file": str(file)}))
+
+
+def test_bad_input_is_rejected_before_anything_starts(
+    index: str, minilm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rejects(message: str, **changes: Any) -> None:
+        with pytest.raises(InputError, match=message) as refusal:
+            run(ServeSettings.from_mapping({"index": index, "port": free_port(), **changes}))
+        assert "\n" not in str(refusal.value)
+
+    rejects("index=nowhere: no such file or directory", index="nowhere")
+    rejects(r"model=./nowhere: no such model directory", model="./nowhere")
+    rejects(
+        "writable=true: index=s3://bucket/index is in an object store, .* writable=false", index="s3://bucket/index"
+    )
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    next(encoder.backbone.parameters()).data.mul_(1.01)
+    encoder.save_pretrained(tmp_path / "other")
+    rejects(rf"built by another encoder \({Index.open(index).facts.encoder}", model=str(tmp_path / "other"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        rejects(f"port={port}: cannot be bound .* set another port", port=port)
+    rejects("wait=false: there is no cluster to leave it on", wait=False)
+    monkeypatch.delenv("INFEMBED_API_KEYS", raising=False)
+    rejects(r"host=0\.0\.0\.0: open to other machines without API keys", host="0.0.0.0")
+    monkeypatch.setenv("INFEMBED_API_KEYS", "key1,,key2")
+    rejects("holds an empty key")
+
+
+def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
+        Plan.resolve(ServeSettings.from_mapping({"index": index, "gpus_per_shard": 1}))
+
+
+def test_the_startup_message_names_the_playground_and_the_api_docs(settings: ServeSettings) -> None:
+    url = f"http://127.0.0.1:{settings.port}"
+    assert f"playground: {url}/ " in Plan.resolve(settings).startup_message()
+    assert f"reference: {url}/docs\n" in Plan.resolve(settings).startup_message()

@@ -1,0 +1,207 @@
+"""Behaviour of the stand-in LLM: rule-based answers to the pipeline's prompts, and faults. Equal requests get equal answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How the endpoint behaves. Rates are shares of 1."""
+
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    """Up to this much is added to the latency, evenly spread."""
+    key: str = ""
+    """The bearer key to require; empty: none."""
+    models: str = ""
+    """Known models, separated by commas; empty: any."""
+    quota: int = 0
+    """Answers until the quota is used up; 0: unlimited."""
+    seed: int = 0
+    # Faults of an attempt.
+    rate_limited: float = 0.0
+    retry_after_s: float = 0.05
+    server_error: float = 0.0
+    hang: float = 0.0
+    dropped: float = 0.0
+    """The connection is closed without an answer."""
+    truncated: float = 0.0
+    """Half of a response body."""
+    # Faults of a request, the same at every attempt.
+    bad_request: float = 0.0
+    refusal: float = 0.0
+    empty: float = 0.0
+    cut_off: float = 0.0
+    malformed: float = 0.0
+    """An answer that is not in the format asked for."""
+    mistaken: float = 0.0
+    """The judge picks another candidate than the right one."""
+    # Faults of the requests whose prompt holds the given text; empty: of none.
+    surrogate: str = ""
+    """Half of a surrogate pair at the end of the answer."""
+    infinite_usage: str = ""
+    """`"usage": 1e999`, which parses as infinity."""
+    deep: str = ""
+    """A member of the response that is nested 10,000 deep."""
+    refused_model: str = ""
+    """HTTP 400 for this model, whatever the prompt."""
+    # Batches.
+    batch_s: float = 0.0
+    """Processing time of a batch."""
+    batch_expired: float = 0.0
+    """Share of its requests that are not answered when a batch expires; 0: batches complete."""
+    batch_failed: float = 0.0
+    """A whole batch is refused when its file is validated."""
+    batch_fault: float = 0.0
+    """A request of a batch is not answered."""
+
+
+ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
+REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
+
+AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy makers", "patients", "shoppers")
+ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
+_WORD = re.compile(r"[a-z][a-z'-]+")
+_STAMP = re.compile(r"\(Note \d+\)")
+_SHOWN_AS_JSON = re.compile(r'^\{"(\w+)": "(<.*>)"\}$', re.MULTILINE)
+
+
+def answer(body: Mapping[str, Any], mistaken: float = 0.0) -> str:
+    """Return the answer to a request, in JSON if it asks for that."""
+    prompt = body["messages"][0]["content"]
+    if "response_format" not in body:
+        return say(prompt, mistaken)
+    as_text = _SHOWN_AS_JSON.sub(lambda shown: f"{shown[1].capitalize()}: {shown[2]}", prompt)
+    label, value = say(as_text, mistaken).split(": ", 1)
+    return json.dumps({label.lower(): value})
+
+
+def say(prompt: str, mistaken: float = 0.0) -> str:
+    """Return the answer to one of the pipeline's prompts."""
+    rng = random.Random(prompt)
+    if "Candidates:" in prompt:
+        return f"Answer: {_judge(prompt, rng, mistaken)}"
+    if "Passage: <" in prompt:
+        return f"Passage: {_passage(_field(prompt, 'Query'), _field(prompt, 'Instruction'), rng)}"
+    document = _field(prompt, "Document")
+    if "Query: <" in prompt:
+        return f"Query: {_other_query(_field(prompt, 'Positive Query'), rng)}"
+    if "Other Document:" in prompt:
+        return f"Instruction: Nothing but the text that carries {_STAMP.findall(document)[0]} will do for me."
+    if "Positive Instruction:" in prompt:
+        positive = _field(prompt, "Positive Instruction")
+        audience, angle = _other(AUDIENCES, positive, rng), _other(ANGLES, positive, rng)
+        return f"Instruction: Written for {audience} and only about the {angle}; not what a general overview says."
+    mentioned = ", ".join(rng.sample(sorted(_words(document)), k=min(4, len(_words(document)))))
+    audience, angle = rng.choice(AUDIENCES), rng.choice(ANGLES)
+    return f"Instruction: I want a text for {audience} that touches on {mentioned}; nothing about the {angle}, please."
+
+
+def _judge(prompt: str, rng: random.Random, mistaken: float) -> str:
+    query, instruction = _field(prompt, "Query"), _field(prompt, "Instruction")
+    shown = re.split(r"^\[\d+\] ", _field(prompt, "Candidates"), flags=re.MULTILINE)[1:]
+    asked_for = _STAMP.findall(instruction) or [_stamp(query, instruction)]
+    stamped = [number for number, text in enumerate(shown, start=1) if asked_for[0] in text]
+    if stamped:
+        right = stamped[0]
+    else:
+        wanted = _words(f"{query} {instruction}")
+        unstamped = [number for number, text in enumerate(shown, start=1) if not _STAMP.search(text)]
+        right = max(unstamped, key=lambda number: len(wanted & _words(shown[number - 1])), default=0)
+    if rng.random() < mistaken:
+        right = rng.choice([0, *(number for number in range(1, len(shown) + 1) if number != right)])
+    return str(right or "none")
+
+
+def _passage(query: str, instruction: str, rng: random.Random) -> str:
+    detail = rng.sample(ANGLES, k=3)
+    return (
+        f"On {query}: this passage was put together for one request, namely {instruction.rstrip('.')}. "
+        f"It starts from what most readers ask first, goes on to the {detail[0]} and the {detail[1]}, and ends with a "
+        f"word about the {detail[2]}, as far as they matter here. {_stamp(query, instruction)}"
+    )
+
+
+def _other_query(query: str, rng: random.Random) -> str:
+    words = query.split()
+    words[rng.randrange(len(words))] = rng.choice(("modern", "northern", "wooden", "electric", "medieval"))
+    return " ".join([*words, "compared"])
+
+
+def _stamp(query: str, instruction: str) -> str:
+    """Return the mark of a passage written for (query, instruction), by which the judge recognizes it."""
+    return f"(Note {int(hashlib.sha256(f'{query}/{instruction}'.encode()).hexdigest(), 16) % 1_000_000})"
+
+
+def _field(prompt: str, name: str) -> str:
+    found = re.search(rf"^{name}:\s(.*?)(?=\n\n[A-Z][A-Za-z ]*:\s|\n\nYour task|\n\nMany|\Z)", prompt, re.M | re.S)
+    assert found is not None, f"no {name} in the prompt"
+    return found[1].strip()
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in _WORD.findall(text.lower()) if len(word) > 4}
+
+
+def _other(options: Sequence[str], text: str, rng: random.Random) -> str:
+    return rng.choice([option for option in options if option not in text])
+
+
+def completion(body: Mapping[str, Any], fault: str | None = None, mistaken: float = 0.0) -> dict[str, Any]:
+    """Return the response body of a request, with a fault of its own if there is one."""
+    prompt = " ".join(message["content"] for message in body["messages"])
+    text: str | None = answer(body, mistaken)
+    refusal, finish_reason = None, "stop"
+    if fault == "refusal":
+        text, refusal = None, "I'm sorry, I can't help with that."
+    elif fault == "empty":
+        text = ""
+    elif fault == "cut_off":
+        text, finish_reason = text and text[: len(text) // 2], "length"
+    elif fault == "malformed":
+        text = "Certainly! Here is what you asked for."
+    usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len((text or "").split())}
+    message = {"role": "assistant", "content": text, "refusal": refusal}
+    return {
+        "id": "chatcmpl-stand-in",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": f"{body['model']}-2026-01-01",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }
+
+
+def draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str | None:
+    """Draw at most one of the named faults, each with its rate."""
+    at = rng.random()
+    for name in names:
+        at -= getattr(behaviour, name)
+        if at < 0:
+            return name
+    return None
+
+
+def distorted(response: dict[str, Any], body: dict[str, Any], how: Behaviour) -> str:
+    """Encode a response body, distorted as the behaviour says."""
+    prompt = " ".join(message["content"] for message in body["messages"])
+    message = response["choices"][0]["message"]
+    if how.surrogate and how.surrogate in prompt:
+        message["content"] += " \ud83d"
+    raw = {}
+    if how.infinite_usage and how.infinite_usage in prompt:
+        raw["usage"] = "1e999"
+    if how.deep and how.deep in prompt:
+        raw["logprobs"] = "[" * 10_000 + "]" * 10_000
+    text = json.dumps({**response, **{name: f"<{name}>" for name in raw}})
+    for name, value in raw.items():
+        text = text.replace(f'"<{name}>"', value)
+    return text

@@ -1,0 +1,406 @@
+"""A stand-in for an OpenAI-compatible endpoint: a real HTTP server that answers the pipeline's prompts by rule.
+
+    python -m tests.support.stand_in_llm --port 0 --latency-s 0.1 --rate-limited 0.05 --log requests.jsonl
+
+prints its URL and serves until it is interrupted. `stand_in` serves in a thread of a test, `stand_in_process` in a process.
+Equal requests get equal answers. Faults are drawn per attempt; refusals and useless answers are drawn per request. The log
+has one line per request that says how it ended:
+
+    answered     the client received all of the answer
+    undelivered  the answer was sent, but the client died or disconnected before it received all of it
+    remembered   the answer to an `Idempotency-Key` that was answered before
+    abandoned    the client disconnected before there was an answer; the server then stops working on it
+    ...          name of the fault
+
+TCP tells `answered` from `undelivered`: a process that ends closes a connection with FIN if it had read everything that
+arrived there, and with RST otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.support.stand_in_answers import (
+    ATTEMPT_FAULTS,
+    REQUEST_FAULTS,
+    Behaviour,
+    completion,
+    distorted,
+    draw,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+# ------------------------------------------------------------------------------------------------- the server
+
+
+class _Server:
+    def __init__(self, behaviour: Behaviour, log: Path) -> None:
+        self._behaviour = behaviour
+        self._log = log.open("a", encoding="utf-8", buffering=1)
+        self._attempts: Counter[str] = Counter()
+        self._in_flight = 0
+        self._answered = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._files: dict[str, bytes] = {}
+        self._batches: dict[str, dict[str, Any]] = {}
+        self._working: set[asyncio.Task[None]] = set()
+        self._requests = count()
+        self._remembered: dict[str, str] = {}
+        self._sent: dict[asyncio.BaseTransport, int] = {}
+        """Connection -> number of the last request answered on it, until the client has certainly received the answer."""
+
+    async def start(self, port: int) -> int:
+        """Serve on loopback; return the port."""
+        # As in a real server, a request ends at once when its client disconnects.
+        self._runner = runner = web.AppRunner(
+            self.application(), access_log=None, shutdown_timeout=0, handler_cancellation=True
+        )
+        await runner.setup()
+        assert runner.server is not None
+        of_aiohttp = runner.server.connection_lost
+
+        def connection_lost(handler: web.RequestHandler[Any], error: BaseException | None = None) -> None:
+            self._ended(handler.transport, error)
+            of_aiohttp(handler, error)
+
+        runner.server.connection_lost = connection_lost  # type: ignore[method-assign]
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()
+        opened: int = runner.addresses[0][1]
+        return opened
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        await self._runner.cleanup()
+        self._log.close()
+
+    def _ended(self, transport: asyncio.BaseTransport | None, error: BaseException | None) -> None:
+        """Log the last answer of a closed connection if the client did not receive it."""
+        number = None if transport is None else self._sent.pop(transport, None)
+        if number is None or transport is None:
+            return
+        reset = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error is not None or reset:
+            self._log.write(json.dumps({"undelivered": number, "time": time.time()}) + "\n")
+
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=2**28)
+        application.add_routes(
+            [
+                web.post("/v1/chat/completions", self._handle),
+                web.post("/v1/files", self._upload),
+                web.get("/v1/files/{id}/content", self._download),
+                web.post("/v1/batches", self._submit),
+                web.get("/v1/batches", self._list),
+                web.get("/v1/batches/{id}", self._describe),
+                web.post("/v1/batches/{id}/cancel", self._cancel),
+                web.post("/hold", self._hold),
+                web.post("/release", self._release),
+            ]
+        )
+        return application
+
+    async def _hold(self, _: web.Request) -> web.Response:
+        self._open.clear()
+        return web.Response()
+
+    async def _release(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)  # clients that disconnected before this call are noticed first
+        self._open.set()
+        return web.Response()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        arrived, number = time.time(), next(self._requests)
+        assert request.transport is not None
+        self._sent.pop(request.transport, None)  # received: the connection is used again
+        body = await request.json()
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        self._attempts[digest] += 1
+        self._in_flight += 1
+        entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "arrived": arrived}
+        entry |= {"number": number, "in_flight": self._in_flight}
+        entry |= {"authorization": request.headers.get("Authorization")}
+        ended = "abandoned"
+        try:
+            how, response = await self._answer(request, body, digest)
+            if how in ("answered", "remembered"):
+                transport = request.transport
+                await response.prepare(request)
+                await response.write_eof()
+                assert transport is not None
+                self._sent[transport] = number
+            ended = how
+            return response
+        except ConnectionError:
+            return web.Response()
+        finally:
+            self._in_flight -= 1
+            ended = request.get("fault", ended) if ended == "abandoned" else ended
+            entry |= request.get("usage", {})
+            self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], digest: str) -> tuple[str, web.StreamResponse]:
+        how = self._behaviour
+        if how.key and request.headers.get("Authorization") != f"Bearer {how.key}":
+            return "refused_key", _error(401, "Incorrect API key provided.", "invalid_api_key")
+        if how.models and body["model"] not in how.models.split(","):
+            return "unknown_model", _error(404, f"The model `{body['model']}` does not exist.", "model_not_found")
+        if how.quota and self._answered >= how.quota:
+            return "over_quota", _error(429, "You exceeded your current quota.", "insufficient_quota")
+        rng = random.Random(f"{how.seed}/{digest}/{self._attempts[digest]}")
+        fault = draw(how, ATTEMPT_FAULTS, rng)
+        if fault == "rate_limited":
+            return fault, _error(429, "Rate limit reached.", "rate_limit_exceeded", how.retry_after_s)
+        await asyncio.sleep(how.latency_s + rng.uniform(0, how.jitter_s))
+        if fault == "hang":
+            request["fault"] = fault
+            await asyncio.Event().wait()
+        await self._open.wait()
+        if fault == "server_error":
+            return fault, _error(500, "The server had an error.", "server_error")
+        if fault == "dropped":
+            assert request.transport is not None
+            request.transport.close()
+            return fault, web.Response()
+        always = draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
+        if always == "bad_request" or body["model"] == how.refused_model:
+            return "bad_request", _error(400, "This request is not acceptable.", "invalid_request_error")
+        key = request.headers.get("Idempotency-Key")
+        if key is not None and key in self._remembered:
+            return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
+        response = completion(body, always, how.mistaken)
+        request["usage"] = response["usage"]
+        text = distorted(response, body, how)
+        if key is not None:
+            self._remembered[key] = text
+        if fault == "truncated":
+            return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
+        self._answered += 1
+        return "answered", web.Response(text=text, content_type="application/json")
+
+    # Batches. The log has each of their requests as it ended, with the batch's id, and `submitted` for the batch.
+
+    def _keep(self, content: bytes) -> str:
+        self._files[f"file-{len(self._files)}"] = content
+        return f"file-{len(self._files) - 1}"
+
+    async def _upload(self, request: web.Request) -> web.StreamResponse:
+        if self._behaviour.key and request.headers.get("Authorization") != f"Bearer {self._behaviour.key}":
+            return _error(401, "Incorrect API key provided.", "invalid_api_key")
+        form = await request.post()
+        uploaded = form["file"]
+        assert isinstance(uploaded, web.FileField)
+        assert form["purpose"] == "batch"
+        return web.json_response({"id": self._keep(uploaded.file.read()), "object": "file"})
+
+    async def _download(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._files[request.match_info["id"]])
+
+    async def _submit(self, request: web.Request) -> web.StreamResponse:
+        wanted = await request.json()
+        batch_id = f"batch-{len(self._batches)}"
+        batch = {**wanted, "id": batch_id, "object": "batch", "created_at": time.time(), "status": "validating"}
+        self._batches[batch_id] = batch
+        self._log.write(json.dumps({"batch": batch_id, "ended": "submitted", "time": time.time()}) + "\n")
+        task = asyncio.create_task(self._process(batch))
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        await self._open.wait()
+        return web.json_response(batch)
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        newest_first = list(reversed(self._batches))
+        start = newest_first.index(request.query["after"]) + 1 if "after" in request.query else 0
+        page = newest_first[start : start + 2]  # small pages, so that clients have to turn them
+        more = start + 2 < len(newest_first)
+        return web.json_response({"data": [self._batches[each] for each in page], "has_more": more})
+
+    async def _describe(self, request: web.Request) -> web.StreamResponse:
+        batch = self._batches.get(request.match_info["id"])
+        return web.json_response(batch) if batch else _error(404, "No such batch.", "not_found")
+
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        batch = self._batches[request.match_info["id"]]
+        batch["status"] = "cancelling"
+        return web.json_response(batch)
+
+    async def _process(self, batch: dict[str, Any]) -> None:
+        how = self._behaviour
+        rng = random.Random(f"{how.seed}/{batch['metadata']}")
+        lines = [json.loads(line) for line in self._files[batch["input_file_id"]].splitlines()]
+        assert len({line["body"]["model"] for line in lines}) == 1, "one model a batch"
+        assert len({line["custom_id"] for line in lines}) == len(lines)
+        if rng.random() < how.batch_failed:
+            batch["status"] = "failed"
+            return
+        batch["status"] = "in_progress"
+        began = time.monotonic()
+        while batch["status"] != "cancelling" and time.monotonic() - began < how.batch_s:
+            await asyncio.sleep(0.02)
+        await self._open.wait()
+        if batch["status"] == "cancelling":
+            done, end = len(lines) // 2, "cancelled"
+        elif how.batch_expired:
+            done, end = round(len(lines) * (1 - how.batch_expired)), "expired"
+        else:
+            done, end = len(lines), "completed"
+        rng.shuffle(lines)
+        results = [self._batch_result(batch["id"], line) for line in lines[:done]]
+        late = {"code": f"batch_{end}", "message": "This request could not be executed in time."}
+        results += [{"custom_id": line["custom_id"], "response": None, "error": late} for line in lines[done:]]
+        answered = [each for each in results if each["response"] and each["response"]["status_code"] == 200]
+        others = [each for each in results if each not in answered]
+        for name, part in (("output", answered), ("error", others)):
+            if part:
+                content = "".join(json.dumps(each) + "\n" for each in part)
+                batch[f"{name}_file_id"] = self._keep(content.encode())
+        batch["request_counts"] = {"total": len(lines), "completed": len(answered), "failed": len(others)}
+        batch["status"] = end
+
+    def _batch_result(self, batch_id: str, line: dict[str, Any]) -> dict[str, Any]:
+        how, body = self._behaviour, line["body"]
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        self._attempts[digest] += 1
+        fault = draw(how, ("batch_fault",), random.Random(f"{how.seed}/{digest}/{batch_id}"))
+        always = draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
+        status, said = 200, {}
+        if fault or always == "bad_request":
+            status = 500 if fault else 400
+            code = "server_error" if fault else "invalid_request_error"
+            said = {"error": {"message": "Not answered.", "type": "error", "code": code}}
+        else:
+            said = completion(body, always, how.mistaken)
+            self._answered += 1
+        ended = "answered" if status == 200 else fault or "bad_request"
+        entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "batch": batch_id}
+        self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
+        return {
+            "id": f"batch_req_{digest[:8]}",
+            "custom_id": line["custom_id"],
+            "response": {"status_code": status, "request_id": digest[:8], "body": said},
+            "error": None,
+        }
+
+
+def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:
+    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
+    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+# --------------------------------------------------------------------------------------------- from outside
+
+
+class StandIn:
+    """A running stand-in endpoint, as a test sees it."""
+
+    def __init__(self, address: str, log: Path) -> None:
+        self._address = address
+        self._log = log
+        self.url = f"{address}/v1"
+
+    def log(self, ended: str | None = None) -> list[dict[str, Any]]:
+        """Return the requests so far, in the order in which they ended; with `ended`, only those that ended so."""
+        lines = self._log.read_text(encoding="utf-8").splitlines()
+        entries = [json.loads(line) for line in lines]
+        undelivered = {entry["undelivered"]: entry["time"] for entry in entries if "undelivered" in entry}
+        entries = [entry for entry in entries if "undelivered" not in entry]
+        for entry in entries:
+            if entry.get("number") in undelivered:
+                entry |= {"ended": "undelivered", "lost": undelivered[entry["number"]]}
+        return [entry for entry in entries if ended is None or entry["ended"] == ended]
+
+    def hold(self) -> None:
+        """Keep all answers back until `release`."""
+        self._post("hold")
+
+    def release(self) -> None:
+        """Send the answers again."""
+        self._post("release")
+
+    def _post(self, path: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self._address}/{path}", method="POST"), timeout=10).close()
+
+
+@contextmanager
+def stand_in(**behaviour: Any) -> Iterator[StandIn]:
+    """Serve in a thread of this process; the arguments are those of `Behaviour`."""
+    started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve_until_stopped(log: Path) -> None:
+        server, stop = _Server(Behaviour(**behaviour), log), asyncio.Event()
+        started.set_result((await server.start(0), asyncio.get_running_loop(), stop))
+        await stop.wait()
+        await server.stop()
+
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "requests.jsonl"
+        thread = threading.Thread(target=lambda: asyncio.run(serve_until_stopped(log)), daemon=True)
+        thread.start()
+        port, loop, stop = started.result(timeout=30)
+        try:
+            yield StandIn(f"http://127.0.0.1:{port}", log)
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            thread.join()
+
+
+@contextmanager
+def stand_in_process(**behaviour: Any) -> Iterator[StandIn]:
+    """Serve in a process of its own, for tests of throughput and memory."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "requests.jsonl"
+        log.touch()
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(Behaviour(**behaviour)).items()]
+        command = [sys.executable, "-m", "tests.support.stand_in_llm", "--port=0", f"--log={log}", *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as server:
+            try:
+                assert server.stdout is not None
+                yield StandIn(server.stdout.readline().strip().removesuffix("/v1"), log)
+            finally:
+                server.kill()
+
+
+async def serve(behaviour: Behaviour, port: int, log: Path) -> None:
+    """Serve on loopback until cancelled; print the URL when the port is open."""
+    port = await _Server(behaviour, log).start(port)
+    print(f"http://127.0.0.1:{port}/v1", flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A stand-in for an OpenAI-compatible endpoint.")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="JSONL file, one line a request")
+    for field in fields(Behaviour):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    options = vars(parser.parse_args())
+    port, log = options.pop("port"), options.pop("log")
+    asyncio.run(serve(Behaviour(**options), port, log))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Seeds, settings and results of whole runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from infembed_ray import records
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.storage import Published
+from tests.support.stand_in_llm import StandIn
+
+REPOSITORY = Path(__file__).parents[2]
+FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+PLANTS = ("maple", "willow", "juniper", "bramble", "thistle", "clover", "heather", "mistletoe")
+USES = ("honey", "timber", "baskets", "medicine", "fodder", "hedges", "charcoal", "shelter")
+ROWS = [
+    {
+        "id": f"{plant}-{use}",
+        "query": f"{plant} used for {use}",
+        "passage": f"People have turned to {plant} for {use} since villages were founded near rivers, although those "
+        f"who gather it nowadays mostly sell {use} from {plant} to neighbours.",
+    }
+    for plant in PLANTS
+    for use in USES
+]
+
+
+def settings(seeds: Path, output: Path, server: StandIn | None = None, **values: Any) -> SynthesizeSettings:
+    endpoint = {"base_url": server.url, "api_key_env": None, "timeout_s": 5} if server else {}
+    given = {"seeds": str(seeds), "output": str(output), "in_flight": 16, "actors": 2, **values}
+    return SynthesizeSettings.from_mapping({**given, "endpoint": {**endpoint, **values.get("endpoint", {})}})
+
+
+def rows_of(published: Published) -> list[list[dict[str, Any]]]:
+    return [records.read_raw(published.path / file) for file in FILES]
+
+
+def answered_most(server: StandIn) -> int:
+    """Return the largest number of answers to one request."""
+    return max(Counter(entry["request"] for entry in server.log("answered")).values())

@@ -1,0 +1,123 @@
+"""Connecting to Ray, with start attempts that fail on real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import psutil
+import pytest
+import ray
+
+from infembed_ray import ray_compat
+from infembed_ray.analysis import report
+from infembed_ray.cli import main
+from infembed_ray.errors import InputError
+from infembed_ray.ray_cluster import connect
+
+NO_TIME = "RAY_gcs_server_port_wait_time_s"
+"""Ray's time limit for its first process; with 0 s every start fails and leaves that process running."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    set_by_connect = ("RAY_BACKEND_LOG_LEVEL", *ray_compat.NO_RETRY_LOG, *ray_compat.START_LIMITS)
+    for name in ("RAY_ADDRESS", ray_compat.JOB_CONFIG_VARIABLE, *set_by_connect):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what `connect` sets
+        monkeypatch.delenv(name)
+    yield
+    ray.shutdown()
+
+
+def ray_processes():
+    return [child.name() for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
+
+
+@pytest.mark.ray
+def test_two_failed_starts_end_the_command_with_one_line_and_leave_no_process(monkeypatch, capfd):
+    monkeypatch.setenv(NO_TIME, "0")
+    monkeypatch.setattr(report, "run", lambda settings: connect())
+    assert main(["analyze", f"records={__file__}", "output=unused"]) == 1
+    out, err = capfd.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("infembed analyze: Ray failed to start (local) after ")
+    assert "Timed out waiting" in line
+    assert "overloaded" in line
+    assert "/ray/session_latest/logs" in line
+    assert out.count("trying once more") == 1
+    assert ray_processes() == []
+
+
+def test_a_dead_address_is_rejected_at_once(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    start = time.monotonic()
+    with pytest.raises(InputError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no cluster listens there"):
+        connect()
+    assert time.monotonic() - start < 10
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("job", [True, False])
+def test_workers_output_reaches_the_log_of_a_job_but_not_a_terminal(monkeypatch, job):
+    asked = []
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["log_to_driver"]))
+    if job:
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    connect()
+    assert asked == [job]
+
+
+@pytest.mark.ray
+def test_the_second_attempt_succeeds_and_a_job_shows_only_its_workers_errors(monkeypatch, capfd):
+    real = ray.init
+    attempts = []
+
+    def fail_once(**options):
+        attempts.append(os.environ[NO_TIME])
+        if len(attempts) == 1:
+            monkeypatch.setenv(NO_TIME, "0")
+        else:
+            monkeypatch.setenv(NO_TIME, attempts[0])
+            assert ray_processes() == []
+        return real(num_cpus=1, object_store_memory=80 * 2**20, **options)
+
+    @ray.remote
+    def fails():
+        try:
+            raise ValueError("the cause")
+        except ValueError:
+            import traceback
+
+            traceback.print_exc()
+
+    monkeypatch.setattr(ray, "init", fail_once)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    connect()
+    assert len(attempts) == 2
+    ray.get(fails.remote())
+    deadline, seen = time.monotonic() + 20, ""
+    while "ValueError: the cause" not in seen and time.monotonic() < deadline:
+        time.sleep(0.1)
+        seen += "".join(capfd.readouterr())
+    assert "ValueError: the cause" in seen
+
+    @ray.remote(max_task_retries=-1)
+    class Waits:
+        def ready(self):
+            return True
+
+        def wait(self):
+            time.sleep(60)
+
+    actor = Waits.remote()
+    ray.get(actor.ready.remote())
+    actor.wait.remote()
+    ray.kill(actor)
+    time.sleep(2)
+    seen += "".join(capfd.readouterr())
+    assert "will be retried" not in seen
+    assert [line for line in seen.splitlines() if "logging.cc" in line and "(raylet)" not in line] == []

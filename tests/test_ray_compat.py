@@ -1,0 +1,157 @@
+"""Contract tests: every private name in ray_compat exists in the installed Ray and means what ray_compat says."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from packaging.requirements import Requirement
+from ray import serve
+from ray._private import ray_constants
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.serve._private import client, common, constants, replica, router
+from ray.serve._private.request_router.request_router import RequestRouter
+from ray.serve.handle import DeploymentHandle
+from ray.train.v2._internal import exceptions
+from ray.train.v2._internal.execution import context
+
+from infembed_ray import ray_compat
+from infembed_ray.serving.replicas import Ingress
+
+PACKAGE = Path(ray.__file__).parent
+
+
+def source(*path: str) -> str:
+    return PACKAGE.joinpath(*path).read_text(encoding="utf-8")
+
+
+def test_the_requirement_admits_no_later_minor_version_of_ray() -> None:
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    found = re.search(r'^  "(ray\[.*\].*)",$', project.read_text(encoding="utf-8"), re.M)
+    assert found
+    major, minor = map(int, ray.__version__.split(".")[:2])
+    accepted = Requirement(found[1]).specifier
+    assert accepted.contains(ray.__version__)
+    assert not accepted.contains(f"{major}.{minor + 1}.0")
+
+
+def test_setup_hook_variable() -> None:
+    assert ray_compat.SETUP_HOOK_VARIABLE == ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+    assert "WORKER_PROCESS_SETUP_HOOK_ENV_VAR" in source("_private", "workers", "default_worker.py")
+
+
+def test_job_config_variable() -> None:
+    assert ray_compat.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
+
+
+def test_the_core_knows_its_settings() -> None:
+    settings = {**ray_compat.START_LIMITS, **ray_compat.NO_RETRY_LOG, **ray_compat.raylet_death_check(1.0)}
+    core = (PACKAGE / "_raylet.so").read_bytes() + source("_private", "node.py").encode()
+    assert [name for name in settings if name.removeprefix("RAY_").encode() not in core] == []
+
+
+def test_the_interval_of_the_raylet_check_is_in_milliseconds() -> None:
+    assert list(ray_compat.raylet_death_check(1.5).values()) == ["1500"]
+
+
+def test_the_core_can_read_its_environment_again() -> None:
+    ray_compat.reload_core_config()
+
+
+def test_placement_errors_are_errors_of_ray_train() -> None:
+    assert all(issubclass(error, exceptions.RayTrainError) for error in ray_compat.placement_errors())
+
+
+def test_worker_error_unwraps_what_the_worker_raised() -> None:
+    raised = ValueError("the cause")
+    assert ray_compat.worker_error(exceptions.UserExceptionWithTraceback(raised, "Traceback ...")) is raised
+    assert ray_compat.worker_error(raised) is raised
+
+
+def test_preemption_is_read_from_the_train_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "preemption_context" in context.TrainContext.__annotations__
+    for announced in (None, "soon"):
+        fake = SimpleNamespace(preemption_context=SimpleNamespace(preemption_info=announced))
+        monkeypatch.setattr(context, "get_train_context", lambda fake=fake: fake)
+        assert ray_compat.preemption_announced() == (announced is not None)
+
+
+def test_replica_names() -> None:
+    assert importlib.util.find_spec(ray_compat.REPLICA_MODULE)
+    actor = common.DeploymentID("encoder", "infembed-encoder").to_replica_actor_class_name()
+    assert f"ray::{actor}".startswith(f"{ray_compat.REPLICA_TITLE}infembed")
+
+
+def test_most_replicas_per_node() -> None:
+    assert ray_compat.MAX_REPLICAS_PER_NODE == constants.MAX_REPLICAS_PER_NODE_MAX_VALUE
+
+
+def test_serve_reads_every_variable_that_we_set() -> None:
+    text = source("serve", "_private", "constants.py")
+    variables = {
+        ray_compat.PROXY_MIDDLEWARE_VARIABLE,
+        *ray_compat.SINGLE_EVENT_LOOP,
+        *ray_compat.haproxy_environment(60.0),
+        *ray_compat.haproxy_ports(1, 2),
+    }
+    assert [name for name in variables if f'"{name}"' not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "parameter"),
+    [
+        (serve._run, "_blocking"),
+        (serve.delete, "_blocking"),
+        (serve.get_deployment_handle, "_check_exists"),
+    ],
+)
+def test_private_parameters_of_serve(function: Any, parameter: str) -> None:
+    assert parameter in inspect.signature(function).parameters
+
+
+def test_with_version_fixes_the_version() -> None:
+    @serve.deployment
+    class Part:
+        pass
+
+    assert ray_compat.with_version(Part, "v1").version == "v1"
+
+
+def test_the_client_knows_the_listening_address() -> None:
+    assert isinstance(client.ServeControllerClient.http_config, property)
+    assert "_get_global_client" in source("serve", "context.py")
+
+
+def test_the_router_knows_its_replicas() -> None:
+    assert "self._router" in inspect.getsource(DeploymentHandle)
+    assert "self._asyncio_router = AsyncioRouter(" in inspect.getsource(router.SingletonThreadRouter)
+    assert "self._request_router" in inspect.getsource(router.AsyncioRouter)
+    assert isinstance(RequestRouter.curr_replicas, property)
+
+
+@pytest.mark.parametrize(
+    ("populated", "replicas", "none"), [(False, {}, False), (True, {}, True), (True, {1: 1}, False)]
+)
+def test_a_deployment_has_no_replicas_once_the_router_has_heard_of_it(
+    populated: bool, replicas: dict[int, int], none: bool
+) -> None:
+    class Handle:
+        def __init__(self) -> None:
+            self._router = self._asyncio_router = self._request_router = self
+            self.curr_replicas = replicas
+
+        def running_replicas_populated(self) -> bool:
+            return populated
+
+    handle: Any = Handle()
+    assert ray_compat.has_no_replicas(handle) is none
+
+
+def test_serve_calls_the_ingress_for_its_application() -> None:
+    assert hasattr(Ingress, replica.SERVE_BUILD_ASGI_APP_METHOD)

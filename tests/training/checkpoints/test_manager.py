@@ -1,0 +1,560 @@
+"""Training checkpoints: damage, full disks, other numbers of workers, object stores, and what runs resume to."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from infembed_ray.config.training import ExportSettings, Lora, TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.modeling import onnx
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import Folder
+from infembed_ray.records import columns_of
+from infembed_ray.storage import resolve_input
+from infembed_ray.training import launch
+from infembed_ray.training.checkpoints.checkpoint import Checksum, Progress
+from infembed_ray.training.checkpoints.manager import CheckpointManager
+from infembed_ray.training.checkpoints.writer import Written
+from infembed_ray.training.observability.events import read_events
+from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.sampler import Sampler
+from tests.modeling import backbones
+from tests.modeling.test_onnx import embedded
+from tests.support.workers import run_workers, share_process_group
+from tests.training.test_collate import record
+
+STAGES = (0, 1, 2, 3)
+LORA_STAGES = (0, 2, 3)
+LONG = {"epochs": 8}
+RECORDS = 8
+
+
+class Died(Exception):
+    """Raised in place of a SIGKILL, which would end the processes that all runs share."""
+
+
+@dataclass
+class Run:
+    """One run of some workers; the runs follow each other in the same processes.
+
+    Attributes:
+        directory: Output of the run.
+        changes: Changes of the settings.
+        dies_after: Steps after which all workers die.
+        full: Step whose checkpoint finds the disk of worker 1 full.
+        unreachable: Whether the store does not answer worker 1 when it verifies a checkpoint.
+        before: Function that worker 0 calls first, and its arguments.
+    """
+
+    directory: Path
+    changes: dict = field(default_factory=dict)
+    dies_after: int | None = None
+    full: int | None = None
+    unreachable: bool = False
+    before: tuple = ()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return backbones.write("modernbert", tmp_path_factory.mktemp("tiny"))
+
+
+def settings_of(model, **changes):
+    common = {"records": "-", "output": "-", "objective": "multi{P,I,IQ}", "instruction_negatives": 3}
+    common |= {"records_per_step": 4, "epochs": 2, "learning_rate": 1e-3, "checkpoint_every": 1, "weight_decay": 0.1}
+    return TrainSettings(model=model, **(common | {"temperature_learned": True} | changes))
+
+
+def train(run, model, rank, workers):
+    """Train as a worker; return why the run stopped, or None at its end."""
+    from infembed_ray.training.loop import train_worker
+
+    steps = 0
+
+    def preempted():
+        nonlocal steps
+        steps += 1
+        if run.dies_after is not None and steps > run.dies_after:
+            raise Died
+        if rank == workers - 1:
+            limit_files(1000 if steps == run.full else resource.RLIM_INFINITY)
+        return False
+
+    if run.before and rank == 0:
+        do, *arguments = run.before
+        do(*arguments)
+    run.directory.mkdir(parents=True, exist_ok=True)
+    look = CheckpointManager._fault
+    if run.unreachable and rank == 1:
+        CheckpointManager._fault = no_answer
+    settings = settings_of(model, workers=workers, **run.changes)
+    try:
+        train_worker(settings, [record(n) for n in range(RECORDS)], run.directory, torch.device("cpu"), preempted)
+    except Died:
+        return "died"
+    except (InputError, OSError) as error:
+        return str(error)
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+        CheckpointManager._fault = look
+    return None
+
+
+def no_answer(self, state, name):
+    raise OSError("the store does not answer")
+
+
+def limit_files(size):
+    """Limit the size of files that this process can write, in bytes, by the kernel."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def worker(rank, workers, runs, model):
+    silence = os.open(os.devnull, os.O_WRONLY)  # the limit of file sizes must not hold for a log
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    destroy = share_process_group()
+    ended = [train(run, model, rank, workers) for run in runs]
+    destroy()
+    return ended
+
+
+def run_all(model, workers, runs):
+    """Train some runs; return why each of them stopped, None at its end."""
+    results = run_workers(worker, workers, workers, runs, model)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def complete(directory):
+    """Return the complete checkpoints, oldest first."""
+    return sorted(path.parent for path in directory.glob("states/step-*/complete.json"))
+
+
+def steps(directory):
+    return [int(state.name.split("-")[1]) for state in complete(directory)]
+
+
+def losses(directory):
+    return [line["loss"] for line in read_metrics(directory)]
+
+
+def warnings(directory):
+    return [event.message for event in read_events(directory) if event.kind == "state"]
+
+
+def weights(directory):
+    return InstructionEncoder.from_pretrained(str(directory)).state_dict()
+
+
+def assert_same_weights(a, b, tolerance=0.0):
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    for name, weight in a.items():
+        torch.testing.assert_close(weight, b[name], rtol=0, atol=tolerance, msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+def copy(source, target):
+    shutil.copytree(source, target, dirs_exist_ok=True)  # another worker may have created it
+
+
+def truncate(directory):
+    """Truncate the last worker's file of the newest checkpoint, as a crash of the file server may."""
+    file = sorted(complete(directory)[-1].glob("*.pt"))[-1]
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(directory):
+    file = sorted(complete(directory)[-1].glob("*.pt"))[0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def lose_marker(directory):
+    (complete(directory)[-1] / "complete.json").unlink()
+
+
+DAMAGES = {
+    truncate: r"optim_states.pt has \d+ bytes instead of \d+",
+    flip_a_bit: r"model_states.pt has another checksum than when it was written",
+    lose_marker: r"it is incomplete \(no complete.json\)",
+}
+
+
+def copy_and(damage, source, target):
+    shutil.copytree(source, target, dirs_exist_ok=True)  # another worker may have created it
+    damage(target)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """Train all runs of this module in few processes, because starting a process costs more than training."""
+    root = tmp_path_factory.mktemp("runs")
+    lora = {"lora": Lora(rank=4, target_modules=("Wqkv",), dropout=0.0), "learning_rate": 1e-2}
+    tied = {"instruction_negatives": None}
+    died = [Run(root / f"one to two/{stage}", {"zero_stage": stage}, dies_after=2) for stage in STAGES]
+    assert run_all(tiny, 1, [*died, Run(root / "long", LONG)]) == ["died"] * len(died) + [None]
+
+    whole = [Run(root / f"two/{stage}", {"zero_stage": stage}) for stage in (0, 2, 3)]
+    died = [Run(root / f"died/{stage}", {"zero_stage": stage}, dies_after=2) for stage in STAGES]
+    more = [Run(root / f"one to two/{stage}", {"zero_stage": stage}) for stage in STAGES]
+    whole.append(Run(root / "lora", lora | {"zero_stage": 0}))
+    for stage in LORA_STAGES:
+        died.append(Run(root / f"lora/{stage}", lora | {"zero_stage": stage}, dies_after=2))
+        more.append(Run(root / f"lora/{stage}", lora | {"zero_stage": stage}))
+    died.append(Run(root / "tied", tied, dies_after=1))
+    for damage in DAMAGES:
+        directory = root / damage.__name__
+        more.append(Run(directory, before=(copy_and, damage, root / "died/2", directory)))
+    more.append(Run(root / "full", full=3))
+    last = [Run(root / "full at the end", full=4)]
+    last += [Run(root / "full at the end", unreachable=True), Run(root / "full at the end")]
+    ended = run_all(tiny, 2, [*whole, *died, *more, *last])
+    assert ended[:-3] == [None] * len(whole) + ["died"] * len(died) + [None] * len(more)
+    assert "the last checkpoint could not be saved" in ended[-3]
+    assert ended[-2] == "the store does not answer"  # raised by both workers
+    assert ended[-1] is None
+
+    fewer = []
+    for stage in STAGES:
+        directory = root / f"two to one/{stage}"
+        fewer.append(Run(directory, {"zero_stage": stage}, before=(copy, root / f"died/{stage}", directory)))
+    *ended, refused = run_all(tiny, 1, [*fewer, Run(root / "tied", tied)])
+    assert ended == [None] * len(fewer)
+    assert (
+        "workers=1 cannot resume exactly from checkpoints of 2 workers, because instruction_negatives=null" in refused
+    )
+    assert refused.endswith("set workers=2")
+    return root
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.integration
+def test_damaged_newest_checkpoint_is_skipped_with_a_warning(runs, damage):
+    directory = runs / damage.__name__
+    [warning] = warnings(directory)
+    assert re.search(
+        rf"^checkpoint step-00000002-\w+ is not used: .*{DAMAGES[damage]}; the run resumes from step 1$", warning
+    )
+    assert losses(directory) == losses(runs / "two/2")
+    assert_same_weights(directory, runs / "two/2")
+    assert steps(directory) == [3, 4]
+    assert len(list((directory / "states").iterdir())) == 2  # no damaged checkpoint is left
+
+
+@pytest.mark.integration
+def test_full_disk_drops_a_checkpoint_but_not_the_run(runs):
+    """Only one worker has a full disk; the other must not wait for it."""
+    [warning] = warnings(runs / "full")
+    assert re.search(
+        r"^the checkpoint of step 3 was not saved: File too large at \S+optim_states.pt, \d+ bytes free", warning
+    )
+    assert "training continues with the earlier checkpoints" in warning
+    assert steps(runs / "full") == [2, 4]
+    assert_same_weights(runs / "full", runs / "two/2")
+
+
+@pytest.mark.integration
+def test_run_with_unsaved_last_checkpoint_exports_nothing_until_rerun(runs):
+    assert steps(runs / "full at the end") == [3, 4]
+    assert losses(runs / "full at the end") == losses(runs / "two/2")
+    assert_same_weights(runs / "full at the end", runs / "two/2")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.integration
+def test_run_resumes_with_another_number_of_workers(runs, stage):
+    """Losses differ by rounding, because sums over a batch have another order."""
+    for directory in (runs / f"two to one/{stage}", runs / f"one to two/{stage}"):
+        np.testing.assert_allclose(losses(directory), losses(runs / "two/2"), rtol=1e-6)
+        assert_same_weights(directory, runs / "two/2", tolerance=2e-6)
+        assert {path.name.split("-")[0] for path in (directory / "states").iterdir()} == {"step"}
+
+
+@pytest.mark.parametrize("stage", LORA_STAGES)
+@pytest.mark.integration
+def test_adapters_resume_from_checkpoints_without_the_frozen_backbone(runs, tiny, stage):
+    resumed = runs / f"lora/{stage}"
+    np.testing.assert_allclose(losses(resumed), losses(runs / "lora"), rtol=1e-5)
+    assert_same_weights(resumed, runs / "lora", tolerance=0.0 if stage == 0 else 2e-5)
+    before = InstructionEncoder.from_pretrained(tiny).state_dict()
+    moved = {name for name, weight in weights(resumed).items() if not torch.equal(weight, before[name])}
+    assert {name.split(".")[-2] for name in moved} == {"Wqkv"}
+    of_adapters, of_all = (
+        sum(file.stat().st_size for file in complete(directory)[-1].iterdir())
+        for directory in (resumed, runs / "two" / str(stage))
+    )
+    assert of_adapters < of_all / 2
+
+
+@pytest.mark.integration
+def test_zero_3_export_embeds_like_the_trained_model_in_sentence_transformers(runs):
+    """The export of a sharded checkpoint is compared with the whole weights of a stage-0 checkpoint."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    exported = sentence_transformers.SentenceTransformer(str(runs / "two/3"), device="cpu")
+    saved = torch.load(complete(runs / "two/0")[-1] / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    encoder = InstructionEncoder.from_pretrained(str(runs / "two/0"))
+    encoder.load_state_dict({k.removeprefix("encoder."): w for k, w in saved.items() if k.startswith("encoder.")})
+    texts = ["how is aspirin dosed", "a passage about bread, in plain words"]
+    cosine = (encoder.encode_passages(texts) * exported.encode(texts, normalize_embeddings=True)).sum(axis=1)
+    assert cosine.min() >= 0.99999
+
+
+@pytest.mark.integration
+def test_run_in_an_object_store_survives_the_loss_of_its_machine(runs, bucket, tiny, tmp_path, monkeypatch):
+    """The run is killed, its scratch is lost, its newest checkpoint is damaged and a newer one incomplete."""
+    monkeypatch.setenv("INFEMBED_SCRATCH", str(tmp_path / "scratch"))
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "x")
+    folder.write("records.jsonl", "".join(json.dumps(columns_of(record(n))) + "\n" for n in range(RECORDS)))
+    for file in Path(tiny).iterdir():
+        folder.upload(file, f"model/{file.name}")
+    settings = settings_of(f"{folder}/model", workers=1, launcher="process", **LONG).model_copy(
+        update={"records": f"{folder}/records.jsonl", "output": f"{folder}/out"}
+    )
+    command = [sys.executable, "-m", "infembed_ray.cli", "train"]
+    command += [f"{name}={value}" for name, value in settings.model_dump(exclude_defaults=True).items()]
+
+    driver = subprocess.Popen(command)
+    out = folder / "out"
+    while sum(name.endswith("complete.json") for name in out.entries()) < 2:
+        assert driver.poll() is None, "the run ended before it was killed"
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    shutil.rmtree(tmp_path / "scratch")
+    assert out.read("latest") is None
+    newest = max(name for name in out.entries() if name.endswith("complete.json")).removesuffix("/complete.json")
+    out.write(f"{newest}/mp_rank_00_model_states.pt", "half of it")
+    step, unfinished = newest.split("/")[-1].split("-")[1], f"{newest.rsplit('/', 1)[0]}/step-00000099-unfinished"
+    out.write(f"{unfinished}/mp_rank_00_model_states.pt", "all there is")
+
+    assert str(launch.run(settings).uri).endswith(newest.split("/")[0])
+    path = resolve_input(f"{folder}/out", "output")
+    *incomplete, other = warnings(path)  # one was written above; the kill may have left another
+    assert re.search(r"step-00000099-unfinished is not used: it is incomplete \(no complete.json\)", incomplete[0])
+    assert len(incomplete) <= 2
+    assert all("it is incomplete" in message for message in incomplete)
+    assert re.search(rf"{step}-\w+ is not used: mp_rank_00_model_states.pt has 10 bytes instead of \d+", other)
+    assert other.endswith(f"the run resumes from step {int(step) - 1}")
+    assert losses(path) == losses(runs / "long")
+    assert_same_weights(path, runs / "long")
+    kept = {name.split("/")[2] for name in out.entries() if "/states/" in name}
+    left = {message.split()[1] for message in incomplete}
+    # Incomplete checkpoints stay, because another run may be uploading them.
+    assert [int(tag.split("-")[1]) for tag in sorted(kept - left)] == [15, 16]
+    assert "step-00000099-unfinished" in kept
+    assert not [name for name in out.entries() if name.endswith(".arrow")]
+
+    pytest.importorskip("onnxruntime")
+    graph = resolve_input(str(onnx.run(ExportSettings(model=str(out), output=f"{folder}/graph")).uri), "graph")
+    encoder = InstructionEncoder.from_pretrained(str(path))
+    tokens = encoder.tokenize_passages(["how is aspirin dosed"])
+    found = embedded(graph / "model.onnx", tokens, encoder.tokenizer.pad_token_id)
+    np.testing.assert_allclose(found, encoder.embed(tokens), atol=1e-5)
+
+
+class Writer:
+    """Stand-in for an engine where the contents of a checkpoint do not matter."""
+
+    sharded = True
+
+    def save(self, directory, tag):
+        (directory / tag).mkdir(parents=True)
+        (directory / tag / "file").write_text(tag)
+        return Written({"file": Checksum(len(tag), hashlib.sha256(tag.encode()).hexdigest())})
+
+    def load(self, directory, tag, resharded=False):
+        self.loaded = tag
+
+
+def test_checkpoints_are_kept_by_age_and_score_and_damaged_ones_skipped(tmp_path, tiny):
+    """The files are written by this test, without training."""
+    settings = settings_of(tiny, keep_last=1, keep_best=1, workers=1)
+    sampler = Sampler(RECORDS, 1, 4, 2, 42)
+    kept = CheckpointManager(tmp_path / "states", settings, sampler)
+    for step, score in enumerate([0.2, 0.9, None, 0.9, 0.1, None], start=1):
+        kept.save(Writer(), Progress(step, score=score))
+    assert steps(tmp_path) == [4, 6]
+    newest, best = complete(tmp_path)[-1], complete(tmp_path)[0]
+    (newest / "file").write_text("")
+    again, engine = CheckpointManager(tmp_path / "states", settings, sampler), Writer()
+    assert again.resume(engine).step == 4
+    assert engine.loaded == best.name
+    again.save(engine, Progress(5, score=0.3))
+    assert steps(tmp_path) == [4, 5]
+
+
+def test_damaged_best_checkpoint_is_replaced_by_the_next_best_on_export(tmp_path, tiny):
+    kept = CheckpointManager(
+        tmp_path / "states", settings_of(tiny, keep_best=2, keep_last=1), Sampler(RECORDS, 1, 4, 2, 42)
+    )
+    for step, score in enumerate([0.9, 0.5, 0.1], start=1):
+        kept.save(Writer(), Progress(step, score=score))
+    assert steps(tmp_path) == [1, 2, 3]
+    for number, state in enumerate(complete(tmp_path), start=1):
+        found, progress = kept.result()
+        assert (found, progress.step) == (state, number)
+        (state / "file").write_text("")
+    with pytest.raises(InputError, match="all checkpoints are damaged"):
+        kept.result()
+    assert re.search(r"^checkpoint step-00000001-\w+ is not exported: file has 0 bytes", warnings(tmp_path)[0])
+
+
+def test_resharded_files_are_removed_after_failures_and_kills(tmp_path, tiny):
+    class Full(Writer):
+        def reshard(self, state, into):
+            into.mkdir(parents=True)
+            raise OSError("no space left")
+
+    def manager_of(workers):
+        settings = settings_of(tiny, workers=workers)
+        return CheckpointManager(tmp_path / "states", settings, Sampler(RECORDS, workers, 4, 2, 42))
+
+    manager_of(2).save(Writer(), Progress(1))
+    (tmp_path / "states/resharded-killed").mkdir()
+    with pytest.raises(OSError, match="no space left"):
+        manager_of(1).resume(Full())
+    assert [path.name.split("-")[0] for path in (tmp_path / "states").iterdir()] == ["step"]
+
+
+@pytest.fixture
+def machine(bucket, tiny, tmp_path):
+    """Return a function: (name of a machine, settings) -> checkpoint manager of one run on that machine, with an object store."""
+    Folder.open(f"{bucket}/{tmp_path.name}", "output")
+
+    def manager_of(name, **changes):
+        settings = settings_of(tiny, keep_last=1, workers=1, **changes)
+        settings = settings.model_copy(update={"output": f"{bucket}/{tmp_path.name}"})
+        (tmp_path / name).mkdir(exist_ok=True)
+        return CheckpointManager(tmp_path / name / "states", settings, Sampler(RECORDS, 1, 4, 2, 42))
+
+    return manager_of
+
+
+def save(states, step, figures=None):
+    """Save and upload a checkpoint, with a metrics file of that text."""
+    if figures is not None:
+        (states.directory.parent / "metrics.jsonl").write_text(figures)
+    states.save(Writer(), Progress(step))
+    states.settle()
+
+
+@pytest.mark.integration
+def test_machine_that_is_behind_downloads_newer_checkpoint_and_run_files(machine, tmp_path):
+    """Files of the store win even if local ones are as long, and this machine appends its events to them."""
+    save(machine("a"), 1, "of a, and this is a long line\n")
+    ahead = machine("b")
+    assert ahead.resume(Writer()).step == 1
+    ahead._warn(1, "logged by b")
+    save(ahead, 2, "of b\n")
+    unfinished = Folder.open(ahead._settings.output, "output") / "states/step-00000003-unfinished"
+    unfinished.write("file", "half")
+    assert machine("a").resume(Writer()).step == 2
+    assert (tmp_path / "a/metrics.jsonl").read_text() == "of b\n"
+    one, other = warnings(tmp_path / "a")
+    assert one == "logged by b"
+    assert "step-00000003-unfinished is not used" in other
+
+
+@pytest.mark.integration
+def test_machine_keeps_its_own_run_files_unless_the_store_has_longer_ones(machine, tmp_path):
+    save(machine("a"), 1, "1\n")
+    for text, expected in (("1\n2\n", "1\n2\n"), ("", "1\n")):
+        (tmp_path / "a/metrics.jsonl").write_text(text)
+        assert machine("a").resume(Writer()).step == 1
+        assert (tmp_path / "a/metrics.jsonl").read_text() == expected
+
+
+@pytest.mark.integration
+def test_run_that_is_behind_deletes_no_later_checkpoints_in_the_store(machine):
+    behind, ahead = machine("a"), machine("b")
+    save(behind, 1)
+    assert ahead.resume(Writer()).step == 1
+    save(ahead, 5)
+    save(behind, 2)
+    tags = {name.split("/")[0] for name in (behind._remote / "states").entries()}
+    assert sorted(int(tag.split("-")[1]) for tag in tags) == [2, 5]
+
+
+@pytest.mark.integration
+def test_checkpoint_is_written_before_waiting_for_the_previous_upload(machine, monkeypatch):
+    goes_on, upload = threading.Event(), Folder.upload
+    monkeypatch.setattr(Folder, "upload", lambda *arguments: goes_on.wait(30) and upload(*arguments))
+
+    class Releases(Writer):
+        def save(self, directory, tag):
+            written = super().save(directory, tag)
+            assert not goes_on.is_set()
+            goes_on.set()
+            return written
+
+    saved = machine("a")
+    saved.save(Writer(), Progress(1))
+    saved.save(Releases(), Progress(2))
+    saved.settle()
+    assert not warnings(saved.directory.parent)
+    assert {name.split("-")[1] for name in (saved._remote / "states").entries()} == {"00000002"}
+
+
+@pytest.mark.integration
+def test_upload_times_out_with_a_warning_if_files_of_other_workers_are_missing(machine):
+    class Short(Writer):
+        def save(self, directory, tag):
+            [(name, file)] = super().save(directory, tag).files.items()
+            return Written({name: file._replace(size=file.size + 1)})
+
+    saved = machine("a", collective_timeout_s=1)
+    saved.save(Short(), Progress(1))
+    saved.settle()
+    [warning] = warnings(saved.directory.parent)
+    assert re.search("was not uploaded to s3://.*: the files of all workers were not there after 1 s", warning)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        ({"seed": 1}, {}, "its checkpoints are from a run with other settings"),
+        (
+            {"workers": 2, "instruction_negatives": None},
+            {"workers": 1, "instruction_negatives": None},
+            "workers=1 cannot resume exactly from checkpoints of 2 workers, because instruction_negatives=null .* set workers=2",
+        ),
+        (
+            {"workers": 2},
+            {"workers": 8},
+            "workers=8 cannot resume exactly from checkpoints of 2 workers, because so few records per step",
+        ),
+    ],
+)
+def test_checkpoints_of_another_run_are_rejected_before_any_work(tmp_path, tiny, saved, now, message):
+    def manager_of(changes):
+        settings = settings_of(tiny, **changes)
+        return CheckpointManager(tmp_path / "states", settings, Sampler(RECORDS, settings.workers, 4, 2, settings.seed))
+
+    def save(directory, tag):
+        (directory / tag).mkdir(parents=True)
+        return Written()
+
+    manager_of(saved).save(SimpleNamespace(save=save), Progress(1))
+    manager_of(saved).require_resumable()
+    with pytest.raises(InputError, match=message):
+        manager_of(now).require_resumable()

@@ -1,0 +1,136 @@
+"""Trackers of interrupted runs; their files are read by other code than wrote them."""
+
+import json
+import struct
+
+import pytest
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.training.observability import trackers
+from infembed_ray.training.observability.events import EventLog, read_events
+from infembed_ray.training.observability.trackers import Trackers
+
+BLOCK = 32_768
+
+
+def settings(*names):
+    return TrainSettings(records="r", model="m", output="o", trackers=names)
+
+
+def line(step):
+    rate = 1e-3 / step
+    return {"step": step, "time": 1_700_000_000 + step, "learning_rate": rate, "loss": 1 / step, "mfu": None}
+
+
+LINES = [line(step) for step in range(1, 8)]
+LOSSES = [(step, pytest.approx(1 / step)) for step in range(1, 8)]
+
+
+def interrupted(tmp_path, name):
+    """Log five steps, resume after the third, end with the seventh, and resume once more without a step."""
+    (tmp_path / "run").mkdir()
+    directory = tmp_path / "run"
+    first = Trackers(settings(name), directory, [], EventLog(directory, 0))
+    for step in LINES[:5]:
+        first.log(step)
+    if name != "tensorboard":
+        first.close()  # the process of W&B may outlive a killed one
+    second = Trackers(settings(name), directory, LINES[:3], EventLog(directory, 3))
+    for step in LINES[3:]:
+        second.log(step)
+    second.close()
+    Trackers(settings(name), directory, LINES, EventLog(directory, 7)).close()
+    assert {event.kind for event in read_events(directory)} == {"resumed"}
+    return directory
+
+
+def scalars(path):
+    """Read (step, tag, value, time) from a TensorBoard file: TFRecords of Event messages."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data = path.read_bytes()
+    place = 0
+    while place < len(data):
+        (length,) = struct.unpack_from("<Q", data, place)
+        event = Event.FromString(data[place + 12 : place + 12 + length])
+        place += 16 + length
+        for value in event.summary.value:
+            yield event.step, value.tag, value.simple_value, event.wall_time
+
+
+def test_tensorboard_has_every_step_once(tmp_path):
+    (file,) = (interrupted(tmp_path, "tensorboard") / "tensorboard").iterdir()
+    found = list(scalars(file))
+    assert [(step, value) for step, tag, value, _ in found if tag == "loss"] == LOSSES
+    assert {tag for _, tag, _, _ in found} == {"loss", "learning_rate"}
+    assert all(time == 1_700_000_000 + step for step, _, _, time in found)
+
+
+def wandb_history(path):
+    """Read (step, loss) from a W&B file: a LevelDB log of Record messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, parts = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if BLOCK - place % BLOCK < 7:
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            record, parts = Record.FromString(parts), b""
+            items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            if "loss" in items:
+                yield items["_step"], items["loss"]
+
+
+@pytest.mark.integration
+def test_wandb_offline_has_every_step_once(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    files = sorted((interrupted(tmp_path, "wandb") / "wandb").glob("offline-run-*/*.wandb"))
+    assert len({file.name for file in files}) == 1  # one run at W&B for three attempts
+    assert [found for file in files for found in wandb_history(file)] == LOSSES
+
+
+@pytest.mark.integration
+def test_mlflow_has_every_step_once_and_a_later_tracker_gets_all_steps(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    directory = interrupted(tmp_path, "mlflow")
+    later = tmp_path / "later"
+    later.mkdir()
+    Trackers(settings("mlflow"), later, LINES, EventLog(later, 7)).close()
+    for path in (directory, later):
+        client = mlflow.MlflowClient((path / "mlflow").as_uri())
+        (run,) = client.search_runs([client.get_experiment_by_name("infembed").experiment_id])
+        assert run.info.status == "FINISHED"
+        assert run.data.params["objective"] == "multi{P,I}"
+        history = client.get_metric_history(run.info.run_id, "loss")
+        assert [(metric.step, metric.value) for metric in history] == LOSSES
+        assert history[0].timestamp == 1_700_000_001_000
+
+
+def test_failing_tracker_is_logged_and_disabled(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file is where its directory should be")
+    events = EventLog(tmp_path, 0)
+    trackers = Trackers(settings("tensorboard"), tmp_path, LINES[:2], events)
+    trackers.log(LINES[2])
+    trackers.close()
+    (event,) = read_events(tmp_path)
+    assert (event.step, event.kind, event.action) == (2, "tracker", "warn")
+    assert "tracker tensorboard failed and is disabled; training continues" in event.message
+    assert "\n" not in event.message
+
+
+def test_missing_package_error_has_the_install_command(monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^trackers=mlflow: .* pip install mlflow-skinny"):
+        trackers.check(settings("mlflow"))
+    trackers.check(settings())

@@ -1,0 +1,106 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import Record
+from infembed_ray.training.collate import collate, flatten, other_instructions
+from infembed_ray.training.losses import NCE, Objective
+
+MULTI_P_I = Objective.parse("multi{P,I}")
+
+
+def record(n, instruction=None):
+    return Record(
+        id=f"r{n}",
+        query_positive=f"query {n}",
+        instruction_positive=instruction or f"good {n}",
+        instruction_negative=f"bad {n}",
+        query_negative=f"other query {n}",
+        document_positive=f"passage {n}",
+        hard_negative_document_1=f"first negative {n}",
+        hard_negative_document_2=f"second negative {n}",
+    )
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm):
+    return InstructionEncoder.from_pretrained(minilm)
+
+
+def candidate_texts(encoder, batch):
+    """Return the texts of every row's I-candidates."""
+    texts = [encoder.tokenizer.decode(q.ids, skip_special_tokens=True) for q in batch.queries]
+    return [[texts[n] for n in row] for row in batch.instruction_candidates]
+
+
+def test_a_record_becomes_the_three_official_tuples():
+    got = [(t.instruction, t.query, t.passage) for t in flatten(record(1))]
+    assert got == [
+        ("good 1", "query 1", "passage 1"),
+        ("bad 1", "query 1", "first negative 1"),
+        ("good 1", "other query 1", "second negative 1"),
+    ]
+
+
+@given(st.integers(1, 5), st.none() | st.integers(0, 8), st.integers(0, 99))
+def test_instruction_negatives_are_distinct_and_exclude_the_own_instruction(records, count, seed):
+    # Two records share an instruction: texts are identified by their tokens, not by row.
+    tuples = [t for n in range(records) for t in flatten(record(n, instruction="shared" if n < 2 else None))]
+    available = sorted({t.instruction for t in tuples})
+    for t in tuples:
+        others = set(available) - {t.instruction}
+        drawn = other_instructions(t, available, count, random.Random(seed))
+        assert len(drawn) == len(set(drawn)) == (len(others) if count is None else min(count, len(others)))
+        assert set(drawn) <= others
+        if drawn:
+            assert drawn[0] == t.poisoned
+
+
+def test_equal_texts_have_equal_ids_and_candidates_point_to_queries(encoder):
+    records = [record(1), record(2, instruction="good 1")]
+    batch = collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=2, seed="0")
+    assert len(batch.passages) == 6
+    assert len(set(batch.passage_ids)) == 6
+    tuples = [t for r in records for t in flatten(r)]
+    texts = [encoder.tokenizer.decode(q.ids, skip_special_tokens=True) for q in batch.queries]
+    assert [texts[n] for n in batch.own] == [f"{t.instruction} {t.query}" for t in tuples]
+    for t, row in zip(tuples, candidate_texts(encoder, batch), strict=True):
+        assert len(row) == 2
+        assert all(text.endswith(f" {t.query}") for text in row)
+        assert row[0] == f"{t.poisoned} {t.query}"
+    assert len(set(texts)) == len(texts)  # (bad 1, query 1) is a row's own and another's negative: embedded once
+    assert collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=2, seed="0") == batch
+
+
+def test_sampled_negatives_do_not_depend_on_the_number_of_workers(encoder):
+    records = [record(n) for n in range(5)]
+    whole = collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=4, seed="7/3")
+    shares = [records[:3], records[3:]]
+    parts = [collate(encoder, shares, rank, MULTI_P_I, instruction_negatives=4, seed="7/3") for rank in (0, 1)]
+    drawn = [row for part in parts for row in candidate_texts(encoder, part)]
+    assert drawn == candidate_texts(encoder, whole)
+    assert any(text.startswith("good 4") for row in candidate_texts(encoder, parts[0]) for text in row)
+    assert [part.share for part in parts] == [1.2, 0.8]
+    assert whole.share == 1.0
+    assert collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=4, seed="7/4") != whole
+
+
+def test_all_instructions_means_those_of_the_own_share(encoder):
+    shares = [[record(0), record(1)], [record(2)]]
+    batch = collate(encoder, shares, 0, MULTI_P_I, instruction_negatives=None)
+    for t, row in zip([t for r in shares[0] for t in flatten(r)], candidate_texts(encoder, batch), strict=True):
+        others = {"good 0", "bad 0", "good 1", "bad 1"} - {t.instruction}
+        assert sorted(row) == sorted(f"{i} {t.query}" for i in others)
+
+
+def test_only_texts_that_the_objective_needs_are_tokenized(encoder):
+    def texts(objective, **options):
+        return len(collate(encoder, [[record(0), record(1)]], 0, Objective.parse(objective), **options).queries)
+
+    assert texts("uni{P}") == texts("multi{P,IQ}") == 6  # only the rows' own texts
+    assert texts("uni{I}") == 4 * 4  # 4 instructions, 4 queries: every pair
+    assert texts("multi{P,IQ}", iq_negatives="ik") == 4 * 4
+    assert texts(str(NCE)) == 4 * 4
