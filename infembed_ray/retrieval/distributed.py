@@ -32,6 +32,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory
+from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.corpus import BadRow, partition, require_columns, sort_shard, spool_file
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import FORMAT, IndexFacts, change_log
@@ -47,7 +48,6 @@ from infembed_ray.retrieval.shards import (
     mark_finished,
     write_vectors,
 )
-from infembed_ray.retrieval.updates.compaction import Compaction
 from infembed_ray.retrieval.versions import finished
 from infembed_ray.retrieval.work_directory import ENCODED, Chunk, WorkDirectory, work_directory
 from infembed_ray.storage import Published, Step, read_manifest, resolve, resolve_input

@@ -20,6 +20,7 @@ from infembed_ray.object_store import is_uri
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
+from infembed_ray.serving import schema
 from infembed_ray.serving.arguments import (
     APPLICATION,
     INGRESS,
@@ -28,7 +29,6 @@ from infembed_ray.serving.arguments import (
     EncoderArguments,
     IndexArguments,
 )
-from infembed_ray.serving.http import schema
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.routing.blue_green import ReleaseSpec

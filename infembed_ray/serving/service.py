@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from infembed_ray.serving.encoder.batching import Embedded
-from infembed_ray.serving.http.schema import InputType, Metadata, Model, SearchHit, Timings
+from infembed_ray.serving.schema import InputType, Metadata, Model, SearchHit, Timings
 
 
 class Query(NamedTuple):

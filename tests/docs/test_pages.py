@@ -11,7 +11,7 @@ import pytest
 
 from infembed_ray import cli
 from infembed_ray.config.base import Settings
-from infembed_ray.serving.http import schema
+from infembed_ray.serving import schema
 from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]

@@ -6,7 +6,7 @@ import pytest
 
 from infembed_ray.cli import main
 from infembed_ray.retrieval import shards
-from infembed_ray.retrieval.updates.compaction import Compaction
+from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
 from infembed_ray.storage import resolve
 from tests.retrieval.updates.test_compaction import fold, log_of, publish

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from infembed_ray.retrieval import filters
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
-from infembed_ray.serving.http import schema
 from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
 
 DIMENSION = 16

@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
-from infembed_ray.serving.http import playground_routes, schema
+from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid, too_large

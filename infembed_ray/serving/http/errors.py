@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from infembed_ray.retrieval.filters import FilterError
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, EmptySequence, QueueFull
-from infembed_ray.serving.http import schema
 from infembed_ray.serving.service import ReadOnly, ReplicaLost, Stuck
 
 MAX_MESSAGE_CHARACTERS = 500

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from infembed_ray.serving.http import schema
+from infembed_ray.serving import schema
 from infembed_ray.serving.http.errors import STATUSES
 from infembed_ray.serving.http.middleware import OPEN_PATHS
 

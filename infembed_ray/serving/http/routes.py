@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.retrieval import filters
-from infembed_ray.serving.http import schema
+from infembed_ray.serving import schema
 from infembed_ray.serving.http.errors import ApiError, json_response
 from infembed_ray.serving.http.openapi import error_responses
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Service, Stuck

@@ -20,8 +20,8 @@ from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.shards import merge, shard_of
 from infembed_ray.retrieval.updates.live_shard import ShardAnswer, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
-from infembed_ray.serving.http import schema
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost, Stuck

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, EmptySequence
-from infembed_ray.serving.http import schema
 from infembed_ray.serving.http.app import Limits
 from tests.serving.debug import CARD, DIMENSION, VOCABULARY, DebugService, debug_embed
 from tests.serving.http.clients import JSON, client_of, make_app, refused

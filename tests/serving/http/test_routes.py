@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from infembed_ray.serving.http import schema
+from infembed_ray.serving import schema
 from tests.serving.debug import CARD, PASSAGES, DebugService, listening
 from tests.serving.http.clients import JSON, client_of, make_app, refused, vector
 

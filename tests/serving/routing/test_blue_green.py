@@ -16,8 +16,8 @@ import pytest
 from infembed_ray.retrieval.shards import Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
-from infembed_ray.serving.http import schema
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.routing import blue_green, hedging

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from infembed_ray.serving.http.schema import EmbeddingsRequest, EmbeddingsResponse, SearchRequest
+from infembed_ray.serving.schema import EmbeddingsRequest, EmbeddingsResponse, SearchRequest
 
 
 def request(**fields: Any) -> EmbeddingsRequest:

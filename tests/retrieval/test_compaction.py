@@ -11,9 +11,9 @@ import pytest
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards, versions
+from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shards import clear_finished
-from infembed_ray.retrieval.updates.compaction import Compaction
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.storage import LATEST, Step, resolve
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
@@ -146,7 +146,7 @@ def test_an_interrupted_compaction_resumes_with_the_missing_shards(
     built: list[str] = []
     build_shard = shards.build_shard
     monkeypatch.setattr(
-        "infembed_ray.retrieval.updates.compaction.build_shard",
+        "infembed_ray.retrieval.compaction.build_shard",
         lambda directory, build: (built.append(directory.name), build_shard(directory, build))[1],
     )
     log_of(output).append(changes(2))  # belongs to the next compaction
