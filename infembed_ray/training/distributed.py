@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +67,24 @@ def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> Non
         ),
     )
     try:
-        refused = trainer.fit().return_value
+        with _interrupt_handler_kept():
+            refused = trainer.fit().return_value
     except TrainingFailedError as error:
         raise _explained(error, settings) from error
     if refused is not None:
         raise InputError(refused)
     shutil.rmtree(directory / STATES / RAY_TRAIN_LOGS, ignore_errors=True)
+
+
+@contextmanager
+def _interrupt_handler_kept() -> Iterator[None]:
+    """Restore the handler of SIGINT at the end: `fit` sets its own and leaves it, and that one ignores the next Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 def _per_worker(settings: TrainSettings) -> dict[str, float]:

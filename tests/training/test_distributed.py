@@ -56,6 +56,7 @@ def settings(records_file, minilm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published(ray_cluster, settings):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     return run(settings)
 
 
@@ -103,6 +104,12 @@ def test_training_moves_the_weights(published, minilm):
         InstructionEncoder.from_pretrained(p).encode_passages(["passage 1"]) for p in (minilm, str(published.path))
     )
     assert not np.allclose(before, after, atol=1e-4)
+
+
+@pytest.mark.ray
+def test_ctrl_c_interrupts_the_process_after_a_training(published):
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.ray
