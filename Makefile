@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PRODUCT := $(VENV)/.product
 DEV := $(VENV)/.dev
 WORKERS ?= 2
-PYTEST := HF_HUB_OFFLINE=1 pytest -n $(WORKERS) --dist loadfile
+PYTEST := HF_HUB_OFFLINE=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 LOG = benchmarks/results/tests-$(shell date +%Y-%m-%d).log
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -37,6 +37,7 @@ FLAGS = [
     "--disable-sync",
 ]
 SHUTDOWN_S = 60.0
+SLOWEST_FIRST = ("end_to_end", "ray", "integration")
 _EXIT_STATUS = pytest.StashKey[int]()
 _CLUSTER_HANGS = pytest.StashKey[bool]()
 
@@ -66,14 +67,20 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need a cluster or a server, and run the former last in their module (see `ray_cluster`)."""
+    """Mark the tests that need a cluster or a server, run those with a cluster last in their module (see `ray_cluster`),
+    and run the longest modules first, so that no worker is left with one at the end."""
+    longest: dict[Path, int] = {}
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "ray_cluster" in fixtures:
             item.add_marker("ray")
         if "bucket" in fixtures:
             item.add_marker("integration")
-    modules = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        tier = next(
+            (n for n, marker in enumerate(SLOWEST_FIRST) if item.get_closest_marker(marker)), len(SLOWEST_FIRST)
+        )
+        longest[item.path] = min(tier, longest.get(item.path, tier))
+    modules = {path: number for number, path in enumerate(sorted(longest, key=longest.__getitem__))}
     items.sort(key=lambda item: (modules[item.path], "ray_cluster" in getattr(item, "fixturenames", ())))
 
 
