@@ -21,8 +21,8 @@ The last line is one JSON object:
     cut         requests whose connection to the killed node broke
     mixed       answers with hits of several indexes, or of another index than they name
     p99_ms      before, during (10 s) and after each event
-    recovery_s  seconds from a kill, or from the end of a hand-over, to the last answer that took more than twice the p99
-                before the event and 50 ms
+    recovery_s  seconds from a kill, or from the end of a hand-over, to the last request that took more than twice the p99
+                before the event and 50 ms; requests in flight at the next event do not count
     overload    goodput / capacity, answers by status, growth of replicas' memory, seconds until latencies are normal again
 """
 
@@ -263,9 +263,8 @@ def chaos(trial: Trial, seconds: float, rate: float | None) -> dict[str, Any]:
     recovery = {}
     for name, (start, end) in times.items():
         usual, following = (p99[name]["before"] or 0.0) / 1e3, windows[name]["after"][1]
-        slow = [
-            a.at for a in found if start <= a.at < following and not (a.ok and a.latency < RECOVERED * usual + 0.05)
-        ]
+        between = [a for a in found if start <= a.at and a.at + a.latency < following]
+        slow = [a.at for a in between if not (a.ok and a.latency < RECOVERED * usual + 0.05)]
         over = end if name.startswith("flip") else start
         recovery[name] = round(max(0.0, max(slow, default=over) - over), 1)
     told = [answer for answer in found if len(answer.statuses) > 1]

@@ -88,7 +88,11 @@ def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Applic
 def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Application:
     """Build the API over a release."""
     settings = arguments.settings
-    metrics = serve.deployment(MetricsPage, name=METRICS, ray_actor_options={"num_cpus": 0})
+    metrics = serve.deployment(
+        MetricsPage,
+        name=METRICS,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _environment(startup.import_modules, 0)}},
+    )
     ingress = serve.deployment(
         Ingress,
         name=INGRESS,

@@ -1,13 +1,15 @@
-"""Start-up at the lowest CPU priority (SCHED_IDLE), so that a new replica does not slow down the replicas that serve.
+"""Start-up at a low CPU priority (nice 19), so that a new replica hardly slows down the replicas that serve (nice 15).
 
-A replica spends most of its start on imports and on reading weights. Linux schedules each thread by its own policy, and a
-priority cannot be raised again without privileges. So this work runs on a separate thread, which then ends.
+A replica spends most of its start on imports and on reading weights. Linux schedules each thread by its own priority, and
+it cannot be raised again without privileges. So this work runs on a separate thread, which then ends.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +28,7 @@ ENCODER_MODULES = (*MODULES, "infembed_ray.serving.encoder.engine")
 
 
 def in_background(function: Callable[[], T]) -> T:
-    """Return the result of a function. If a replica of this package runs on this machine, call it at the lowest priority.
+    """Return the result of a function. If a replica of this package runs on this machine, call it at a low priority.
 
     Threads that the function starts then keep that priority.
     """
@@ -37,9 +39,9 @@ def in_background(function: Callable[[], T]) -> T:
 
 
 def lower_priority() -> None:
-    """Set the lowest CPU priority (SCHED_IDLE) for this thread and the threads that it starts."""
-    with suppress(AttributeError, OSError):  # not Linux, or not permitted
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    """Set a low CPU priority (nice 19) for this thread and the threads that it starts."""
+    if sys.platform == "linux":  # elsewhere, threads have no priorities of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def import_modules() -> None:
