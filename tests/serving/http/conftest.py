@@ -20,7 +20,7 @@ class Complaints(list[str]):
     """What the browser complains about: errors of scripts, violations of the content security policy, warnings."""
 
     def of(self, page: Any) -> Complaints:
-        page.on("console", lambda message: message.type in ("error", "warning") and self.append(message.text))
+        page.on("console", lambda message: self.extend([message.text] * (message.type in ("error", "warning"))))
         page.on("pageerror", lambda error: self.append(str(error)))
         return self
 

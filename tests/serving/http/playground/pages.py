@@ -6,8 +6,9 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from email.message import Message
 from typing import Any
 from urllib.parse import urlencode
 
@@ -59,7 +60,7 @@ class Server:
         self.service = service
         self.url = url
 
-    def get(self, path: str, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+    def get(self, path: str, **headers: str) -> tuple[int, Message[str, str], bytes]:
         """Status, headers and body of a path."""
         try:
             with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers)) as answer:
