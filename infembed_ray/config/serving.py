@@ -15,6 +15,9 @@ class ServeSettings(Settings):
     index: str = runtime_field(description="a published index")
     model: str | None = runtime_field(None, description="encoder; null: the one that built the index")
     model_name: str | None = Field(None, description="the model's name in the API; null: its hub or directory name")
+    suggestions: str | None = runtime_field(
+        None, description="file of example searches for the playground: rows of query and instruction; null: none"
+    )
     host: str = Field("127.0.0.1", description="address to bind; all but loopback need API keys")
     port: int = Field(8000, ge=1, le=65535, description="HTTP port")
     api_keys_env: str | None = Field(

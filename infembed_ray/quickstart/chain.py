@@ -48,7 +48,10 @@ INSTRUCTIONS = {
 """Id of the requested passage -> the instruction, a shorter form of the record's own."""
 TOP_K = 3
 BEFORE, AFTER = "MiniLM", "MiniLM + InF-Embed"
+MODEL_NAME = "minilm-inf-embed"
+"""Name of the trained model in the API."""
 CORPUS = "corpus.jsonl"
+SUGGESTIONS = "suggestions.jsonl"
 REPORT = "report.html"
 
 
@@ -78,7 +81,14 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     backbone = _backbone()
     require_free_port("127.0.0.1", port)
     outputs = run_stages(root, backbone)
-    settings = ServeSettings(index=str(outputs.index.path), port=port, api_keys_env=None, wait=False)
+    settings = ServeSettings(
+        index=str(outputs.index.path),
+        model_name=MODEL_NAME,
+        suggestions=str(_write_suggestions(root / SUGGESTIONS, outputs.records)),
+        port=port,
+        api_keys_env=None,
+        wait=False,
+    )
     _title("serve", "encoder and index shards behind an HTTP API, on Ray Serve")
     with serving(settings) as url:
         before, after = _ask(url, backbone, root / CORPUS)
@@ -200,6 +210,19 @@ def _write_corpus(path: Path, made: Published) -> Path:
     return path
 
 
+def _write_suggestions(path: Path, made: Published) -> Path:
+    """Write the playground's example searches: the example query under both instructions, and one record of each topic."""
+    held_out = records.read(made.path, records.Record, "records", split="test")
+    topics = {row.topic: row for row in reversed(held_out) if row.query_positive != QUERY}
+    pairs = [(QUERY, instruction) for instruction in INSTRUCTIONS.values()]
+    pairs += [(row.query_positive, row.instruction_positive) for row in topics.values()]
+    path.write_text(
+        "".join(json.dumps({"query": q, "instruction": i}, ensure_ascii=False) + "\n" for q, i in pairs),
+        encoding="utf-8",
+    )
+    return path
+
+
 def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ranking]]:
     """Ask the example query without an instruction and under each, of the untrained model and of the API."""
     _title("ask", f"under two instructions, over HTTP: {QUERY!r}")
@@ -252,7 +275,8 @@ def ending(root: Path, report: Path, port: int) -> str:
 Done. Report: {report}
 Next:
   . .venv/bin/activate                                     (where `make` put the command)
-  infembed serve index={root / "index"} port={port}
+  infembed serve index={root / "index"} port={port} \\
+    suggestions={root / SUGGESTIONS}
 {_questions(port)}
   infembed train records={root / "records"} split=train model={root / "checkpoint"} \\
     objective='uni{{P}}' output=runs/mine

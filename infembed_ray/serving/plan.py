@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import is_uri
 from infembed_ray.ray_cluster import on_a_cluster
+from infembed_ray.records import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import schema
@@ -32,7 +34,7 @@ from infembed_ray.serving.arguments import (
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
-from infembed_ray.storage import open_input
+from infembed_ray.storage import MANIFEST, open_input, resolve_input
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve's processes."""
@@ -71,7 +73,7 @@ class Plan:
         index.require_encoder(fingerprint)
         require_runnable(described, settings, found.path)
         card = schema.Model(
-            id=settings.model_name or (Path(found.path).name if found.inputs else found.path),
+            id=settings.model_name or _model_name(found.path),
             created=int(time.time()),
             dimension=index.facts.dimension,
             encoder=fingerprint,
@@ -80,6 +82,7 @@ class Plan:
             vocabulary=len(described.tokenizer),
             metadata=dict(index.facts.metadata),
             writable=settings.writable,
+            suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
         )
         model = settings.model
         model = open_input(model, "model").uri if model is not None and is_uri(model) else found.path
@@ -187,6 +190,39 @@ class Plan:
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
             f"{key}"
         )
+
+
+def read_suggestions(value: str) -> list[schema.Suggestion]:
+    """Read the example searches of the playground.
+
+    Args:
+        value: of the setting `suggestions`: a file of rows with `query` and `instruction`.
+
+    Raises:
+        InputError: no such file, no rows or too many, or a row that is not a query and an instruction.
+    """
+    rows = list(raw_rows(resolve_input(value, "suggestions"), "suggestions"))
+    if not 1 <= len(rows) <= schema.MAX_SUGGESTIONS:
+        raise InputError(f"suggestions={value}: has {len(rows)} rows; give 1 to {schema.MAX_SUGGESTIONS}")
+    read = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            read.append(schema.Suggestion.model_validate(row))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise InputError(
+                f"suggestions={value}: row {number}: {fault['loc'][0]}: {fault['msg'].removeprefix('Value error, ')}; "
+                "give every row a query and an instruction"
+            ) from None
+    return read
+
+
+def _model_name(model: str) -> str:
+    """Return a hub name as it is, and a name for a directory: of a published output, whose own name is a digest, its parent's."""
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    return path.parent.name if (path / MANIFEST).is_file() else path.name
 
 
 def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:

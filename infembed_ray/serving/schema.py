@@ -42,6 +42,8 @@ MAX_HITS = 10_000
 MAX_DOCUMENTS = 1000
 """Documents of one put or delete request."""
 MAX_ID_CHARACTERS = 1000
+MAX_SUGGESTIONS = 12
+"""Example searches of the playground; every answer of `GET /v1/models` carries them."""
 
 
 def _not_blank(text: str) -> str:
@@ -357,6 +359,13 @@ class DocumentResponse(BaseModel):
     metadata: dict[str, Metadata]
 
 
+class Suggestion(Request):
+    """An example search of the playground."""
+
+    query: Text
+    instruction: Text
+
+
 class Model(BaseModel):
     """The served model and the index it searches."""
 
@@ -373,6 +382,7 @@ class Model(BaseModel):
     vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
     writable: bool = Field(False, description="whether documents can be put and deleted")
+    suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
 
 
 class ModelsResponse(BaseModel):

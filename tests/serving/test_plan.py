@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.plan import Plan, read_suggestions
+from infembed_ray.storage import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
 from tests.support.ports import free_port
 
@@ -92,6 +96,53 @@ def test_bad_input_is_rejected_before_anything_starts(
     rejects(r"host=0\.0\.0\.0: open to other machines without API keys", host="0.0.0.0")
     monkeypatch.setenv("INFEMBED_API_KEYS", "key1,,key2")
     rejects("holds an empty key")
+
+
+PAIR = {"query": "asthma", "instruction": "For clinicians."}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has 0 rows; give 1 to 12"),
+        ([PAIR] * 13, "has 13 rows; give 1 to 12"),
+        ([PAIR, {"query": "asthma"}], "row 2: instruction: Field required; give every row a query and an instruction"),
+        ([PAIR | {"query": " "}], "row 1: query: must not be empty"),
+        ([PAIR | {"instruction": None}], "row 1: instruction: Input should be a valid string"),
+        ([PAIR | {"top_k": 3}], "row 1: top_k: Extra inputs are not permitted"),
+        (["asthma"], "line 1 is not a JSON object"),
+    ],
+)
+def test_a_file_without_queries_and_instructions_is_rejected(tmp_path: Path, rows: list[Any], message: str) -> None:
+    file = tmp_path / "suggestions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=re.escape(f"suggestions={file}: {message}")):
+        read_suggestions(str(file))
+
+
+def test_suggestions_and_model_name_reach_the_card_and_change_the_release(
+    settings: ServeSettings, tmp_path: Path, minilm: str
+) -> None:
+    file = tmp_path / "suggestions.jsonl"
+    file.write_text(json.dumps(PAIR) + "\n")
+    plain, suggested = (
+        Plan.resolve(settings.model_copy(update={"model_name": None, "suggestions": value})).release
+        for value in (None, str(file))
+    )
+    assert plain.card.suggestions == []
+    assert [s.model_dump() for s in suggested.card.suggestions] == [PAIR]
+    assert plain.fingerprint != suggested.fingerprint
+    assert plain.card.id == Path(minilm).name
+
+
+def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
+    settings: ServeSettings, tmp_path: Path, minilm: str
+) -> None:
+    published = tmp_path / "cardiology" / "0f3c9a7be1d24c55"
+    shutil.copytree(minilm, published)
+    (published / MANIFEST).write_text("{}")
+    release = Plan.resolve(settings.model_copy(update={"model_name": None, "model": str(published)})).release
+    assert release.card.id == "cardiology"
 
 
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:

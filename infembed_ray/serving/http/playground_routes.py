@@ -11,7 +11,10 @@ from fastapi import APIRouter, Request, Response
 ASSETS = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/playground/playground.css": ("playground.css", "text/css; charset=utf-8"),
-    "/playground/playground.js": ("playground.js", "text/javascript; charset=utf-8"),
+    **{
+        f"/playground/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("playground", "page", "results", "snippets")
+    },
     "/playground/mark.svg": ("mark.svg", "image/svg+xml"),
 }
 """Path -> file and media type. The files hold no data and need no API key; the page's requests to the API do."""

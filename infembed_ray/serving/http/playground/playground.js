@@ -3,33 +3,34 @@
 // Both rankings come from one request, and so from one version of the index. Answers are shown as text, never as markup.
 // The API key is kept in `apiKey` only: neither in the URL nor in storage.
 
-const $ = (id) => document.getElementById(id);
-const SIDES = ["a", "b"];
+import { $, SIDES, choose, chosen, element } from "./page.js";
+import { reveal, setView, show, single } from "./results.js";
+import { SNIPPETS, toClipboard } from "./snippets.js";
+
 const MOST_RETRIES = 5;
 
 let apiKey = "";
 let running = null; // AbortController of the request in flight
-let shown = null; // {request, moves} of the answer that the page shows
 let retry = null; // timer of the next attempt
 
 // ------------------------------------------------------------------------------------------------ the request
 
-const chosen = (name) => document.querySelector(`input[name=${name}]:checked`).value;
-const choose = (name, value) => { document.querySelector(`input[name=${name}][value="${value}"]`).checked = true; };
 const two = () => chosen("compare") === "two";
 
 /** The form as it stands, under the names that the address gives its parts. */
 function question() {
   return {
     q: $("query").value, ...(two() && { a: $("instruction-a").value }), b: $("instruction-b").value,
-    filter: $("filter").value, k: $("top-k").value,
+    filter: $("filter").value, k: $("top-k").value, ...(chosen("view") === "full" && { view: "full" }),
   };
 }
 
-function fill({ q = "", a, b = "", filter = "", k = "10" }) {
+function fill({ q = "", a, b = "", filter = "", k = "10", view }) {
   choose("compare", a === undefined ? "one" : "two");
   const values = { query: q, "instruction-a": a ?? "", "instruction-b": b, filter, "top-k": k };
   for (const [id, value] of Object.entries(values)) $(id).value = value;
+  $("filters").open = Boolean(filter);
+  setView(view === "full" ? "full" : "compact");
   compare();
 }
 
@@ -55,6 +56,7 @@ function body({ q, a, b, filter, k }) {
 /** Say at a field what is wrong with it, and go there. */
 function fault(id, message) {
   $(`${id}-fault`).textContent = message;
+  $(id).closest("details")?.setAttribute("open", "");
   $(id).setAttribute("aria-invalid", "true");
   $(id).focus();
   return null;
@@ -101,7 +103,7 @@ function seconds(value) {
   return Number.isFinite(wait) ? Math.max(1, Math.ceil(wait)) : null;
 }
 
-/** Tell what is served, and which fields a filter may name. */
+/** Tell what is served, which searches to try, and which fields a filter may name. */
 async function introduce() {
   let card;
   try {
@@ -112,6 +114,19 @@ async function introduce() {
     return; // a search reports any other error
   }
   $("served").textContent = `${card.id} · ${card.passages.toLocaleString("en")} passages`;
+  $("suggestions").replaceChildren(...card.suggestions.map(({ query, instruction }) => {
+    const chip = element("button", "chip");
+    Object.assign(chip, { type: "button", title: `${query}\n${instruction}` });
+    chip.append(element("b", "", query), element("span", "", instruction));
+    chip.addEventListener("click", () => {
+      fill({ ...question(), q: query, a: undefined, b: instruction, filter: "" });
+      search();
+    });
+    const entry = element("li");
+    entry.append(chip);
+    return entry;
+  }));
+  $("try").hidden = !card.suggestions.length;
   const fields = Object.entries(card.metadata);
   $("fields").replaceChildren(...(fields.length ? ["Fields: "] : []), ...fields.map(([name, type]) => {
     const chip = element("button", "chip", `${name} ${type}`);
@@ -208,218 +223,12 @@ function askForKey(message) {
   else $("key").focus();
 }
 
-// ------------------------------------------------------------------------------------------------ results
-
-const element = (name, className = "", textContent = "") =>
-  Object.assign(document.createElement(name), { className, textContent });
-const share = (score, best) => (best > 0 ? Math.max(0, score / best) : 0);
-const ms = (value) => `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`;
-
-/** Where every passage of either ranking stands in both: id -> {a, b}, from 1, undefined where it is not found. */
-function places([a, b]) {
-  const all = new Map();
-  for (const [side, hits] of [["a", a], ["b", b]]) {
-    hits.forEach(({ id }, i) => all.set(id, { ...all.get(id), [side]: i + 1 }));
-  }
-  return all;
-}
-
-/** What becomes of a passage from ranking A to B: a class, a mark, and words for it. */
-function move({ a, b }) {
-  if (!a) return { kind: "up", mark: "new", words: "not in the other ranking" };
-  if (!b) return { kind: "down", mark: "gone", words: "not in the other ranking" };
-  if (a === b) return { kind: "same", mark: "=", words: "same place in both" };
-  const by = Math.abs(a - b);
-  const words = `${by} ${by === 1 ? "place" : "places"} ${b < a ? "up" : "down"}, from ${a} to ${b}`;
-  return b < a ? { kind: "up", mark: `▲ ${by}`, words } : { kind: "down", mark: `▼ ${by}`, words };
-}
-
-function show({ request, found, roundTrip }) {
-  const rankings = found.results.map(({ hits }) => hits);
-  const moves = new Map([...places(rankings)].map(([id, place]) => [id, { ...place, ...move(place) }]));
-  const best = Math.max(0, ...rankings.flat().map(({ score }) => score));
-  shown = { request, moves };
-  $("summary").textContent = summary(request, rankings, [...moves.values()]);
-  const facts = {
-    Encode: ms(found.timings.encode_ms), Search: ms(found.timings.search_ms), "Round trip": ms(roundTrip),
-    Model: found.model, Index: found.index_version,
-  };
-  $("facts").replaceChildren(...Object.entries(facts).map(([name, value]) => {
-    const pair = element("div");
-    pair.append(element("dt", "", name), element("dd", "", value));
-    return pair;
-  }));
-  SIDES.forEach((side, i) => {
-    const title = request.instruction[i] ?? "Without an instruction";
-    $(`heading-${side}`).replaceChildren(element("span", "", title));
-    $(`heading-${side}`).title = title;
-    $(`show-${side}`).textContent = request.instruction[i] ?? "Without";
-    const items = rankings[i].map((hit, at) => item(hit, at + 1, moves.get(hit.id), share(hit.score, best)));
-    $(`hits-${side}`).replaceChildren(...(items.length ? items : [element("li", "none", "No passages.")]));
-  });
-  reveal("rankings");
-  clamp();
-  draw();
-}
-
-/** What the lower half of the page holds: the welcome, the rankings, or neither. */
-function reveal(part) {
-  $("welcome").hidden = part !== "welcome";
-  for (const id of ["facts", "show", "rankings"]) $(id).hidden = part !== "rankings";
-  if (part !== "rankings") $("summary").textContent = "";
-}
-
-function summary({ instruction }, [a, b], moves) {
-  if (!a.length && !b.length) return "Nothing found.";
-  const count = (test) => moves.filter(test).length;
-  const moved = count((m) => m.a && m.b && m.a !== m.b);
-  const fresh = count((m) => !m.a);
-  const gone = count((m) => !m.b);
-  if (!moved && !fresh && !gone) {
-    return `Both rankings are the same${instruction[0] === instruction[1] ? ", as their instructions are" : ""}.`;
-  }
-  const kinds = { stay: moves.length - moved - fresh - gone, move: moved, new: fresh, gone };
-  return `${Object.entries(kinds).filter(([, n]) => n).map(([kind, n]) => `${n} ${kind}`).join(", ")}.`;
-}
-
-function item(hit, rank, { kind, mark, words }, length) {
-  const li = $("hit").content.cloneNode(true).firstElementChild;
-  const part = (name) => li.querySelector(`.${name}`);
-  li.dataset.id = hit.id;
-  part("rank").textContent = rank;
-  part("score").textContent = hit.score.toFixed(3);
-  part("score").style.setProperty("--length", length);
-  part("id").textContent = part("id").title = hit.id;
-  part("move").textContent = mark;
-  part("move").classList.add(kind);
-  part("move").title = words;
-  part("move").setAttribute("role", "img");
-  part("move").setAttribute("aria-label", words);
-  part("text").textContent = hit.text;
-  part("more").addEventListener("click", ({ currentTarget: button }) => {
-    const whole = part("text").classList.toggle("whole");
-    button.setAttribute("aria-expanded", whole);
-    button.textContent = more(whole, hit.text);
-  });
-  part("more").textContent = more(false, hit.text);
-  for (const [name, value] of Object.entries(hit.metadata)) {
-    if (value === null) continue;
-    const chip = element("li");
-    chip.append(element("span", "", `${name} `), element("bdi", "", String(value)));
-    part("metadata").append(chip);
-  }
-  return li;
-}
-
-const more = (whole, text) => (whole ? "Show less" : `Show all ${text.length.toLocaleString("en")} characters`);
-
-/** Offer the rest of those passages that are cut off. */
-function clamp() {
-  const seen = [...document.querySelectorAll(".ranking .text:not(.whole)")].filter((text) => text.clientHeight);
-  const fits = seen.map((text) => text.scrollHeight <= text.clientHeight + 1); // all read before any is written
-  seen.forEach((text, i) => { text.parentElement.querySelector(".more").hidden = fits[i]; });
-}
-
-// ------------------------------------------------------------------------------------------------ rank moves, drawn
-
-const svg = (name, attributes) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-};
-
-const STUB = 18; // pixels
-
-/** A line for every passage from its place in A to its place in B; a stub where it has only one. */
-function draw() {
-  const frame = $("moves").getBoundingClientRect();
-  if (!shown || !frame.width) return;
-  const heights = SIDES.map((side) => [...$(`hits-${side}`).children].map((li) => {
-    const head = li.querySelector(".head")?.getBoundingClientRect();
-    return head && head.top + head.height / 2 - frame.top;
-  }));
-  const [left, right] = [7, frame.width - 7];
-  $("moves").replaceChildren(...[...shown.moves].map(([id, { a, b, kind }]) => {
-    const [from, to] = [heights[0][a - 1], heights[1][b - 1]];
-    const line = svg("g", { class: a && b ? kind : `${kind} stub` });
-    line.dataset.id = id;
-    const middle = frame.width / 2;
-    const ends = [...(a ? [[left, from]] : []), ...(b ? [[right, to]] : [])];
-    const path = !b ? `M${left} ${from}h${STUB}` : !a ? `M${right} ${to}h${-STUB}`
-      : `M${left} ${from}C${middle} ${from} ${middle} ${to} ${right} ${to}`;
-    line.append(svg("path", { d: path }), ...ends.map(([cx, cy]) => svg("circle", { cx, cy, r: 3.5 })));
-    return line;
-  }));
-}
-
-/** Make one passage stand out in both rankings. */
-function light(id) {
-  $("rankings").classList.toggle("lit", id !== undefined);
-  for (const part of $("rankings").querySelectorAll("[data-id]")) part.classList.toggle("lit", part.dataset.id === id);
-}
-
-// ------------------------------------------------------------------------------------------------ copied requests
-
-const KEY_VARIABLE = "INFEMBED_API_KEY";
-const absolute = (path) => new URL(path, document.baseURI).href;
-
-/** The request that gives one of the two rankings alone. */
-function single(side) {
-  const { query, instruction, ...rest } = shown.request;
-  const i = SIDES.indexOf(side);
-  return { query: query[i], ...(instruction[i] && { instruction: instruction[i] }), ...rest };
-}
-
-const quoted = (text) => `'${text.replaceAll("'", String.raw`'\''`)}'`;
-
-const SNIPPETS = {
-  curl: (request) => [
-    `curl -s ${quoted(absolute("v1/search"))}`,
-    ...(apiKey ? [`-H "Authorization: Bearer $${KEY_VARIABLE}"`] : []),
-    "-H 'Content-Type: application/json'",
-    `-d ${quoted(JSON.stringify(request))}`,
-  ].join(" \\\n  "),
-  python: (request) => [
-    ...(apiKey ? ["import os", ""] : []),
-    "from openai import OpenAI",
-    "",
-    `client = OpenAI(base_url=${python(absolute("v1"))}, api_key=${apiKey ? `os.environ["${KEY_VARIABLE}"]` : '"-"'})`,
-    `found = client.post("/search", cast_to=object, body=${python(request)})`,
-    'for hit in found["hits"]:',
-    `    print(f"{hit['score']:.3f}  {hit['id']}  {hit['text']}")`,
-    "",
-  ].join("\n"),
-};
-
-/** A value of JSON as Python writes it. */
-function python(value) {
-  if (value === null) return "None";
-  if (typeof value === "boolean") return value ? "True" : "False";
-  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
-  if (typeof value !== "object") return JSON.stringify(value);
-  return `{${Object.entries(value).map(([key, item]) => `${python(key)}: ${python(item)}`).join(", ")}}`;
-}
-
 async function copy(button) {
-  const text = SNIPPETS[button.dataset.copy](single(button.closest(".ranking").classList.contains("a") ? "a" : "b"));
+  const side = button.closest(".ranking").classList.contains("a") ? "a" : "b";
+  const text = SNIPPETS[button.dataset.copy](single(side), Boolean(apiKey));
   button.dataset.label ??= button.textContent;
   button.textContent = (await toClipboard(text)) ? "Copied" : "Not copied";
   setTimeout(() => { button.textContent = button.dataset.label; }, 1500);
-}
-
-async function toClipboard(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch { // browsers deny the clipboard to pages from plain HTTP
-    const area = element("textarea");
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    const copied = document.execCommand("copy");
-    area.remove();
-    return copied;
-  }
 }
 
 // ------------------------------------------------------------------------------------------------ start
@@ -445,10 +254,6 @@ document.addEventListener("keydown", (event) => {
 $("compare").addEventListener("change", compare);
 $("ask").addEventListener("input", forget);
 $("again").addEventListener("click", () => search());
-$("suggestions").addEventListener("click", ({ target }) => {
-  if (target.matches("button")) $("instruction-b").value = target.textContent;
-  $($("query").value ? "instruction-b" : "query").focus();
-});
 $("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   clearFaults();
@@ -467,14 +272,7 @@ $("change-key").addEventListener("click", () => {
   else $("key-form").hidden = true;
 });
 $("skip").addEventListener("click", (event) => { event.preventDefault(); $("results").focus(); });
-$("show").addEventListener("change", () => { $("rankings").dataset.show = chosen("show"); clamp(); });
-$("rankings").dataset.show = "b";
 $("rankings").addEventListener("click", ({ target }) => { if (target.dataset.copy) copy(target); });
-for (const [type, on] of [["pointerover", true], ["focusin", true], ["pointerleave", false], ["focusout", false]]) {
-  $("rankings").addEventListener(type, ({ target }) => light(on ? target.closest("[data-id]")?.dataset.id : undefined));
-}
-const resized = new ResizeObserver(() => { clamp(); draw(); });
-for (const side of SIDES) resized.observe($(`hits-${side}`));
 $("theme").addEventListener("change", () => {
   theme(chosen("theme"));
   try { localStorage.setItem("theme", chosen("theme")); } catch { /* storage is off: it lasts as long as the page */ }

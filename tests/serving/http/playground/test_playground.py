@@ -1,0 +1,330 @@
+"""The form of the playground, its address and its errors, in a real browser against the real API."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from infembed_ray.serving.encoder.batching import QueueFull
+from infembed_ray.serving.service import ReplicaLost
+from tests.serving.http.playground.pages import (
+    KEY,
+    LEAVE_OUT,
+    MARKUP,
+    PREFER,
+    Search,
+    Server,
+    copied,
+    ids,
+    served,
+    shown,
+    until,
+)
+
+pytestmark = pytest.mark.integration
+
+
+def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    focused = "document.activeElement.id || document.activeElement.name || document.activeElement.textContent"
+    until(page, "document.activeElement.id === 'query'")
+    page.keyboard.type("drag")
+    page.keyboard.press("Enter")
+    assert shown(page, "b") == shown(page, "a") == ids(server.search("drag", None))
+    page.get_by_role("status").get_by_text("Both rankings are the same").wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate(focused) == "search"
+    page.keyboard.press("Tab")
+    assert page.evaluate(focused) == "instruction-b"
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate(focused) == "instruction-a"
+    page.keyboard.type("first line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("second line")
+    page.keyboard.press("Tab")
+    assert page.evaluate(focused) == "instruction-b"
+    page.keyboard.type(PREFER)
+    page.keyboard.press("Enter")
+    page.locator("h2", has_text=PREFER).wait_for()
+    assert shown(page, "a") == ids(server.search("drag", "first line\nsecond line"))
+    assert shown(page, "b") == ids(server.search("drag", PREFER))
+    assert page.evaluate(focused) == "instruction-b"
+    for part in ("compare", "top-k", "Filter"):
+        page.keyboard.press("Tab")
+        assert page.evaluate(focused) == part
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.type('{"draft": true}')
+    page.keyboard.press("Control+Enter")
+    until(page, "document.querySelectorAll('#hits-b > li').length === 1")
+    assert shown(page, "b") == ["definition"]
+
+
+def test_the_first_tab_skips_to_the_results_and_focus_is_seen(server: Server, open_page: Any) -> None:
+    page = open_page(server.address(q="drag", b=PREFER))
+    address = page.evaluate("location.hash")
+    shown(page, "b")
+    page.keyboard.press("Tab")
+    skip = page.locator("#skip")
+    assert skip.bounding_box()["y"] >= 0
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.name") == "show"
+    for _ in range(2):
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.dataset.copy") == "curl"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    assert page.evaluate("location.hash") == address
+
+
+def test_the_address_holds_the_question_and_gives_it_again(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    page.locator("#query").fill("drag & lift = 1+1 #翼")
+    page.get_by_text("Two instructions").click()
+    page.locator("#instruction-a").fill(LEAVE_OUT)
+    page.locator("#instruction-b").fill(PREFER)
+    page.get_by_text("Filter").click()
+    page.locator("#filter").fill('{"year": {"gte": 1958}}')
+    page.locator("#top-k").fill("3")
+    page.locator("#search").click()
+    first = (shown(page, "a"), shown(page, "b"))
+    copy = open_page(page.url)
+    assert (shown(copy, "a"), shown(copy, "b")) == first
+    assert copy.locator("#instruction-a").input_value() == LEAVE_OUT
+    page.locator("#query").fill("another")
+    page.keyboard.press("Enter")
+    until(page, "location.hash.startsWith('#q=another')")
+    page.go_back()
+    until(page, "document.getElementById('query').value.startsWith('drag')")
+    until(page, "document.getElementById('results').getAttribute('aria-busy') === 'false'")
+    assert (shown(page, "a"), shown(page, "b")) == first
+
+
+def test_a_suggested_search_is_filled_in_and_run(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    page.get_by_role("button", name=f"drag {PREFER}").click()
+    assert shown(page, "b") == ids(server.search("drag", PREFER))
+    values = [page.locator(f"#{id}").input_value() for id in ("query", "instruction-b", "filter")]
+    assert values == ["drag", PREFER, ""]
+    assert page.url == server.address(q="drag", b=PREFER, k=10)
+    page.locator("#suggestions button").nth(1).click()
+    page.locator("h2", has_text="Leave out").wait_for()
+    assert shown(page, "b") == ids(server.search(MARKUP, LEAVE_OUT))
+    assert page.locator("#suggestions :is(img, script)").count() == 0
+
+
+def test_without_suggestions_nothing_invites_to_try_them(open_page: Any) -> None:
+    with served(Search(suggestions=())) as bare:
+        page = open_page(bare.url)
+        until(page, "document.getElementById('served').textContent")
+        assert page.locator("#try").is_hidden()
+
+
+def test_the_filter_is_folded_until_it_is_needed(server: Server, open_page: Any) -> None:
+    page = open_page(server.address(q="drag", k=3))
+    shown(page, "b")
+    assert page.locator("#filter").is_hidden()
+    page.get_by_text("Filter").click()
+    assert page.locator("#fields button").all_inner_texts() == [
+        f"{name} {kind}" for name, kind in server.service.card.metadata.items()
+    ]
+    page.get_by_role("button", name="year integer").click()
+    page.keyboard.type("1958")
+    page.get_by_role("button", name="language string").click()
+    page.keyboard.type("en")
+    assert json.loads(page.locator("#filter").input_value()) == {"year": 1958, "language": "en"}
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('#hits-b > li').length === 1")
+    assert shown(page, "b") == ["table/3"]
+    assert open_page(page.url).locator("#filter").is_visible()
+    page.locator("#filter").fill("{")
+    page.get_by_text("Filter").click()
+    page.locator("#search").click()
+    assert page.locator("#filter-fault").is_visible()
+
+
+def test_a_fault_of_the_question_is_told_at_its_field(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    page.locator("#query").fill("drag")
+    page.get_by_text("Filter").click()
+    field, fault = page.locator("#filter"), page.locator("#filter-fault")
+    field.fill('{"year": ')
+    page.keyboard.press("Enter")
+    assert fault.inner_text().startswith("This is not JSON")
+    field.fill('{"yeer": 1958}')
+    page.keyboard.press("Enter")
+    fault.get_by_text("yeer").wait_for()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.search("drag", None, filter={"yeer": 1958})
+    assert fault.inner_text() == json.load(refused.value)["error"]["message"]
+    assert field.get_attribute("aria-invalid") == "true"
+    assert page.evaluate("document.activeElement.id") == "filter"
+    field.fill("")
+    page.locator("#top-k").fill("100000")
+    page.keyboard.press("Enter")
+    page.locator("#top-k-fault").get_by_text("top_k").wait_for()
+    assert not fault.inner_text()
+    page.locator("#top-k").fill("2")
+    page.get_by_text("Two instructions").click()
+    for side in "ab":
+        page.locator(f"#instruction-{side}").evaluate("field => { field.value = 'i'.repeat(100001) }")
+        page.locator("#search").click()
+        page.locator(f"#instruction-{side}-fault").get_by_text("100000").wait_for()
+        page.locator(f"#instruction-{side}").fill("")
+    page.locator("#search").click()
+    assert len(shown(page, "b")) == 2
+    assert page.locator("[aria-invalid]").count() == 0
+
+
+def stop_the_clock(page: Any) -> None:
+    """Time passes in the page only by `page.clock.run_for`."""
+    page.clock.install(time=datetime(2030, 1, 1, 1))
+    page.clock.pause_at(datetime(2030, 1, 1, 2))
+
+
+def test_what_passes_is_counted_down_and_tried_again(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    stop_the_clock(page)
+    server.service.faults = [QueueFull(1.2), ReplicaLost(1.0)]
+    page.locator("#query").fill("drag")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").get_by_text("The server is busy. too many requests are waiting").wait_for()
+    assert page.locator("#countdown").inner_text() == "Trying again in 2 s."
+    page.clock.run_for(1000)
+    assert page.locator("#countdown").inner_text() == "Trying again in 1 s."
+    page.clock.run_for(1000)
+    page.get_by_role("alert").get_by_text("The server cannot answer now.").wait_for()
+    assert page.locator("#countdown").inner_text() == "Trying again in 1 s."
+    page.clock.run_for(1000)
+    assert shown(page, "b") == ids(server.search("drag", None))
+    assert page.get_by_role("alert").is_hidden()
+
+
+def test_no_other_question_is_asked_on_its_own(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    stop_the_clock(page)
+    server.service.faults = [ReplicaLost(1.0)]
+    page.locator("#query").fill("drag")
+    page.keyboard.press("Enter")
+    page.get_by_text("Trying again in 1 s.").wait_for()
+    page.keyboard.type(" and")
+    page.clock.run_for(60_000)
+    assert page.locator("#trouble").is_visible()
+    assert page.get_by_text("Trying again").count() == 0
+    page.get_by_role("button", name="Try again").click()
+    assert shown(page, "b") == ids(server.search("drag and", None))
+
+
+def test_what_does_not_pass_is_not_tried_for_ever(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    stop_the_clock(page)
+    server.service.faults = [QueueFull(1.0)] * 6 + [RuntimeError("one attempt too many")]
+    page.locator("#query").fill("drag")
+    page.keyboard.press("Enter")
+    for left in range(5, 0, -1):
+        page.get_by_text("Trying again in 1 s.").wait_for()
+        assert len(server.service.faults) == left + 1
+        page.clock.run_for(1000)
+    page.get_by_role("button", name="Try again").wait_for()
+    page.clock.run_for(60_000)
+    assert len(server.service.faults) == 1
+    server.service.faults = []
+
+
+def test_a_server_that_is_not_there_or_fails_is_said(server: Server, open_page: Any) -> None:
+    page = open_page(server.address(q="drag"))
+    shown(page, "b")
+    server.service.faults = [RuntimeError("a fault of the test")]
+    page.locator("#search").click()
+    page.get_by_role("alert").get_by_text("Something failed in the server. internal error").wait_for()
+    page.route("**/v1/search", lambda route: route.fulfill(status=502, body="<html>Bad gateway</html>"))
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_role("alert").get_by_text("502").wait_for()
+    page.unroute("**/v1/search")
+    page.get_by_role("button", name="Try again").click()
+    assert shown(page, "b")
+
+
+def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(open_page: Any) -> None:
+    with served(Search(), KEY) as locked:
+        page = open_page(locked.address(q="drag", b=PREFER))
+        key = page.get_by_label("API key", exact=True)
+        key.wait_for()
+        until(page, "document.activeElement.id === 'key'")
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        page.get_by_text("send a valid API key").wait_for()
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.keyboard.type(KEY)
+        page.keyboard.press("Enter")
+        assert len(shown(page, "b")) == 10
+        for language in ("curl", "python"):
+            request = copied(page, "b", language)
+            assert KEY not in request
+            assert "INFEMBED_API_KEY" in request
+        state = page.evaluate(
+            "[location.href, document.documentElement.outerHTML, {...localStorage}, {...sessionStorage}]"
+        )
+        assert KEY not in json.dumps(state)
+        assert page.evaluate("[...document.querySelectorAll('input')].map(input => input.value)").count(KEY) == 0
+        assert page.context.cookies() == []
+        page.reload()
+        key.wait_for()
+
+
+def test_the_colours_follow_the_system_until_chosen(server: Server, open_page: Any) -> None:
+    page = open_page(server.url, color_scheme="dark")
+    background = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")  # noqa: E731
+    dark = background()
+    page.emulate_media(color_scheme="light")
+    light = background()
+    assert light != dark
+    page.get_by_text("Dark").click()
+    assert background() == dark
+    page.reload()
+    until(page, "document.documentElement.dataset.theme === 'dark'")
+    assert background() == dark
+    page.get_by_text("Auto").click()
+    assert background() == light
+
+
+def test_axe_finds_no_fault(server: Server, open_page: Any) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core is not installed").Axe()
+    page = open_page(server.url)
+    page.emulate_media(reduced_motion="reduce")  # nothing is half faded
+
+    def faults(*looks: tuple[str, int]) -> list[tuple[str, int, str, list[str]]]:
+        found = []
+        for scheme, width in looks:
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": 900})
+            violations = axe.run(page).response["violations"]
+            found += [(scheme, width, v["id"], [node["html"] for node in v["nodes"]]) for v in violations]
+        return found
+
+    until(page, "document.getElementById('served').textContent")
+    assert faults(("light", 390), ("dark", 1440)) == []
+    page.locator("#query").fill("drag")
+    page.locator("#instruction-b").fill(PREFER)
+    page.locator("#top-k").fill("4")
+    page.keyboard.press("Enter")
+    assert len(shown(page, "b")) == 4
+    assert faults(("light", 390), ("light", 1440), ("dark", 390), ("dark", 1440)) == []
+    page.get_by_text("Full").click()
+    page.get_by_text("Filter").click()
+    page.locator("#filter").fill("{")
+    page.keyboard.press("Enter")
+    page.get_by_text("This is not JSON").wait_for()
+    assert faults(("light", 390), ("light", 1440), ("dark", 390), ("dark", 1440)) == []
+    server.service.faults = [QueueFull(60)]
+    page.locator("#filter").fill("")
+    page.keyboard.press("Enter")
+    page.get_by_text("Trying again").wait_for()
+    assert faults(("light", 1440), ("dark", 390)) == []
