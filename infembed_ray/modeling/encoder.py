@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ class InstructionEncoder(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        path: str,
+        path: str | Path,
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -281,11 +281,13 @@ class InstructionEncoder(nn.Module):
         embeddings = np.zeros((len(sequences), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()
-        with progress.track("encode", len(sequences)) if show_progress_bar else contextlib.nullcontext() as advance:
+        bar: AbstractContextManager[progress.Advance] = nullcontext(lambda *_: None)
+        if show_progress_bar:
+            bar = progress.track("encode", len(sequences))
+        with bar as advance:
             for rows, layout in self.layouts(sequences, batch_tokens):
                 embeddings[rows] = self(layout).cpu().numpy()
-                if advance:
-                    advance(len(rows))
+                advance(len(rows))
         self.train(was_training)
         return embeddings
 
