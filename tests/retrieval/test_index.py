@@ -157,7 +157,8 @@ def test_an_index_of_texts_finds_what_brute_force_finds(encoder: Any, shards: in
         assert [hit.text for hit in hits] == [PASSAGES[number] for number in order]
         np.testing.assert_allclose([hit.score for hit in hits], exact[order, row], atol=1e-5)
     assert index.search(queries[0], k=2) == [index.search(queries)[0][:2]]
-    Index.open(index.path, encoder.fingerprint())
+    as_served = type(encoder).from_pretrained(index.facts.model, dimensions=index.facts.dimensions)
+    Index.open(index.path, as_served.fingerprint())
 
     scratch = index.path.parent
     del index
