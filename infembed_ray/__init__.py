@@ -3,8 +3,8 @@
     from infembed_ray import Index, InstructionEncoder
 
     encoder = InstructionEncoder.from_pretrained("runs/train")
-    vectors = encoder.encode_queries(["diabetes"], ["Only guidelines written for clinicians."])
-    for hit in Index.open("runs/index").search(vectors, k=3)[0]:
+    index = Index.build(["Adults: 500 mg twice a day.", "Metformin lowers blood sugar."], encoder)
+    for hit in index.search(encoder.encode_queries("metformin", "Only doses, for clinicians."), k=1)[0]:
         print(hit.score, hit.text)
 
 A name is imported when it is first used, so `import infembed_ray` loads neither torch nor Ray.
@@ -14,26 +14,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infembed_ray.api import build_index, evaluate, load_records, objective_loss, synthesize, train
+    from infembed_ray.api import build_index, evaluate, load_records, synthesize, train
     from infembed_ray.client import AsyncClient, Client
     from infembed_ray.errors import InputError
     from infembed_ray.modeling.encoder import InstructionEncoder
     from infembed_ray.records import Passage, Record, Seed
     from infembed_ray.retrieval.index import Index
     from infembed_ray.storage import Published
-    from infembed_ray.training.losses import Negatives, Objective, marginal_loss
+    from infembed_ray.training.marginal_loss import MarginalLoss
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "api": ("build_index", "evaluate", "load_records", "objective_loss", "synthesize", "train"),
+    "api": ("build_index", "evaluate", "load_records", "synthesize", "train"),
     "client": ("AsyncClient", "Client"),
     "errors": ("InputError",),
     "modeling.encoder": ("InstructionEncoder",),
     "records": ("Passage", "Record", "Seed"),
     "retrieval.index": ("Index",),
     "storage": ("Published",),
-    "training.losses": ("Negatives", "Objective", "marginal_loss"),
+    "training.marginal_loss": ("MarginalLoss",),
 }
 
 __all__ = [
@@ -42,8 +42,7 @@ __all__ = [
     "Index",
     "InputError",
     "InstructionEncoder",
-    "Negatives",
-    "Objective",
+    "MarginalLoss",
     "Passage",
     "Published",
     "Record",
@@ -51,8 +50,6 @@ __all__ = [
     "build_index",
     "evaluate",
     "load_records",
-    "marginal_loss",
-    "objective_loss",
     "synthesize",
     "train",
 ]

@@ -1,97 +1,143 @@
-"""The functions of the public API. Every stage takes the settings of its command as keywords.
+"""The functions of the public API: the stages that `infembed` runs, and the reader of records.
 
-import infembed_ray
-
-trained = infembed_ray.train(records="records.parquet", model="intfloat/e5-base-v2", output="runs/train")
-encoder = infembed_ray.InstructionEncoder.from_pretrained(str(trained.path))
+A stage takes its settings as keywords, as a mapping, or as a settings object; keywords replace the values of the other two.
+Nested settings are settings objects or mappings. Paths may be `Path` objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infembed_ray import records as tables
+from infembed_ray.errors import InputError
 from infembed_ray.records import Record
 from infembed_ray.storage import Published, resolve_input
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from infembed_ray.config.base import Settings
+    from infembed_ray.config.evaluation import EvaluateSettings
+    from infembed_ray.config.retrieval import IndexSettings
+    from infembed_ray.config.synthesis import SynthesizeSettings
+    from infembed_ray.config.training import TrainSettings
 
-    from infembed_ray.modeling.encoder import InstructionEncoder
-    from infembed_ray.modeling.layout import Tokens
 
-
-def load_records(path: str, split: str | None = None) -> list[Record]:
+def load_records(path: str | Path, split: str | None = None) -> list[Record]:
     """Load InF-IR records from a file, a directory, a published synthesis output or an object-store URI.
+
+    ```python
+    from infembed_ray import load_records
+
+    for record in load_records("runs/quickstart/records", split="test")[:3]:
+        print(record.instruction_positive, record.query_positive, sep=" | ")
+    ```
 
     Raises:
         InputError: there is no such file, or a row is invalid.
     """
-    return tables.read(resolve_input(path, "records"), Record, "records", split=split)
+    return tables.read(resolve_input(str(path), "records"), Record, "records", split=split)
 
 
-def objective_loss(
-    encoder: InstructionEncoder,
-    records: Sequence[Record],
-    objective: str = "multi{P,I}",
-    temperature: float = 0.05,
-    instruction_negatives: int | None = None,
-) -> Tensor:
-    """Compute a training objective on records, as one batch (paper, Eq. 6-21).
+def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
+    """Make InF-IR records from seeds, as `infembed synthesize`; needs Ray.
 
-    Args:
-        encoder: on any device; its gradients are computed by `backward` of the result.
-        records: three tuples each; every tuple is a row of the batch.
-        objective: `uni{...}` or `multi{...}` over P, I and IQ, or `nce{PIQ}`.
-        temperature: similarities are divided by it.
-        instruction_negatives: I-negatives per row; None takes all other instructions of the batch.
+    ```python
+    from infembed_ray import synthesize
+    from infembed_ray.quickstart import sample
 
-    Returns:
-        Scalar loss. For a loss from embeddings, see `marginal_loss`.
+    model = {"model": "bundled-sample"}  # every answer is in the sample's journal
+    made = synthesize(
+        seeds=sample.SEEDS, replay=[sample.JOURNAL], generator=model, judge=model, output="runs/sample-records"
+    )
+    print(made.path, made.manifest["counts"])
+    ```
 
     Raises:
-        InputError: there is no such objective.
+        InputError: as `infembed synthesize`; nothing is published then.
     """
-    import torch
-
-    from infembed_ray.training.collate import collate
-    from infembed_ray.training.losses import Objective, marginal_loss
-    from infembed_ray.training.scores import score_batch
-
-    def encode(texts: Sequence[Tokens]) -> Tensor:
-        passes = list(encoder.layouts(texts, batch_tokens=sum(map(len, texts)) ** 2))
-        order = torch.tensor([row for rows, _ in passes for row in rows], device=encoder.device)
-        return torch.cat([encoder(layout) for _, layout in passes])[order.argsort()]
-
-    parsed = Objective.parse(objective)
-    batch = collate(encoder, [records], 0, parsed, instruction_negatives=instruction_negatives)
-    scores = score_batch(parsed, batch, encode(batch.queries), encode(batch.passages))
-    return marginal_loss(parsed, scores.positive, scores.negatives, temperature)
+    return _run("synthesize", settings, keywords)
 
 
-def synthesize(**settings: Any) -> Published:
-    """Make InF-IR records from seeds, as `infembed synthesize`; keywords are the fields of `SynthesizeSettings`."""
-    return _run("synthesize", settings)
+def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
+    """Train an encoder on records, as `infembed train`; needs Ray unless `launcher="process"`.
+
+    ```python
+    from infembed_ray import InstructionEncoder, train
+
+    here = {"launcher": "process", "workers": 1}  # without them: Ray Train on a cluster
+    data = {"records": "runs/quickstart/records", "split": "train"}
+    trained = train(here | data, model="runs/quickstart/checkpoint", epochs=1, output="runs/mine")
+    encoder = InstructionEncoder.from_pretrained(trained.path)
+    ```
+
+    Raises:
+        InputError: as `infembed train`; nothing is published then.
+    """
+    return _run("train", settings, keywords)
 
 
-def train(**settings: Any) -> Published:
-    """Train an encoder on records, as `infembed train`; keywords are the fields of `TrainSettings`."""
-    return _run("train", settings)
+def evaluate(settings: EvaluateSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
+    """Evaluate models on tasks, as `infembed evaluate`; needs Ray.
+
+    ```python
+    from infembed_ray import evaluate
+
+    models = {"BM25": "bm25", "mine": "runs/quickstart/checkpoint"}
+    done = evaluate(records="runs/quickstart/records", split="test", models=models, output="runs/scores")
+    print((done.path / "table.md").read_text())
+    ```
+
+    Raises:
+        InputError: as `infembed evaluate`; nothing is published then.
+    """
+    return _run("evaluate", settings, keywords)
 
 
-def evaluate(**settings: Any) -> Published:
-    """Evaluate models on tasks, as `infembed evaluate`; keywords are the fields of `EvaluateSettings`."""
-    return _run("evaluate", settings)
+def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
+    """Build an index of a corpus on a cluster, as `infembed index`; needs Ray. `Index.build` builds one in this process.
+
+    ```python
+    from infembed_ray import Index, build_index
+
+    built = build_index(corpus="runs/quickstart/corpus.jsonl", model="runs/quickstart/checkpoint", output="runs/index")
+    print(Index.open(built.path).facts.passages)
+    ```
+
+    Raises:
+        InputError: as `infembed index`; nothing is published then.
+    """
+    return _run("index", settings, keywords)
 
 
-def build_index(**settings: Any) -> Published:
-    """Build a FAISS index of a corpus, as `infembed index`; keywords are the fields of `IndexSettings`."""
-    return _run("index", settings)
-
-
-def _run(verb: str, settings: dict[str, Any]) -> Published:
+def _run(verb: str, settings: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Published:
     from infembed_ray.cli import VERBS
 
-    published: Published = VERBS[verb].run(VERBS[verb].settings.from_mapping(settings))
+    published: Published = VERBS[verb].run(_settings(verb, settings, keywords))
     return published
+
+
+def _settings(verb: str, given: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Settings:
+    """The settings of a verb from what a caller gave.
+
+    Raises:
+        InputError: a value is invalid, or `given` has the settings of another stage.
+    """
+    from infembed_ray.cli import VERBS
+
+    expected = VERBS[verb].settings
+    if isinstance(given, expected):
+        given = {name: getattr(given, name) for name in given.model_fields_set}
+    elif given is not None and not isinstance(given, Mapping):
+        raise InputError(f"{verb}: settings of type {type(given).__name__}; give {expected.__name__} or a mapping")
+    return expected.from_mapping({name: _plain(value) for name, value in {**(given or {}), **keywords}.items()})
+
+
+def _plain(value: Any) -> Any:
+    """The value with `str` in place of `Path`, as settings hold it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

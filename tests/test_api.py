@@ -6,15 +6,16 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 import infembed_ray
-from infembed_ray import InputError
+from infembed_ray import InputError, api
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
 from infembed_ray.records import Record, columns_of
-from infembed_ray.training.collate import flatten
-from tests.modeling import backbones
+from tests.docs.pages import blocks
 from tests.support.files import write_jsonl
 
 
@@ -23,11 +24,14 @@ def record(number: int) -> Record:
     return Record(**texts | {"id": str(number), "topic": None, "split": None, "language": None})
 
 
-def test_importing_the_package_loads_neither_torch_nor_ray_nor_pydantic() -> None:
-    code = (
-        "import sys, infembed_ray; print(any(name in sys.modules for name in ('torch', 'ray', 'pydantic', 'pyarrow')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+HEAVY = {"torch", "ray", "transformers", "faiss", "numpy", "pyarrow", "pydantic", "deepspeed", "aiohttp", "rich"}
+
+
+def test_importing_the_package_loads_none_of_its_requirements() -> None:
+    code = "import sys, infembed_ray; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "infembed_ray" in loaded
+    assert not HEAVY & set(loaded)
 
 
 @pytest.mark.parametrize("name", infembed_ray.__all__)
@@ -49,21 +53,51 @@ def test_records_are_loaded_from_a_file(tmp_path: Path) -> None:
         infembed_ray.load_records("/nope")
 
 
-@pytest.mark.integration
-def test_the_objective_of_texts_is_the_cross_entropy_of_their_embeddings_and_has_gradients(tmp_path: Path) -> None:
-    encoder = infembed_ray.InstructionEncoder.from_pretrained(backbones.write("qwen2", tmp_path))
-    records = [record(n) for n in range(3)]
-    rows = [t for r in records for t in flatten(r)]
-    queries = encoder.encode_queries([t.query for t in rows], [t.instruction for t in rows])
-    logits = torch.from_numpy(queries @ encoder.encode_passages([t.passage for t in rows]).T) / 0.1
-    loss = infembed_ray.objective_loss(encoder, records, "uni{P}", temperature=0.1)
-    torch.testing.assert_close(
-        loss, torch.nn.functional.cross_entropy(logits, torch.arange(len(rows))), rtol=1e-4, atol=0
-    )
-    loss.backward()
-    assert all(p.grad is not None for p in encoder.parameters())
-
-
 def test_a_wrong_setting_of_a_stage_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"unknown key epoch: did you mean epochs\?"):
         infembed_ray.train(records="r", model="m", output="o", epoch=1)
+
+
+REQUIRED = {"records": "r", "model": "m", "output": "o"}
+
+
+@pytest.mark.parametrize("given", [None, {"epochs": 3}, TrainSettings(**REQUIRED, epochs=3), TrainSettings(**REQUIRED)])
+def test_settings_are_keywords_over_a_mapping_or_an_object(given: Any) -> None:
+    made = api._settings("train", given, REQUIRED | {"seed": 1})
+    epochs = TrainSettings.model_fields["epochs"].default if given in (None, TrainSettings(**REQUIRED)) else 3
+    assert made == TrainSettings(**REQUIRED, seed=1, epochs=epochs)
+    assert api._settings("train", TrainSettings(**REQUIRED, epochs=3), {"epochs": 5}).epochs == 5
+
+
+def test_nested_settings_are_mappings_or_objects_and_paths_may_be_path_objects() -> None:
+    validation = {"records": Path("held.jsonl"), "every": 5}
+    made = api._settings(
+        "train", None, {**REQUIRED, "output": Path("o"), "lora": Lora(rank=4), "validation": validation}
+    )
+    assert made == TrainSettings(
+        **REQUIRED, lora=Lora(rank=4), validation=ValidationSettings(records="held.jsonl", every=5)
+    )
+    models = {
+        "a": Path("a"),
+        "b": {"kind": "bm25", "instructed_query": "{instruction} {query}", "plain_query": "{query}"},
+    }
+    evaluated = api._settings("evaluate", {"models": models}, {"tasks": [Path("task")], "output": "o"})
+    assert evaluated == EvaluateSettings(models=models | {"a": "a"}, tasks=["task"], output="o")
+
+
+def test_settings_of_another_stage_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^evaluate: settings of type TrainSettings; give EvaluateSettings or a mapping"
+    ):
+        infembed_ray.evaluate(TrainSettings(**REQUIRED))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"lora\.rank=0: "):
+        infembed_ray.train(REQUIRED, lora={"rank": 0})
+
+
+@pytest.mark.parametrize("name", ["load_records", "synthesize", "train", "evaluate", "build_index"])
+def test_every_function_has_a_short_example(name: str) -> None:
+    """tests/docs runs it."""
+    (example,) = [
+        b for b in blocks() if b.page == "infembed_ray/api.py" and f"import {name}" in b.code.replace(",", " import")
+    ]
+    assert len(example.code.splitlines()) <= 10

@@ -4,61 +4,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from infembed_ray import progress
-from infembed_ray.config.training import Interaction, Pooling, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
 from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
 from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat, render
-from infembed_ray.modeling.tokenizer import add_eos, marks_the_end, tokens_before
+from infembed_ray.modeling.tokenizer import tokens_before
 from infembed_ray.storage import resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class Overrides(TypedDict, total=False):
-    """What replaces the description that comes with a model. A missing key and None keep the model's own value.
-
-    Attributes:
-        template: how instruction and query become one text; default `instruction_first`.
-        interaction: how instruction and query meet; default `joint`.
-        pooling: `auto` keeps the model's own; default mean for encoders and bidirectional decoders, last for decoders.
-        query_prefix, passage_prefix: text before every query or passage; default none.
-        query_length, passage_length: token limits; default as of `TextFormat`, or the model's `max_seq_length` if that
-            is less. Never more than the backbone has positions.
-        append_eos: end every text with EOS. Default: only if the last token is pooled, the tokenizer has an EOS and
-            does not end texts with a special token yet, and the model is not made for embedding.
-        bidirectional: let the tokens of a decoder attend in both directions; default as in its config.
-        share_encoder: one backbone for queries and passages, or two that start equal.
-        dimensions: number of leading components that make the embedding (Matryoshka).
-    """
-
-    template: Template | None
-    interaction: Interaction | None
-    pooling: Pooling
-    query_prefix: str | None
-    passage_prefix: str | None
-    query_length: int | None
-    passage_length: int | None
-    append_eos: bool | None
-    bidirectional: bool | None
-    share_encoder: bool | None
-    dimensions: int | None
 
 
 class InstructionEncoder(nn.Module):
@@ -107,7 +78,7 @@ class InstructionEncoder(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        path: str,
+        path: str | Path,
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -141,9 +112,9 @@ class InstructionEncoder(nn.Module):
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
-        _end_texts(tokenizer, overrides.get("append_eos"), mode, saved)
-        dimensions = _dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
-        text = _text_format(saved, overrides, backbones[0], tokenizer)
+        end_texts(tokenizer, overrides.get("append_eos"), mode, saved)
+        dimensions = checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
+        text = text_format(saved, overrides, backbones[0], tokenizer)
         if share is False and len(backbones) == 1:
             backbones.append(copy.deepcopy(backbones[0]))
         cross_attention = None
@@ -299,7 +270,9 @@ class InstructionEncoder(nn.Module):
         return obstacle is None
 
     @torch.inference_mode()
-    def embed(self, sequences: Sequence[Tokens], batch_tokens: int = 4096) -> np.ndarray:
+    def embed(
+        self, sequences: Sequence[Tokens], batch_tokens: int = 4096, show_progress_bar: bool = False
+    ) -> np.ndarray:
         """Embed texts in passes of at most `batch_tokens` tokens, with padding.
 
         Returns:
@@ -308,16 +281,42 @@ class InstructionEncoder(nn.Module):
         embeddings = np.zeros((len(sequences), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()
-        for rows, layout in self.layouts(sequences, batch_tokens):
-            embeddings[rows] = self(layout).cpu().numpy()
+        bar: AbstractContextManager[progress.Advance] = nullcontext(lambda *_: None)
+        if show_progress_bar:
+            bar = progress.track("encode", len(sequences))
+        with bar as advance:
+            for rows, layout in self.layouts(sequences, batch_tokens):
+                embeddings[rows] = self(layout).cpu().numpy()
+                advance(len(rows))
         self.train(was_training)
         return embeddings
+
+    def encode(
+        self, inputs: str | Sequence[str], batch_tokens: int = 4096, show_progress_bar: bool = False
+    ) -> np.ndarray:
+        """Embed texts as they are: without prefix or template, truncated to `passage_length`.
+
+        An encoder with two backbones takes that of passages. For search, use `encode_queries` and `encode_passages`.
+
+        Args:
+            inputs: n texts, or a single str.
+            batch_tokens: tokens per pass, with padding.
+            show_progress_bar: show the number of encoded texts.
+
+        Returns:
+            float32 unit vectors: (n, d), or (d,) for a single str.
+        """
+        several = [inputs] if isinstance(inputs, str) else list(inputs)
+        tokens = self._tokenize(several, "passage", self.text.passage_length)
+        vectors = self.embed(tokens, batch_tokens, show_progress_bar)
+        return vectors[0] if isinstance(inputs, str) else vectors
 
     def encode_queries(
         self,
         queries: str | Sequence[str],
         instructions: str | Sequence[str | None] | None = None,
         batch_tokens: int = 4096,
+        show_progress_bar: bool = False,
     ) -> np.ndarray:
         """Embed queries under their instructions.
 
@@ -325,6 +324,7 @@ class InstructionEncoder(nn.Module):
             queries: n queries, or a single str.
             instructions: one per query (None or "" for none), or a single str for all queries.
             batch_tokens: tokens per pass, with padding.
+            show_progress_bar: show the number of encoded queries.
 
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
@@ -338,22 +338,48 @@ class InstructionEncoder(nn.Module):
             raise InputError(
                 f"instructions: {len(each)} for {len(several)} queries; give one for each query, or one str for all"
             )
-        vectors = self.embed(self.tokenize_queries(several, each), batch_tokens)
+        vectors = self.embed(self.tokenize_queries(several, each), batch_tokens, show_progress_bar)
         return vectors[0] if isinstance(queries, str) else vectors
 
-    def encode_passages(self, passages: str | Sequence[str], batch_tokens: int = 4096) -> np.ndarray:
+    def encode_passages(
+        self, passages: str | Sequence[str], batch_tokens: int = 4096, show_progress_bar: bool = False
+    ) -> np.ndarray:
         """Embed passages.
 
         Args:
             passages: n passages, or a single str.
             batch_tokens: tokens per pass, with padding.
+            show_progress_bar: show the number of encoded passages.
 
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
         """
         several = [passages] if isinstance(passages, str) else passages
-        vectors = self.embed(self.tokenize_passages(several), batch_tokens)
+        vectors = self.embed(self.tokenize_passages(several), batch_tokens, show_progress_bar)
         return vectors[0] if isinstance(passages, str) else vectors
+
+    @staticmethod
+    def similarity(embeddings1: np.ndarray, embeddings2: np.ndarray) -> np.ndarray:
+        """Compute the cosine similarities of all pairs of two sets of embeddings.
+
+        Args:
+            embeddings1: (n, d), or (d,) for one embedding.
+            embeddings2: (m, d), or (d,) for one embedding.
+
+        Returns:
+            (n, m) float32 cosines.
+
+        Raises:
+            InputError: the two have different dimensions.
+        """
+        first, second = (np.atleast_2d(np.asarray(side, dtype=np.float32)) for side in (embeddings1, embeddings2))
+        if first.shape[1] != second.shape[1]:
+            raise InputError(
+                f"embeddings2: {second.shape[1]} dimensions, and embeddings1 have {first.shape[1]}; encode both with one "
+                "encoder and the same `dimensions`"
+            )
+        lengths = np.outer(np.linalg.norm(first, axis=1), np.linalg.norm(second, axis=1))
+        return (first @ second.T) / np.maximum(lengths, np.finfo(np.float32).tiny)
 
     def save_pretrained(self, path: Path) -> None:
         """Write this encoder as a sentence-transformers directory.
@@ -388,42 +414,6 @@ class InstructionEncoder(nn.Module):
         asked = (*astuple(self.text), self.pooling, self.causal, self.dimension, len(self.backbones), ending)
         asked += (self.interaction is not None,)
         return checkpoint.fingerprint(str(self.source), str(asked))
-
-
-def _end_texts(tokenizer: Any, append_eos: bool | None, mode: PoolingMode, saved: checkpoint.Description) -> None:
-    """Make the tokenizer end texts with EOS if that is asked for, or if the default is to do so."""
-    if append_eos is None:
-        append_eos = mode == "last" and tokenizer.eos_token is not None and not saved.finished
-    if append_eos and not marks_the_end(tokenizer):
-        add_eos(tokenizer)
-
-
-def _dimensions(dimensions: int | None, backbone: Any, path: str) -> int | None:
-    hidden = int(backbone.config.hidden_size)
-    if dimensions is not None and not 0 < dimensions <= hidden:
-        raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
-    return dimensions
-
-
-def _text_format(saved: checkpoint.Description, overrides: Overrides, backbone: Any, tokenizer: Any) -> TextFormat:
-    """Combine overrides, the model's own description, and the defaults, in this order."""
-    default = TextFormat()
-    positions = min(getattr(backbone.config, "max_position_embeddings", 1 << 30), tokenizer.model_max_length)
-    limit = saved.max_length or positions
-    query_length = overrides.get("query_length") or saved.query_length or min(default.query_length, limit)
-    passage_length = overrides.get("passage_length") or saved.passage_length or min(default.passage_length, limit)
-    return TextFormat(
-        template=overrides.get("template") or saved.template or default.template,
-        query_prefix=_first(overrides.get("query_prefix"), saved.query_prefix, default.query_prefix),
-        passage_prefix=_first(overrides.get("passage_prefix"), saved.passage_prefix, default.passage_prefix),
-        query_length=min(query_length, positions),
-        passage_length=min(passage_length, positions),
-    )
-
-
-def _first(*values: str | None) -> str:
-    """Return the first value that is not None; an empty prefix is a prefix."""
-    return next(value for value in values if value is not None)
 
 
 def _is_causal(backbone: nn.Module) -> bool:

@@ -10,21 +10,16 @@ A build starts a lineage. Changes made to the served version through the API are
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
-from infembed_ray import durable, records
+from infembed_ray import records
 from infembed_ray.config.retrieval import CompactSettings, FieldType, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import locate
@@ -32,25 +27,14 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory
+from infembed_ray.retrieval.build import choose_build, encode_chunk, output_errors, partition_corpus, write_shard
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.corpus import BadRow, partition, require_columns, sort_shard, spool_file
+from infembed_ray.retrieval.corpus import BadRow, require_columns, sort_shard, spool_file
 from infembed_ray.retrieval.faiss_import import faiss
-from infembed_ray.retrieval.index import FORMAT, IndexFacts, change_log
-from infembed_ray.retrieval.passages import open_passages
-from infembed_ray.retrieval.shards import (
-    PASSAGES_FILE,
-    VECTORS_FILE,
-    Build,
-    ShardFacts,
-    build_shard,
-    clear_finished,
-    finished_shard,
-    mark_finished,
-    write_vectors,
-)
-from infembed_ray.retrieval.versions import finished
-from infembed_ray.retrieval.work_directory import ENCODED, Chunk, WorkDirectory, work_directory
-from infembed_ray.storage import Published, Step, read_manifest, resolve, resolve_input
+from infembed_ray.retrieval.index import FORMAT, IndexFacts, finished, warn_of_changes
+from infembed_ray.retrieval.shards import PASSAGES_FILE, Build, ShardFacts, clear_finished
+from infembed_ray.retrieval.work_directory import Chunk, WorkDirectory, work_directory
+from infembed_ray.storage import Published, Step, read_manifest, resolve_input
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -71,9 +55,9 @@ def run(settings: IndexSettings) -> Published:
     if done := finished(step):
         return done
     encoder = _check(step, settings, model.path)
-    with _output_errors(settings.output), work_directory(step, settings) as work:
-        sizes = _partition(corpus, settings, work)
-        build = _build(settings, sizes, encoder.dimension)
+    with output_errors(settings.output), work_directory(step, settings) as work:
+        sizes = partition_corpus(corpus, settings, work)
+        build = choose_build(settings, sizes, encoder.dimension)
         connect()
         _sort_shards(corpus, settings, work)
         chunks = [chunk for shard, size in enumerate(sizes) for chunk in work.chunks(shard, size, sum(sizes))]
@@ -82,7 +66,7 @@ def run(settings: IndexSettings) -> Published:
             say(f"index: {sum(sizes)} passages, {settings.shards} shards of {build.factory}, {model.path}")
             _encode(chunks, work, model.path, settings)
             shards = _write_shards(chunks, work, root, encoder.dimension, build, settings)
-            facts = _facts(encoder, model.path, settings, shards, step.identity)
+            facts = IndexFacts.of_build(encoder, model.path, settings, shards, step.identity)
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
@@ -93,28 +77,12 @@ def run(settings: IndexSettings) -> Published:
 
 def _check(step: Step, settings: IndexSettings, model: str) -> InstructionEncoder:
     """Check model, index type and GPUs before any work; returns the encoder without its weights."""
-    _warn_of_changes(step)
+    warn_of_changes(step)
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
     if settings.factory is not None:
         factory.new(settings.factory, encoder.dimension)
     _require_gpu_faiss("index", settings.gpus_per_shard)
     return encoder
-
-
-def _facts(
-    encoder: InstructionEncoder, model: str, settings: IndexSettings, shards: Sequence[ShardFacts], lineage: str
-) -> IndexFacts:
-    return IndexFacts(
-        encoder=encoder.fingerprint(),
-        model=model,
-        template=encoder.text.template,
-        dimension=encoder.dimension,
-        dimensions=settings.dimensions,
-        passages=sum(shard.passages for shard in shards),
-        metadata=settings.metadata,
-        shards=shards,
-        lineage=lineage,
-    )
 
 
 def _require_gpu_faiss(verb: str, gpus: float) -> None:
@@ -130,49 +98,6 @@ def _require_gpu_faiss(verb: str, gpus: float) -> None:
         list(_as_completed([check.remote()]))
     elif gpus:
         factory.require_gpu_faiss()
-
-
-def _warn_of_changes(step: Step) -> None:
-    """Warn if the version that is served has changes that this build will not have."""
-    with contextlib.suppress(InputError):  # no version is published yet
-        current = resolve(step.root)
-        facts = IndexFacts.read(current)
-        segments = change_log(current, facts).last()
-        if segments and facts.lineage != step.identity:
-            say(
-                f"index: {current.name} has {segments} segments of changes made through the API; this build has only the "
-                "corpus (`infembed index compact` keeps the changes)"
-            )
-
-
-def _build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
-    """The index type of all shards, chosen for the largest."""
-    return Build(
-        factory.choose(max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory),
-        settings.memory_gib,
-        settings.recall_floor,
-        settings.gpus_per_shard > 0,
-        settings.shards,
-    )
-
-
-@contextlib.contextmanager
-def _output_errors(output: str) -> Iterator[None]:
-    """Turn an OSError of the file system in the block into an InputError that names the setting."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise InputError(
-            f"output={output}: node {platform.node()} does not see {error.filename}, which another node wrote; give a "
-            "directory that all nodes share"
-        ) from error
-    except OSError as error:
-        if error.errno is None or isinstance(error, ConnectionError):  # raised by Ray, not by the file system
-            raise
-        raise InputError(
-            f"output={output}: cannot be written ({error.strerror or error}); free space there and run the same command "
-            "again: it resumes"
-        ) from error
 
 
 def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -196,20 +121,6 @@ def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------------- the corpus
-
-
-def _partition(corpus: Path, settings: IndexSettings, work: WorkDirectory) -> list[int]:
-    """Partition the corpus, unless an interrupted run did; returns the passages of each shard."""
-    if not work.sizes.is_file():
-        try:
-            with track("corpus", None) as advance:
-                sizes = partition(corpus, settings.columns, settings.metadata, settings.shards, work.spool, advance)
-        except InputError:
-            shutil.rmtree(work.root)
-            raise
-        durable.replace_json(work.sizes, sizes)
-    counted: list[int] = json.loads(work.sizes.read_text(encoding="utf-8"))
-    return counted
 
 
 def _sort_shards(corpus: Path, settings: IndexSettings, work: WorkDirectory) -> None:
@@ -237,7 +148,7 @@ def _sort_shards(corpus: Path, settings: IndexSettings, work: WorkDirectory) -> 
 def _sort_shard(
     spooled: Path, files: Sequence[Path], metadata: Mapping[str, FieldType], passages: Path, output: str
 ) -> None:
-    with _output_errors(output):
+    with output_errors(output):
         sort_shard(spooled, files, metadata, passages)
 
 
@@ -250,7 +161,6 @@ class EncodeChunk:
     def __init__(self, model: str, dimensions: int | None, batch_tokens: int, device: str, output: str) -> None:
         self.batch_tokens = batch_tokens
         self.output = output
-        self.model = model
         self.fault: str | None = None
         try:
             self.encoder = InstructionEncoder.from_pretrained(model, dimensions=dimensions, device=device)
@@ -268,23 +178,13 @@ class EncodeChunk:
         """
         try:
             if self.fault is None:
-                with _output_errors(self.output):
-                    self._encode(Path(chunk["file"]), Path(chunk["passages"]), int(chunk["start"]), int(chunk["count"]))
+                passages, file = Path(chunk["passages"]), Path(chunk["file"])
+                start, count = int(chunk["start"]), int(chunk["count"])
+                with output_errors(self.output):
+                    encode_chunk(self.encoder, passages, start, count, file, self.batch_tokens)
         except InputError as error:
             self.fault = str(error)
         return {"passages": 0 if self.fault else int(chunk["count"]), "fault": self.fault}
-
-    def _encode(self, file: Path, passages: Path, start: int, count: int) -> None:
-        rows = open_passages(passages).slice(start, count)
-        vectors = self.encoder.encode_passages(rows.column("text").to_pylist(), self.batch_tokens)
-        broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if broken.size:
-            raise InputError(
-                f"model={self.model}: its embedding of passage {rows.column('id')[int(broken[0])]} is not finite; "
-                "the weights are damaged or training diverged: give another checkpoint"
-            )
-        file.parent.mkdir(exist_ok=True)
-        write_vectors(file, [vectors], *vectors.shape)
 
 
 def _encode(chunks: Sequence[Chunk], work: WorkDirectory, model: str, settings: IndexSettings) -> None:
@@ -348,21 +248,9 @@ def _collect(tasks: Sequence[Any], root: Path) -> list[ShardFacts]:
 def _write_shard(
     directory: Path, work: Path, files: Sequence[Path], dimension: int, build: Build, threads: int, output: str
 ) -> ShardFacts:
-    """Join the vectors of a shard, link its files into the index and build it."""
     faiss.omp_set_num_threads(threads)
-    with _output_errors(output):
-        if done := finished_shard(directory):
-            return done
-        vectors = work / VECTORS_FILE
-        if not vectors.is_file():
-            count = open_passages(work / PASSAGES_FILE).num_rows
-            write_vectors(vectors, (np.load(file) for file in files), count, dimension)
-        shutil.rmtree(work / ENCODED, ignore_errors=True)
-        directory.mkdir(exist_ok=True)
-        for name in (PASSAGES_FILE, VECTORS_FILE):
-            (directory / name).unlink(missing_ok=True)
-            os.link(work / name, directory / name)
-        return mark_finished(directory, build_shard(directory, build))
+    with output_errors(output):
+        return write_shard(directory, work, files, dimension, build)
 
 
 # ----------------------------------------------------------------------------------------------------- compaction
@@ -385,7 +273,7 @@ def compact(settings: CompactSettings) -> Published:
         return done
     _require_gpu_faiss("index compact", settings.gpus_per_shard)
     work.begin()
-    with _output_errors(str(step.root)), step.publish() as staging:
+    with output_errors(str(step.root)), step.publish() as staging:
         root = staging.path.resolve()
         say(f"index compact: {work.version} and {work.changes} segments of changes, {len(work.facts.shards)} shards")
         connect()
@@ -402,5 +290,5 @@ def compact(settings: CompactSettings) -> Published:
 @ray.remote
 def _compact_shard(work: Compaction, shard: int, root: Path, threads: int, gpu: bool) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
-    with _output_errors(str(root.parent)):
+    with output_errors(str(root.parent)):
         return work.write_shard(shard, root, gpu)

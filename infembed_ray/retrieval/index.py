@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infembed_ray.config.retrieval import FieldType
+from infembed_ray.config.retrieval import FieldType, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge
+from infembed_ray.progress import say
+from infembed_ray.records import Passage
+from infembed_ray.retrieval.corpus import require_columns
+from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge, verify
 from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
-from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
+from infembed_ray.retrieval.work_directory import work_directory
+from infembed_ray.storage import MANIFEST, Published, Step, read_manifest, resolve, resolve_input
+
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
 
 METRIC = "inner_product"
 FORMAT = 2
@@ -64,6 +77,28 @@ class IndexFacts:
         return sum(shard.bytes for shard in self.shards)
 
     @classmethod
+    def of_build(
+        cls,
+        encoder: InstructionEncoder,
+        model: str,
+        settings: IndexSettings,
+        shards: Sequence[ShardFacts],
+        lineage: str,
+    ) -> IndexFacts:
+        """The facts of an index that was built from a corpus, the first of its lineage."""
+        return cls(
+            encoder=encoder.fingerprint(),
+            model=model,
+            template=encoder.text.template,
+            dimension=encoder.dimension,
+            dimensions=settings.dimensions,
+            passages=sum(shard.passages for shard in shards),
+            metadata=settings.metadata,
+            shards=shards,
+            lineage=lineage,
+        )
+
+    @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> IndexFacts:
         """Inverse of `as_json`."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
@@ -102,7 +137,7 @@ class IndexFacts:
 
 
 class Index:
-    """An index; `Index.open` opens one.
+    """An index; `Index.build` makes one, and `Index.open` opens one.
 
     Attributes:
         path: directory of the version.
@@ -115,6 +150,53 @@ class Index:
         self.version = version
         self.facts = facts
         self.shards = shards
+
+    @classmethod
+    def build(
+        cls,
+        corpus: str | Path | Iterable[str | Passage | Mapping[str, Any]],
+        encoder: InstructionEncoder,
+        path: str | Path | None = None,
+        *,
+        metadata: Mapping[str, FieldType] | None = None,
+        shards: int = 1,
+        factory: str | None = None,
+        memory_gib: float | None = None,
+        recall_floor: float = 0.95,
+        batch_tokens: int = 4096,
+    ) -> Index:
+        """Build an index in this process, on the encoder's device and without Ray, and open it.
+
+        The files are those of `infembed index`: `infembed serve` serves them, with the encoder at `encoder.source`. The
+        same corpus, encoder and settings are not indexed again, and an interrupted build resumes.
+
+        Args:
+            corpus: texts, whose ids are "0", "1", ...; `Passage`s; mappings with id, text and metadata; or the path of a
+                file or directory of such rows.
+            encoder: as `InstructionEncoder.from_pretrained` loaded it. Save an encoder that you changed, and load it again.
+            path: directory for the published index; None: a temporary one, which is deleted with the `Index`.
+            metadata: columns for filters and hits -> their type.
+            shards: a hash of its id assigns a passage.
+            factory: index type of all shards, as `faiss.index_factory` spells it; None: chosen by count and memory.
+            memory_gib: most memory of a shard's index while it is searched (GiB); None: no limit.
+            recall_floor: least recall@10 against exact search.
+            batch_tokens: tokens per pass of the encoder, with padding.
+
+        Raises:
+            InputError: the corpus, the settings or the directory cannot be used, or recall is below the floor. Nothing is
+                published then.
+        """
+        if encoder.source is None:
+            raise InputError("encoder: has no files; save it, and load it with InstructionEncoder.from_pretrained")
+        model = str(Path(encoder.source).resolve()) if Path(encoder.source).is_dir() else encoder.source
+        given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
+        given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
+        with _corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
+            root = path or scratch.enter_context(tempfile.TemporaryDirectory(prefix="infembed-index-"))
+            given |= {"corpus": str(file), "model": model, "output": str(root)}
+            index = cls.open(_build_here(encoder, file, IndexSettings.from_mapping(given)))
+            weakref.finalize(index, scratch.pop_all().close)
+        return index
 
     @classmethod
     def open(cls, path: str | Path, encoder_fingerprint: str | None = None) -> Index:
@@ -161,17 +243,24 @@ class Index:
         """Directory of the write-ahead log of its lineage."""
         return changes_of(self.path, self.facts)
 
-    def search(self, vectors: np.ndarray, k: int, filter: Mapping[str, Any] | None = None) -> list[list[Hit]]:
+    def search(self, vectors: np.ndarray, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[list[Hit]]:
         """Search all shards with all changes until now; returns the best `k` passages per query by (score, id), descending.
 
         Args:
-            vectors: (queries, dimension) float32 unit vectors.
+            vectors: (queries, dimension) unit vectors from `encode_queries`; (dimension,) is one query.
             k: most hits per query.
             filter: metadata filter; see `filters`.
 
         Raises:
+            InputError: the vectors have another dimension.
             FilterError: the filter does not fit the metadata.
         """
+        vectors = np.atleast_2d(np.asarray(vectors, dtype=np.float32))
+        if vectors.ndim != 2 or vectors.shape[1] != self.facts.dimension:
+            raise InputError(
+                f"vectors: shape {vectors.shape}, and the index has {self.facts.dimension} dimensions; encode the queries "
+                f"with {self.facts.model}, the encoder of the index"
+            )
         by_shard = []
         for shard in self._live:
             shard.refresh()
@@ -198,3 +287,68 @@ def changes_of(root: Path, facts: IndexFacts) -> Path:
 def change_log(root: Path, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
     return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
+
+
+def finished(step: Step) -> Published | None:
+    """The version that an earlier run of the step published, or None. A damaged one is moved aside first."""
+    if (step.path / MANIFEST).is_file():
+        try:
+            for shard in IndexFacts.read(step.path).shards:
+                verify(step.path, shard)
+        except InputError as damage:
+            aside = step.root / f".{step.identity}.damaged-{secrets.token_hex(4)}"
+            step.path.rename(aside)
+            say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
+    return step.finished()
+
+
+def warn_of_changes(step: Step) -> None:
+    """Warn if the version that is served has changes that a build will not have."""
+    with contextlib.suppress(InputError):  # no version is published yet
+        current = resolve(step.root)
+        facts = IndexFacts.read(current)
+        segments = change_log(current, facts).last()
+        if segments and facts.lineage != step.identity:
+            say(
+                f"index: {current.name} has {segments} segments of changes made through the API; this build has only the "
+                "corpus (`infembed index compact` keeps the changes)"
+            )
+
+
+def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettings) -> Path:
+    """Publish an index of a corpus, unless it is there; returns its directory."""
+    from infembed_ray.retrieval import build as steps  # late: opening an index needs no torch
+
+    require_columns(settings.columns, settings.metadata)
+    names = {"model": encoder.fingerprint(), "format": str(FORMAT)}
+    step = Step("index", settings, settings.output, {"corpus": corpus}, names)
+    if finished(step):
+        return step.path
+    warn_of_changes(step)
+    with steps.output_errors(settings.output), work_directory(step, settings) as work:
+        sizes = steps.partition_corpus(corpus, settings, work)
+        build = steps.choose_build(settings, sizes, encoder.dimension)
+        steps.sort_here(corpus, settings, work)
+        with step.publish() as staging:
+            shards = steps.write_shards_here(encoder, work, sizes, staging.path.resolve(), build, settings)
+            facts = IndexFacts.of_build(encoder, settings.model, settings, shards, step.identity)
+            staging.counts = {"passages": facts.passages, "shards": len(shards)}
+            staging.facts = {"index": facts.as_json()}
+        shutil.rmtree(work.root)
+    return step.path
+
+
+@contextlib.contextmanager
+def _corpus_file(corpus: str | Path | Iterable[str | Passage | Mapping[str, Any]]) -> Iterator[Path]:
+    """The corpus as a file: passages in memory are written to a temporary one, a row each."""
+    if isinstance(corpus, (str, Path)):
+        yield resolve_input(str(corpus), "corpus")
+        return
+    with tempfile.TemporaryDirectory(prefix="infembed-corpus-") as directory:
+        file = Path(directory) / "corpus.jsonl"
+        with file.open("w", encoding="utf-8") as stream:
+            for number, given in enumerate(corpus):
+                row = {"id": str(number), "text": given} if isinstance(given, str) else given
+                row = asdict(row) if isinstance(row, Passage) else dict(row)
+                stream.write(json.dumps(row, default=str) + "\n")
+        yield file

@@ -6,7 +6,6 @@ points `latest` at it.
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.shards import verify as verify_shard
-from infembed_ray.storage import LATEST, MANIFEST, Published, Step, local_path, read_manifest, set_latest
+from infembed_ray.storage import LATEST, MANIFEST, local_path, read_manifest, set_latest
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,6 @@ def verify(index: str | Path) -> int:
     log.check(facts.folded)
     deque(log.read(facts.folded), maxlen=0)
     return facts.bytes
-
-
-def finished(step: Step) -> Published | None:
-    """The version that an earlier run of the step published, or None. A damaged one is moved aside first."""
-    if (step.path / MANIFEST).is_file():
-        try:
-            for shard in IndexFacts.read(step.path).shards:
-                verify_shard(step.path, shard)
-        except InputError as damage:
-            aside = step.root / f".{step.identity}.damaged-{secrets.token_hex(4)}"
-            step.path.rename(aside)
-            say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
-    return step.finished()
 
 
 def _root(output: str | Path) -> Path:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from infembed_ray import api
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,6 +56,15 @@ def written() -> dict[str, str]:
 
 
 @cache
+def docstrings() -> str:
+    """The docstrings of the functions of `infembed_ray.api`, with their examples."""
+    functions = (
+        value for value in vars(api).values() if inspect.isfunction(value) and value.__module__ == api.__name__
+    )
+    return "\n\n".join(inspect.getdoc(function) or "" for function in functions)
+
+
+@cache
 def all_pages() -> dict[str, str]:
     """The written pages and the generated ones."""
     return written() | {f"docs/{uri}": text for uri, text in hooks().generated().items()}
@@ -65,9 +77,9 @@ def prose(text: str) -> str:
 
 @cache
 def blocks() -> list[Block]:
-    """Every fenced block of the written pages."""
+    """Every fenced block of the written pages and of the public functions' docstrings."""
     found = []
-    for page, text in written().items():
+    for page, text in {**written(), "infembed_ray/api.py": docstrings()}.items():
         end = 0
         for match in _FENCE.finditer(text):
             marker = _MARKER.search(match["before"])

@@ -19,6 +19,7 @@ RUN = [b for b in blocks() if b.language in ("bash", "python", "text") and not (
 PAGES = list(dict.fromkeys(block.page for block in RUN if block.language != "text"))
 FIRST = {"docs/guides/report.md": ["docs/guides/evaluate.md"]}
 SLOW = {f"docs/guides/{name}.md" for name in ("evaluate", "index-a-corpus", "report", "sweep", "train")}
+SLOW |= {"infembed_ray/api.py"}
 """Pages whose commands take a minute; tests/jobs runs the same verbs, and test_pages.py checks the settings of every command."""
 RECORDS = "docs/guides/synthesize.md"
 """The page whose commands make what stands for the quickstart's records."""

@@ -15,7 +15,7 @@ from infembed_ray.serving import schema
 from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]
-SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs")
+SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs", "examples")
 TWO_WORDS = ("index compact", "index versions", "index use", "index verify")
 
 

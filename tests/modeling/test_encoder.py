@@ -64,6 +64,42 @@ def test_a_single_text_has_a_single_vector_as_in_sentence_transformers(family, b
     assert encoder.encode_queries([], instruction).shape == (0, encoder.dimension)
 
 
+def test_encode_takes_texts_as_they_are_and_agrees_with_sentence_transformers(backbone_path, tmp_path, capsys):
+    encoder = InstructionEncoder.from_pretrained(
+        backbone_path("minilm"), query_prefix="query: ", passage_prefix="passage: "
+    )
+    encoder.save_pretrained(tmp_path)
+    theirs = sentence_transformer(tmp_path)
+    expected = theirs.encode(PASSAGES, prompt="")
+    vectors = encoder.encode(PASSAGES, show_progress_bar=True)
+    assert "encode: 3/3" in capsys.readouterr().out
+    assert (vectors * expected).sum(axis=1).min() >= 0.9999
+    assert (vectors * encoder.encode_passages(PASSAGES)).sum(axis=1).max() < 0.9999
+    np.testing.assert_allclose(encoder.encode([f"passage: {p}" for p in PASSAGES]), encoder.encode_passages(PASSAGES))
+    np.testing.assert_allclose(
+        encoder.encode([f"query: {q}" for q in QUERIES]), encoder.encode_queries(QUERIES), atol=1e-6
+    )
+    assert encoder.encode("Aspirin.").shape == (encoder.dimension,)
+    assert encoder.encode([]).shape == (0, encoder.dimension)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("first", "second"), [((3, 8), (5, 8)), ((8,), (5, 8)), ((3, 8), (8,)), ((8,), (8,))])
+def test_similarity_is_the_matrix_of_cosines_as_in_sentence_transformers(first, second):
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=first), random.normal(size=second)
+    expected = pytest.importorskip("sentence_transformers.util").cos_sim(a, b).numpy()
+    found = InstructionEncoder.similarity(a, b)
+    assert (found.shape, found.dtype) == (expected.shape, np.float32)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_similarity_of_a_zero_vector_is_zero_and_other_dimensions_are_refused():
+    assert (InstructionEncoder.similarity(np.zeros(4), np.ones(4)) == 0).all()
+    with pytest.raises(InputError, match=r"^embeddings2: 3 dimensions, and embeddings1 have 4; encode both"):
+        InstructionEncoder.similarity(np.ones((2, 4)), np.ones((2, 3)))
+
+
 @pytest.mark.parametrize(
     ("queries", "instructions", "counts"),
     [

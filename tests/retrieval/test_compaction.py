@@ -12,7 +12,7 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards, versions
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.index import Index, IndexFacts, finished
 from infembed_ray.retrieval.shards import clear_finished
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.storage import LATEST, Step, resolve
@@ -234,14 +234,14 @@ def test_a_damaged_next_version_is_built_again(tmp_path: Path) -> None:
     first = publish(output)
     log_of(output).append(changes(1))
     work = Compaction.open(str(output))
-    assert versions.finished(work.step()) is None
+    assert finished(work.step()) is None
     second = fold(work)
-    assert versions.finished(work.step()) is not None
+    assert finished(work.step()) is not None
     damaged = second / "shard-00001" / shards.INDEX_FILE
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     versions.use(output, first.name)
     work = Compaction.open(str(output))
-    assert versions.finished(work.step()) is None
+    assert finished(work.step()) is None
     assert resolve(output) == first  # until the next version is complete
     assert fold(work) == second == resolve(output)
     assert versions.verify(output) > 0

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval import distributed, work_directory
 from infembed_ray.retrieval.distributed import run
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shards import shard_of
+from infembed_ray.retrieval.shards import PASSAGES_FILE, shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
-from infembed_ray.storage import Published, Step, read_manifest, resolve
-from tests.retrieval.updates.test_compaction import log_of, publish
+from infembed_ray.storage import Published, read_manifest, resolve
 from tests.support.files import write_jsonl
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
@@ -33,12 +33,16 @@ def write_corpus(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     return str(write_jsonl(path, rows))
 
 
+def rows_of(passages: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"id": i, "text": t, "words": len(t.split()), "topic": i[:3]} for i, t in passages.items()]
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> IndexSettings:
     root = tmp_path_factory.mktemp("build")
-    rows = ({"id": i, "text": t, "words": len(t.split()), "kind": i[:3]} for i, t in PASSAGES.items())
+    rows = rows_of(PASSAGES)
     return IndexSettings(
-        corpus=write_corpus(root / "corpus.jsonl", rows),
+        corpus=write_corpus(root / "corpus.jsonl", ({"kind": row.pop("topic"), **row} for row in rows)),
         model=minilm,
         output=str(root / "index"),
         shards=3,
@@ -68,6 +72,15 @@ def test_an_index_holds_every_passage_and_agrees_with_the_encoder(
         sum(shard_of(i, 3) == shard for i in PASSAGES) for shard in range(3)
     ]
     query = encoder.encode_queries(["how expensive is brewing coffee at home?"], ["For people new to it."])
+    here = Index.build(rows_of(PASSAGES), encoder, shards=3, metadata={"topic": "string", "words": "integer"})
+    for ours, theirs in zip(here.search(query, 40)[0], index.search(query, 40)[0], strict=True):
+        assert (ours.id, ours.text, ours.metadata) == (theirs.id, theirs.text, theirs.metadata)
+        assert ours.score == pytest.approx(theirs.score, abs=1e-6)
+    facts = [
+        [replace(s, checksums={PASSAGES_FILE: s.checksums[PASSAGES_FILE]}) for s in built.facts.shards]
+        for built in (here, index)  # their vectors may differ by rounding
+    ]
+    assert facts[0] == facts[1]
     ids, vectors = list(PASSAGES), encoder.encode_passages(list(PASSAGES.values())).astype(np.float64)
     exact = dict(zip(ids, vectors @ query[0], strict=True))
     hits = index.search(query, len(PASSAGES))[0]
@@ -288,33 +301,6 @@ except InputError as error:
 def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     ids = [f"passage-{i}" for i in range(1000)]
     here = [shard_of(i, 7) for i in ids]
-    code = (
-        "from infembed_ray.retrieval.shards import shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
-    )
+    code = "from infembed_ray.retrieval.shards import PASSAGES_FILE, shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
     assert json.loads(there) == here
-
-
-def test_a_build_warns_of_changes_it_will_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "index"
-    settings = IndexSettings(corpus="another", model="model", output=str(output))
-    step = Step("index", settings, str(output), {}, {"corpus": "another"})
-    distributed._warn_of_changes(step)
-    first = publish(output)
-    distributed._warn_of_changes(step)
-    assert capsys.readouterr().out == ""
-    log_of(output).append([Delete("d1")])
-    distributed._warn_of_changes(step)
-    assert f"index: {first.name} has 1 segments of changes made through the API" in capsys.readouterr().out
-
-
-def test_only_file_system_errors_name_the_output() -> None:
-    for error in (
-        TimeoutError("a task took long"),
-        ConnectionError("no cluster"),
-        ConnectionRefusedError(111, "refused"),
-    ):
-        with pytest.raises(type(error)), distributed._output_errors("out"):
-            raise error
-    with pytest.raises(InputError, match=r"output=out: cannot be written \(full\)"), distributed._output_errors("out"):
-        raise OSError(28, "full")

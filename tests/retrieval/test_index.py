@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.records import Passage
+from infembed_ray.retrieval import build, work_directory
+from infembed_ray.retrieval.index import Index, IndexFacts, warn_of_changes
 from infembed_ray.retrieval.shards import Shard
-from infembed_ray.storage import LATEST, MANIFEST
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
+from infembed_ray.storage import LATEST, MANIFEST, Step
 from tests.retrieval.vectors import unit_vectors
 
 
@@ -121,3 +127,126 @@ def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     (path / "shard-00001").rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"shard-00001/index\.faiss is missing"):
         Index.open(path)
+
+
+PASSAGES = [
+    "Espresso machines: what they cost, from 100 to 3000 euros.",
+    "Mountain glaciers: their history since the ice age.",
+    "Tax returns: common mistakes, and how to avoid them.",
+    "Sourdough bread: a beginner's guide.",
+    "Espresso machines: a beginner's guide.",
+]
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm: str) -> Any:
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+    return InstructionEncoder.from_pretrained(minilm)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("shards", [1, 3])
+def test_an_index_of_texts_finds_what_brute_force_finds(encoder: Any, shards: int) -> None:
+    index = Index.build(PASSAGES, encoder, shards=shards)
+    queries = encoder.encode_queries(["coffee", "ice"], ["Only prices.", "Only what is new to a beginner."])
+    exact = encoder.encode_passages(PASSAGES).astype(np.float64) @ queries.astype(np.float64).T
+    for row, hits in enumerate(index.search(queries)):
+        order = np.argsort(-exact[:, row])
+        assert [hit.id for hit in hits] == [str(number) for number in order]
+        assert [hit.text for hit in hits] == [PASSAGES[number] for number in order]
+        np.testing.assert_allclose([hit.score for hit in hits], exact[order, row], atol=1e-5)
+    assert index.search(queries[0], k=2) == [index.search(queries)[0][:2]]
+    as_served = type(encoder).from_pretrained(index.facts.model, dimensions=index.facts.dimensions)
+    Index.open(index.path, as_served.fingerprint())
+
+    scratch = index.path.parent
+    del index
+    assert not scratch.exists()
+
+
+@pytest.mark.integration
+def test_rows_have_metadata_and_the_same_rows_are_not_indexed_again(
+    encoder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": f"p{n}", "text": text, "day": date(2024, 1, n + 1)} for n, text in enumerate(PASSAGES)]
+    index = Index.build(rows, encoder, tmp_path, metadata={"day": "date"})
+    (hits,) = index.search(encoder.encode_queries("coffee"), filter={"day": {"gte": "2024-01-03"}})
+    assert {hit.id: hit.metadata["day"] for hit in hits} == {f"p{n}": f"2024-01-0{n + 1}" for n in (2, 3, 4)}
+    assert "encode: 5/5" in capsys.readouterr().out
+
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+    assert Index.build(file, encoder, tmp_path, metadata={"day": "date"}).version == index.version
+    assert capsys.readouterr().out == ""
+    as_passages = [Passage(f"p{n}", text) for n, text in enumerate(PASSAGES)]
+    other = Index.build(as_passages, encoder, tmp_path)
+    assert (other.version != index.version, other.facts.passages) == (True, len(PASSAGES))
+    assert Index.open(tmp_path).version == other.version
+
+    index.path.joinpath("shard-00000", "index.faiss").write_bytes(b"damaged")
+    again = Index.build(rows, encoder, tmp_path, metadata={"day": "date"})
+    assert again.version == index.version
+    assert again.search(encoder.encode_queries("ice"))[0][0].id == "p1"
+
+
+@pytest.mark.integration
+def test_an_interrupted_build_in_process_encodes_only_the_missing_chunks(
+    encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_directory, "CHUNK_PASSAGES", 2)
+    encoded: list[int] = []
+    encode_chunk = build.encode_chunk
+
+    def up_to_two(*arguments: Any) -> None:
+        if len(encoded) == 2:
+            raise KeyboardInterrupt
+        encoded.append(arguments[2])
+        encode_chunk(*arguments)
+
+    monkeypatch.setattr(build, "encode_chunk", up_to_two)
+    with pytest.raises(KeyboardInterrupt):
+        Index.build(PASSAGES, encoder, tmp_path)
+    assert not (tmp_path / LATEST).exists()
+    encoded.clear()
+    index = Index.build(PASSAGES, encoder, tmp_path)
+    assert encoded == [4]
+    assert [hit.id for hit in index.search(encoder.encode_queries("glaciers"), k=1)[0]] == ["1"]
+    assert not list(tmp_path.glob(".*.encoded"))
+
+
+@pytest.mark.integration
+def test_a_corpus_or_vectors_that_do_not_fit_are_refused(encoder: Any, tmp_path: Path) -> None:
+    def refuse(message: str, corpus: Any, **settings: Any) -> None:
+        with pytest.raises(InputError, match=message) as refusal:
+            Index.build(corpus, encoder, tmp_path, **settings)
+        assert "\n" not in str(refusal.value)
+        assert not (tmp_path / LATEST).exists()
+
+    refuse("empty, it has no rows", [])
+    refuse("row 2: column text is empty", ["a text", " "])
+    refuse("row 3: id a is a duplicate", [Passage("a", "x"), Passage("b", "y"), Passage("a", "z")])
+    refuse("metadata.id: this name is reserved", PASSAGES, metadata={"id": "string"})
+    refuse("shards=0: Input should be greater than or equal to 1", PASSAGES, shards=0)
+    refuse("corpus=nowhere.jsonl: no such file", "nowhere.jsonl")
+    with pytest.raises(InputError, match=r"^encoder: has no files; save it"):
+        Index.build(PASSAGES, type(encoder)(encoder.backbone, encoder.tokenizer, encoder.pooling, encoder.text))
+    index = Index.build(PASSAGES, encoder)
+    with pytest.raises(InputError, match=r"vectors: shape \(1, 3\), and the index has 384 dimensions"):
+        index.search(np.ones(3))
+
+
+def test_a_build_warns_of_changes_it_will_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "index"
+    settings = IndexSettings(corpus="another", model="model", output=str(output))
+    step = Step("index", settings, str(output), {}, {"corpus": "another"})
+    warn_of_changes(step)
+    step.root.mkdir(exist_ok=True)
+    first = write_index(output / "v1", unit_vectors(10, 4), 1)
+    (output / LATEST).write_text("v1\n")
+    warn_of_changes(step)
+    assert capsys.readouterr().out == ""
+    index = Index.open(first)
+    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append([Delete("p1")])
+    warn_of_changes(step)
+    assert "index: v1 has 1 segments of changes made through the API" in capsys.readouterr().out
