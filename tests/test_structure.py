@@ -24,6 +24,7 @@ TESTS_WITHOUT_A_MODULE = {
     "reporting/test_browser.py": "opens every report in a browser",
     "test_packaging.py": "builds the wheel",
     "test_structure.py": "this file",
+    "view/test_pages.py": "opens the pages in a browser",
 }
 """Path below tests/ -> what it does instead of testing one module."""
 

@@ -27,6 +27,7 @@ from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shar
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
+from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Ranker
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 
 def run(settings: EvaluateSettings) -> storage.Published:
-    """Evaluate all models on all tasks and publish `results.json`, `per_query.parquet` and `table.md`.
+    """Evaluate all models on all tasks and publish `results.json`, `per_query.parquet`, `table.md` and the rankings.
 
     Raises:
         InputError: data, a model or the output cannot be used, or a model's embeddings or scores are not finite.
@@ -64,7 +65,9 @@ def run(settings: EvaluateSettings) -> storage.Published:
     say(f"evaluate: {len(inputs.models)} models, {len(inputs.tasks)} tasks, {queries} queries, {passages} passages")
     connect()
     with step.publish() as staging:
-        found = _evaluate(settings, inputs)
+        with Rankings(staging.path) as rankings:
+            found = _evaluate(settings, inputs, rankings)
+            rankings.finish(inputs.tasks)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": found.figures}
         results.write(staging.path, found)
@@ -74,7 +77,7 @@ def run(settings: EvaluateSettings) -> storage.Published:
     return step.published()
 
 
-def _evaluate(settings: EvaluateSettings, inputs: Inputs) -> Results:
+def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) -> Results:
     scores: dict[str, dict[str, Scores]] = {}
     first: dict[str, dict[str, list[str]]] = {}
     for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
@@ -83,6 +86,7 @@ def _evaluate(settings: EvaluateSettings, inputs: Inputs) -> Results:
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in task.queries}
             scores[model.label][task.name] = score(task, found)
+            rankings.add(model.label, task, found)
     return Results(
         tasks={task.name: TaskSummary.from_task(task, content_hash(task)) for task in inputs.tasks},
         models={model.label: model.about for model in inputs.models},

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
@@ -21,6 +22,7 @@ from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import Model
+from infembed_ray.evaluation.rankings import RANKINGS_FILE
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
@@ -191,6 +193,8 @@ def test_published_counts_tasks_and_models(published, settings):
     assert published.manifest["figures"] == found.figures
     assert found.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
+    rows = pq.read_table(published.path / RANKINGS_FILE).to_pylist()
+    assert {(row["model"], row["task"]) for row in rows} == {(m, t) for m in found.models for t in found.tasks}
 
 
 def stored(directory):

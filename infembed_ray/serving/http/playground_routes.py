@@ -35,11 +35,12 @@ def router() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     files = resources.files("infembed_ray.serving.http") / "playground"
     for path, (name, media_type) in ASSETS.items():
-        routes.add_api_route(path, _answer((files / name).read_bytes(), media_type), methods=["GET", "HEAD"])
+        routes.add_api_route(path, static_file((files / name).read_bytes(), media_type), methods=["GET", "HEAD"])
     return routes
 
 
-def _answer(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+def static_file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route of a file of a page: with the page's security headers and an ETag."""
     headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
 
     async def answer(request: Request) -> Response:

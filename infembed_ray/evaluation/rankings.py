@@ -1,0 +1,105 @@
+"""The published rankings of an evaluation: what `infembed view` shows of each query.
+
+Three files beside the results. They do not decide any figure, and results without them stay valid:
+
+- `queries.parquet`: text, instruction and group of every query.
+- `rankings.parquet`: per model and query the first passages, and the first relevant ones at whatever rank.
+- `passages.parquet`: the beginning of every passage of the rankings.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from infembed_ray.evaluation.metrics import Run, ranks
+from infembed_ray.evaluation.tasks.task import Task
+
+QUERIES_FILE, RANKINGS_FILE, PASSAGES_FILE = "queries.parquet", "rankings.parquet", "passages.parquet"
+DEPTH = 20
+"""First passages, and first relevant passages, of a published ranking."""
+PASSAGE_CHARACTERS = 2000
+"""Characters of a published passage; longer ones are cut."""
+
+_TEXT = pa.string()
+QUERIES = pa.schema([(name, _TEXT) for name in ("task", "query", "text", "instruction", "kind", "group")])
+RANKINGS = pa.schema(
+    [(name, _TEXT) for name in ("model", "task", "query", "passage")]
+    + [("rank", pa.int32()), ("relevance", pa.int32())]
+)
+"""`relevance` is the judgement, 0 without one."""
+PASSAGES = pa.schema([(name, _TEXT) for name in ("task", "passage", "text")])
+
+_ROW_GROUP = 10_000
+
+
+class Rankings:
+    """Takes the rankings of all models and writes the files; memory holds one ranked task and the ids of its passages."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer = pq.ParquetWriter(directory / RANKINGS_FILE, RANKINGS)
+        self._passages: dict[str, set[str]] = defaultdict(set)
+
+    def __enter__(self) -> Rankings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def add(self, model: str, task: Task, run: Run) -> None:
+        """Write the rankings of one model for all queries of a task."""
+        rows = list(_rows(model, task, run))
+        self._passages[task.name].update(row["passage"] for row in rows)
+        self._writer.write_table(pa.Table.from_pylist(rows, schema=RANKINGS), row_group_size=_ROW_GROUP)
+
+    def finish(self, tasks: Sequence[Task]) -> None:
+        """Write the queries of all tasks, and the passages of the rankings."""
+        queries = [
+            {
+                "task": task.name,
+                "query": query.id,
+                "text": query.query,
+                "instruction": query.instruction,
+                "kind": query.kind or None,
+                "group": query.group,
+            }
+            for task in tasks
+            for query in task.queries
+        ]
+        pq.write_table(pa.Table.from_pylist(queries, schema=QUERIES), self._directory / QUERIES_FILE)
+        with pq.ParquetWriter(self._directory / PASSAGES_FILE, PASSAGES) as writer:
+            for task in tasks:
+                ids = pa.array(sorted(self._passages[task.name]), pa.string())
+                rows = pc.indices_nonzero(pc.is_in(task.corpus["id"], value_set=ids)).to_pylist()
+                passages = [
+                    {
+                        "task": task.name,
+                        "passage": task.corpus["id"][row].as_py(),  # `take` copies the whole column
+                        "text": task.corpus["text"][row].as_py()[:PASSAGE_CHARACTERS],
+                    }
+                    for row in rows
+                ]
+                writer.write_table(pa.Table.from_pylist(passages, schema=PASSAGES), row_group_size=_ROW_GROUP)
+
+
+def _rows(model: str, task: Task, run: Run) -> Iterator[dict[str, Any]]:
+    for query in task.queries:
+        found, judged = ranks(run.get(query.id, {})), task.qrels.get(query.id, {})
+        relevant = islice((passage for passage in found if judged.get(passage, 0) > 0), DEPTH)
+        for passage in sorted({*islice(found, DEPTH), *relevant}, key=found.__getitem__):
+            yield {
+                "model": model,
+                "task": task.name,
+                "query": query.id,
+                "passage": passage,
+                "rank": found[passage],
+                "relevance": judged.get(passage, 0),
+            }

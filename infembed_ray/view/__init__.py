@@ -1,0 +1,1 @@
+"""`infembed view`: a local page that shows what a stage published."""

@@ -1,0 +1,130 @@
+"""The local server of `infembed view`: a page, its files, and one JSON route that returns a page of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from infembed_ray.config.view import ViewSettings
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.results import RESULTS_FILE
+from infembed_ray.progress import say
+from infembed_ray.records import KEPT_FILE
+from infembed_ray.serving.http import playground_routes
+from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid
+from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
+from infembed_ray.storage import resolve_input
+from infembed_ray.view.differences import Differences
+from infembed_ray.view.records import Records
+
+HOST = "127.0.0.1"
+GRACE_S = 1
+"""Seconds that Ctrl-C leaves to the requests in progress."""
+SHARED_ASSETS = ("/playground/playground.css", "/playground/mark.svg")
+"""Files of the playground that the pages use."""
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".html": "text/html"}
+
+View = Records | Differences
+
+
+def run(directory: str, overrides: Sequence[str]) -> None:
+    """Show an output in the browser until interrupted.
+
+    Args:
+        directory: output of `infembed synthesize`, `infembed evaluate` or `infembed sweep`.
+        overrides: `key=value` settings of `ViewSettings`.
+
+    Raises:
+        InputError: it is no such output, or the port is in use.
+    """
+    settings = ViewSettings.load(None, overrides)
+    app = create_app(open_view(resolve_input(directory, "DIR")))
+    with _listen(settings.port) as listener:
+        say(f"view: http://{HOST}:{listener.getsockname()[1]}/ shows {directory}; stop with Ctrl-C")
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def open_view(directory: Path) -> View:
+    """Open an output by the files that it holds.
+
+    Raises:
+        InputError: it holds neither records nor results, or they are damaged.
+    """
+    if (directory / KEPT_FILE).is_file():
+        return Records(directory)
+    if (directory / RESULTS_FILE).is_file():
+        return Differences(directory)
+    raise InputError(
+        f"DIR={directory}: holds neither {KEPT_FILE} nor {RESULTS_FILE}; "
+        "give an output of infembed synthesize, evaluate or sweep"
+    )
+
+
+def create_app(view: View) -> Starlette:
+    """Create the ASGI application, with the security headers, Host check and errors of the HTTP API."""
+    files = resources.files("infembed_ray.view") / "pages"
+    name = "records" if isinstance(view, Records) else "differences"
+    assets = {
+        "/": f"{name}.html",
+        f"/view/{name}.js": f"{name}.js",
+        "/view/shared.js": "shared.js",
+        "/view/view.css": "view.css",
+    }
+    routes = [
+        Route(path, playground_routes.static_file((files / file).read_bytes(), MEDIA_TYPES[Path(file).suffix]))
+        for path, file in assets.items()
+    ]
+    playground = resources.files("infembed_ray.serving.http") / "playground"
+    for path in SHARED_ASSETS:
+        file, media_type = playground_routes.ASSETS[path]
+        routes.append(Route(path, playground_routes.static_file((playground / file).read_bytes(), media_type)))
+
+    def page(request: Request) -> Response:  # not a coroutine, so it runs on a thread
+        try:
+            asked = view.query.model_validate(dict(request.query_params))
+            answer = view.page(asked)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise invalid(error) from None
+        except InputError as error:
+            raise ApiError(400, str(error)) from None
+        return JSONResponse(answer, headers={"Cache-Control": "no-store"})
+
+    return Starlette(
+        routes=[*routes, Route("/rows", page)],
+        exception_handlers={error: _handler(as_api_error) for error, as_api_error in EXCEPTION_HANDLERS.items()},
+        middleware=[
+            Middleware(ApiMiddleware, keys=ApiKeys(), metrics=HttpMetrics(CollectorRegistry()), request_ids=False)
+        ],
+    )
+
+
+def _handler(as_api_error: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        return as_api_error(request, error).response()
+
+    return handle
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        raise InputError(
+            f"port={port}: cannot be bound at {HOST} ({error.strerror}); set another port=..., or leave it out"
+        ) from error
