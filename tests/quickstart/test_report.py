@@ -118,7 +118,7 @@ def test_bars_and_whiskers_are_drawn_to_scale(tmp_path):
 
 def test_the_axis_reaches_down_to_negative_intervals(tmp_path):
     text = written(tmp_path, results(**{"p-MRR": {"q1": -0.34, "q2": -0.2}}))
-    assert "bars: -40.0 to 100.0" in text
+    assert "bars: -40 to 100" in text
     bar = re.findall(r'<svg class="bar".*?</svg>', text)[1]
     assert 'class="zero" x1="28.57"' in bar
     assert re.search(r'<rect class="fill s0" x="9.29" y="1" width="19.28"', bar)
