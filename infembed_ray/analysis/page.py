@@ -12,6 +12,7 @@ from infembed_ray.analysis.cost import Cost, cost
 from infembed_ray.analysis.coverage import Coverage, Covered
 from infembed_ray.analysis.diversity import Diversity
 from infembed_ray.analysis.duplicates import Duplicates, duplicates
+from infembed_ray.analysis.examples import RULE, Example, examples
 from infembed_ray.analysis.funnel import Funnel, Verdicts, funnel, verdicts
 from infembed_ray.analysis.inputs import RecordSet
 from infembed_ray.analysis.lengths import Length, lengths
@@ -35,6 +36,7 @@ class Summary:
 
     funnel: Funnel
     verdicts: list[Verdicts]
+    examples: list[Example]
     lengths: list[Length]
     topics: dict[str, int]
     sources: dict[str, int]
@@ -54,9 +56,11 @@ def summarise(
     contaminations: Sequence[Contamination] = (),
 ) -> Summary:
     """Analyse records; the other arguments are added as they are."""
+    counted = funnel(found)
     return Summary(
-        funnel=funnel(found),
+        funnel=counted,
         verdicts=verdicts(found),
+        examples=examples(found, counted.rejections),
         lengths=lengths(found.kept),
         topics=dict(Counter(record.topic for record in found.kept if record.topic is not None).most_common()),
         sources=dict(Counter(record.source for record in found.kept).most_common()),
@@ -96,6 +100,7 @@ def render(summary: Summary, source: str, ngram: int = 13) -> str:
         others=_others,
         dot_size=lambda covered: round(max(1.2, min(4.0, 64 / len(covered.points) ** 0.5)), 1),
         longest_list=LONGEST_LIST,
+        rule=RULE,
     )
 
 

@@ -27,6 +27,7 @@ from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shar
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
+from infembed_ray.evaluation.paper.report import page_of
 from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 
 def run(settings: EvaluateSettings) -> storage.Published:
-    """Evaluate all models on all tasks and publish `results.json`, `per_query.parquet`, `table.md` and the rankings.
+    """Evaluate all models on all tasks and publish the figures, the rankings, `table.md` and `report.html`.
 
     Raises:
         InputError: data, a model or the output cannot be used, or a model's embeddings or scores are not finite.
@@ -73,6 +74,7 @@ def run(settings: EvaluateSettings) -> storage.Published:
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
         (staging.path / tables.TABLE_FILE).write_text(tables.as_markdown(found), encoding="utf-8")
+        (staging.path / tables.REPORT_FILE).write_text(page_of(settings.output, found), encoding="utf-8")
     say(tables.as_text(found))
     return step.published()
 

@@ -18,6 +18,8 @@ MARK = "*"
 
 TABLE_FILE = "table.md"
 """All tables in Markdown, with intervals."""
+REPORT_FILE = "report.html"
+"""All tables and charts on one page."""
 WIDTH = 100
 """Characters per line of a table for a terminal; further columns go into another table."""
 
@@ -102,7 +104,7 @@ def as_text(results: Results) -> str:
             parts.append("\n".join([title, *lines]))
     baseline = _baseline(results)
     differences = f"Differences are to {baseline}; {MARK}: significant at {LEVEL:.0%}. " if baseline else ""
-    return "\n\n".join([*parts, f"{differences}{TABLE_FILE} has the 95% intervals."])
+    return "\n\n".join([*parts, f"{differences}{REPORT_FILE} and {TABLE_FILE} have the 95% intervals."])
 
 
 def as_markdown(results: Results) -> str:

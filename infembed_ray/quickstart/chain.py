@@ -24,7 +24,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
-from infembed_ray.evaluation.tables import TABLE_FILE, as_text
+from infembed_ray.evaluation.tables import REPORT_FILE, as_text
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say
 from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
@@ -46,7 +46,7 @@ INSTRUCTIONS = {
     "hypertension-01/negative_instruction": "For clinicians: effect sizes from trials; no eating tips.",
 }
 """Id of the requested passage -> the instruction, a shorter form of the record's own."""
-TOP_K = 3
+TOP_K = 5
 BEFORE, AFTER = "MiniLM", "MiniLM + InF-Embed"
 MODEL_NAME = "minilm-inf-embed"
 """Name of the trained model in the API."""
@@ -179,9 +179,9 @@ def _report(path: Path, outputs: Outputs, rankings: dict[str, list[Ranking]]) ->
         results=results.read(outputs.results.path),
         rankings=rankings,
         details={
-            "the records": outputs.analysis.path / ANALYSIS_REPORT,
-            "the training": outputs.checkpoint.path / TRAINING_REPORT,
-            "the evaluation": outputs.results.path / TABLE_FILE,
+            "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
+            "training": outputs.checkpoint.path / TRAINING_REPORT,
+            "evaluation": outputs.results.path / REPORT_FILE,
         },
     )
 

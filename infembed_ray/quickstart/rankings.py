@@ -17,6 +17,8 @@ from infembed_ray.records import Passage
 
 _SHOWN = 80
 """Characters per passage in the text table."""
+_RANKS = 3
+"""Passages per column of the text table."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,14 @@ class Ranking:
     wanted: str
     hits: Sequence[dict[str, Any]]
 
+    def rank(self, passage: str) -> int | None:
+        """Return the rank of a passage, from 1; None if it is not among the hits."""
+        return next((rank for rank, hit in enumerate(self.hits, start=1) if hit["id"] == passage), None)
+
     @property
     def obeyed(self) -> bool:
         """Whether the wanted passage is first."""
-        return bool(self.hits) and self.hits[0]["id"] == self.wanted
+        return self.rank(self.wanted) == 1
 
 
 def exact_hits(
@@ -61,12 +67,12 @@ def exact_hits(
 
 
 def side_by_side(rankings: Sequence[Ranking]) -> str:
-    """Format rankings as a text table of `WIDTH` characters, one column each; `>` marks the wanted passage."""
+    """Format the beginnings of rankings as a text table of `WIDTH` characters, one column each; `>` marks the wanted passage."""
     table = Table(show_lines=True, width=WIDTH)
     table.add_column("#", width=1)
     for ranking in rankings:
         table.add_column(ranking.instruction or "no instruction", ratio=1)
-    for rank in range(max(len(r.hits) for r in rankings)):
+    for rank in range(min(_RANKS, max(len(r.hits) for r in rankings))):
         table.add_row(str(rank + 1), *(_cell(r, rank) for r in rankings))
     console = Console(width=WIDTH, no_color=True, markup=False)
     with console.capture() as capture:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from markupsafe import Markup
@@ -84,11 +85,33 @@ class Series:
         label: name in the legend.
         points: (x, y), at least one, by ascending x.
         intervals: (low, high) of each point, drawn as whiskers; empty for none.
+        window: points per centred moving average; the points themselves are faint behind it. 1 for no smoothing.
     """
 
     label: str
     points: Sequence[Point]
     intervals: Sequence[Interval] = ()
+    window: int = 1
+
+    @property
+    def line(self) -> Sequence[Point]:
+        """The points of the line: smoothed, or as they are."""
+        if self.window == 1:
+            return self.points
+        xs, ys = zip(*self.points, strict=True)
+        return list(zip(xs, moving_average(ys, self.window), strict=True))
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Return the centred moving average; near the ends it is the mean of the values that exist.
+
+    Args:
+        values: n finite numbers.
+        window: values per mean, an odd number.
+    """
+    sums, half, n = list(accumulate(values, initial=0.0)), window // 2, len(values)
+    spans = ((max(0, at - half), min(n, at + half + 1)) for at in range(n))
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
 
 
 def line_chart(
@@ -111,7 +134,7 @@ def line_chart(
     drawn = [_series(s, f"s{number % 4}", x, y) for number, s in enumerate(series)]
     shapes += [shape for behind, _ in drawn for shape in behind]
     shapes += [shape for _, front in reversed(drawn) for shape in front]  # the first line lies on top
-    legend = [(s.label, f"{number(s.points[0][1])} \N{RIGHTWARDS ARROW} {number(s.points[-1][1])}") for s in series]
+    legend = [(s.label, f"from {number(s.line[0][1])} to {number(s.line[-1][1])}") for s in series]
     x_ticks = [steps[0], *(t for t in ticks(*steps) if steps[0] < t <= steps[1] and t == int(t))]
     return Markup(
         '<div class="chart"><div class="y" aria-hidden="true">{}</div>{}<div class="x">{}{}</div></div>{}'
@@ -182,19 +205,24 @@ def scatter(points: Iterable[Point], others: Iterable[Point], label: str, size: 
 
 
 def _series(series: Series, style: str, x: Scale, y: Scale) -> tuple[list[Markup], list[Markup]]:
-    """Return the shapes behind all lines, and those in front: a line, a band of its values, whiskers."""
+    """Return the shapes behind all lines, and those in front: a line, its values or the band of them, whiskers."""
     buckets = _buckets(series.points)
-    line = [f"{x(at)} {_down(y, mean)}" for at, mean, _, _ in buckets]
-    path = "M" + "L".join(line) + ("h0" if len(line) == 1 else "")
-    behind, front = [], [Markup('<path class="curve {}" d="{}"/>').format(style, path)]
+    behind, front = [], [_path(f"curve {style}", series.line, x, y)]
     if len(series.points) > len(buckets):
         upper = [f"{x(at)} {_down(y, high)}" for at, _, _, high in buckets]
         lower = [f"{x(at)} {_down(y, low)}" for at, _, low, _ in reversed(buckets)]
         behind.append(Markup('<path class="band {}" d="M{}Z"/>').format(style, "L".join(upper + lower)))
+    elif series.window > 1:
+        behind.append(_path(f"raw {style}", series.points, x, y))
     for (at, value), (low, high) in zip(series.points, series.intervals, strict=False):
         front.append(_line(f"whisker {style}", x(at), x(at), _down(y, low), _down(y, high)))
         front.append(Markup('<path class="dot {}" d="M{} {}h0"/>').format(style, x(at), _down(y, value)))
     return behind, front
+
+
+def _path(style: str, points: Sequence[Point], x: Scale, y: Scale) -> Markup:
+    line = [f"{x(at)} {_down(y, mean)}" for at, mean, _, _ in _buckets(points)]
+    return Markup('<path class="{}" d="M{}{}"/>').format(style, "L".join(line), "h0" if len(line) == 1 else "")
 
 
 def _buckets(points: Sequence[Point]) -> list[tuple[float, float, float, float]]:

@@ -26,7 +26,7 @@ def test_page_has_the_numbers_of_the_summary(tmp_path):
         "Seeds 7 100.0 %",
         "Kept 3 42.9 %",
         "Dead letters 1 14.3 %",
-        "judge_positive the judge picked none 2",
+        "judge positive the judge picked none 2",
         "refused: <b>no</b> 1",
         "positive 5 3 60.0",
         "all passage texts",
@@ -34,7 +34,7 @@ def test_page_has_the_numbers_of_the_summary(tmp_path):
         "tea 2",
         "$23.33 per 1,000 kept records",
         "Latency: p50 0.50 s, p90 1.50 s",
-        "query_negative 6 1 0 5 83.3",
+        "query negative 6 1 0 5 83.3",
         "7,000 600 0.0700",
     ):
         assert expected in text

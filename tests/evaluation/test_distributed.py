@@ -33,6 +33,7 @@ from tests.evaluation import published as layouts
 from tests.evaluation.tasks.test_infir import record
 from tests.modeling import backbones
 from tests.support.files import write_jsonl
+from tests.support.pages import Page
 
 KINDS = ("positive", "negative_instruction", "negative_query")
 ANSWERS = ("document_positive", "hard_negative_document_1", "hard_negative_document_2")
@@ -195,6 +196,7 @@ def test_published_counts_tasks_and_models(published, settings):
     assert "| query first |" in (published.path / "table.md").read_text()
     rows = pq.read_table(published.path / RANKINGS_FILE).to_pylist()
     assert {(row["model"], row["task"]) for row in rows} == {(m, t) for m in found.models for t in found.tasks}
+    assert "query first" in Page((published.path / "report.html").read_text()).text
 
 
 def stored(directory):

@@ -24,6 +24,12 @@ def test_a_long_ranking_fits_100_characters():
     assert max(map(len, side_by_side([of_long, of_long]).splitlines())) == 100
 
 
+def test_only_the_first_three_ranks_are_printed():
+    text = side_by_side([ranking("a", "b", "c", "d")])
+    assert "text of c" in text
+    assert "text of d" not in text
+
+
 def test_obeyed_means_the_wanted_passage_is_first():
     assert ranking("a", "b").obeyed
     assert not Ranking("q", "i", "b", ranking("a", "b").hits).obeyed

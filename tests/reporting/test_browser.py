@@ -21,7 +21,7 @@ from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.storage import resolve
 from infembed_ray.training.observability import report as training_report
 from infembed_ray.training.observability.events import Event
-from tests.analysis.samples import ROWS, publish
+from tests.analysis.samples import ROWS, kept, publish
 from tests.evaluation.paper import made
 from tests.quickstart import test_report as quickstart_samples
 
@@ -50,7 +50,9 @@ MEASURE = """() => {
 
 
 def analysis(root):
-    rows = replace(ROWS, complements=({"id": "a", "fault": None}, {"id": "b", "fault": "the judge picked none"}))
+    long = kept("a", topic="tea", document_positive="word " * 100 + "the end of the text")
+    rows = replace(ROWS, kept=[long, *ROWS.kept[1:]])
+    rows = replace(rows, complements=({"id": "a", "fault": None}, {"id": "b", "fault": "the judge picked none"}))
     found = read(resolve(publish(root / "out", rows)), "records")
     random = np.random.default_rng(0)
     theirs = {
@@ -101,7 +103,7 @@ def evaluation(root):
 
 
 def quickstart(root):
-    return quickstart_samples.written(root)
+    return quickstart_samples.written(root, details={"training": root / "training.html"})
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,40 @@ def test_reports_are_readable_on_a_phone_and_on_a_desktop(reports, browser, widt
             shutil.copy(path, pictures)
             page.screenshot(path=Path(pictures) / f"{name}-{width}-{scheme}.png", full_page=True)
     context.close()
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_fault(reports, browser, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core is not installed").Axe()
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    found = []
+    for name, path in reports.items():
+        page.goto(path.as_uri())
+        page.evaluate("document.querySelectorAll('details').forEach(e => { e.open = true; })")
+        violations = axe.run(page).response["violations"]
+        found += [(name, v["id"], [node["html"] for node in v["nodes"]][:3]) for v in violations]
+    page.close()
+    assert found == []
+
+
+def test_a_click_shows_the_full_text_in_place_of_its_beginning(reports, browser):
+    page = browser.new_page()
+    page.goto(reports["analysis"].as_uri())
+    text, more = page.get_by_text("the end of the text"), page.get_by_text("full text", exact=True).first
+    assert not text.is_visible()
+    more.click()
+    assert text.is_visible()
+    assert not page.locator(".excerpt[open] summary span").first.is_visible()
+    page.close()
+
+
+def test_the_quickstarts_links_lead_to_the_other_reports(reports, browser):
+    page = browser.new_page()
+    page.goto(reports["quickstart"].as_uri())
+    page.get_by_role("link", name="training").click()
+    assert page.get_by_role("heading", level=1).inner_text().startswith("Training run")
+    page.close()
 
 
 def luminance(colour):

@@ -1,8 +1,10 @@
+import math
 import re
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infembed_ray.reporting.charts import (
@@ -12,6 +14,7 @@ from infembed_ray.reporting.charts import (
     bar,
     interval,
     line_chart,
+    moving_average,
     number,
     scatter,
     tick_labels,
@@ -22,15 +25,26 @@ from tests.support.pages import Page
 VALUES = st.floats(-1e8, 1e8) | st.floats(-1e-4, 1e-4).filter(lambda value: value == 0 or abs(value) > 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (0.31, 1.92), (1e-12, 5e-5), (2.0, 2.0), (0.0, 0.0), (-3.0, 8e4)]
-)
-def test_ticks_are_few_round_evenly_spaced_and_enclose_the_values(low, high):
+@given(VALUES, VALUES)
+@example(0.31, 1.92)
+@example(1e-12, 5e-5)
+@example(2.0, 2.0)
+@example(0.0, 0.0)
+@example(-3.0, 8e4)
+def test_ticks_are_few_round_distinct_evenly_spaced_and_just_enclose_the_values(one, other):
+    low, high = min(one, other), max(one, other)
     values = ticks(low, high)
+    spacing = values[1] - values[0]
     assert 3 <= len(values) <= 7
-    assert values[0] <= low
-    assert values[-1] >= high
-    assert {round((b - a) / (values[1] - values[0]), 6) for a, b in pairwise(values)} == {1.0}
+    assert {round((b - a) / spacing, 4) for a, b in pairwise(values)} == {1.0}
+    digits = round(spacing / 10 ** math.floor(math.log10(spacing * 1.0001)), 4)
+    assert digits in (1, 2, 5)
+    assert all(abs(value / spacing - round(value / spacing)) < 1e-3 for value in values)
+    assert values[0] <= low + 1e-6 * spacing
+    assert values[-1] >= high - 1e-6 * spacing
+    if high - low > 1e-9 * max(abs(low), abs(high)):  # otherwise the axis has a width of its own
+        assert values[0] > low - 1.001 * spacing
+        assert values[-1] < high + 1.001 * spacing
 
 
 @given(VALUES, VALUES)
@@ -91,21 +105,14 @@ def test_a_line_chart_has_its_points_axes_events_and_first_and_last_values():
         "2",
         "3",
         "epochs",
-        "a",
-        "<b>",
-        "2",
-        "→",
-        "4",
-        "c",
-        "1",
-        "→",
-        "1",
+        *("a", "<b>", "from", "2", "to", "4"),
+        *("c", "from", "1", "to", "1"),
     ]
     assert 'class="curve s0" d="M0.0 66.67L100.0 0.0"' in html
     assert 'class="curve s1" d="M0.0 100.0h0"' in html  # a single point is a dot
     assert '<line class="event stop" x1="50.0" x2="50.0" y1="0" y2="100"/>' in html
     assert html.count('class="whisker s0"') == 2
-    assert page.attributes("svg")[0]["aria-label"] == "Loss: a <b> 2 → 4; c 1 → 1"
+    assert page.attributes("svg")[0]["aria-label"] == "Loss: a <b> from 2 to 4; c from 1 to 1"
 
 
 def test_a_long_series_is_drawn_as_means_before_the_band_of_its_values():
@@ -115,6 +122,25 @@ def test_a_long_series_is_drawn_as_means_before_the_band_of_its_values():
     assert len({point.split(" ")[1] for point in points}) == 1
     band = re.search(r'class="band s0" d="M(.*?)Z"', html)[1].split("L")
     assert {point.split(" ")[1] for point in band} == {"0.0", "100.0"}
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(0, 12))
+def test_the_moving_average_is_the_mean_of_the_window_that_exists(values, half):
+    ones = np.ones(2 * half + 1)
+    padded = np.convolve(values, ones), np.convolve(np.ones(len(values)), ones)
+    sums, counts = (whole[half : half + len(values)] for whole in padded)
+    assert moving_average(values, 2 * half + 1) == pytest.approx(sums / counts, abs=1e-8)
+
+
+def test_a_smoothed_line_has_its_values_faint_behind_it_and_its_own_ends_in_the_legend():
+    points = [(n, float(n % 2)) for n in range(11)]
+    html = line_chart("Loss", [Series("a", points, window=5)], (0, 10))
+    raw = re.search(r'class="raw s0" d="M(.*?)"', html)
+    line = re.search(r'class="curve s0" d="M(.*?)"', html)
+    assert [float(point.split(" ")[1]) for point in raw[1].split("L")] == [100 - 100 * (n % 2) for n in range(11)]
+    assert [float(point.split(" ")[1]) for point in line[1].split("L")][2:9] == [60, 40, 60, 40, 60, 40, 60]
+    assert raw.start() < line.start()
+    assert "from 0.3333 to 0.3333" in html
 
 
 def test_intervals_and_scatter_plots_put_everything_in_its_place():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
@@ -71,6 +72,15 @@ class Collection:
 
     def cells(self, column: Column) -> dict[str, Cell]:
         """Return the cell of every model that has the column; differences are to the model's own baseline."""
+        if column.parts not in self._cells:  # a page shows the same figures in several tables
+            self._cells[column.parts] = self._compare(column)
+        return self._cells[column.parts]
+
+    @cached_property
+    def _cells(self) -> dict[tuple[tuple[str, str], ...], dict[str, Cell]]:
+        return {}
+
+    def _compare(self, column: Column) -> dict[str, Cell]:
         present = [key for key in self.models if all(task in self.results.scores[key] for task, _ in column.parts)]
         found: dict[str, Cell] = {}
         for baseline in dict.fromkeys(self.models[key].baseline for key in present):

@@ -11,6 +11,7 @@ from infembed_ray.evaluation.paper.collection import Collection
 from infembed_ray.evaluation.paper.figures import Chart, Panel
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import conventions_of
+from infembed_ray.evaluation.tasks import infir
 from infembed_ray.reporting import page
 
 
@@ -49,6 +50,11 @@ def render(
         mark=tables.MARK,
         note=tables.note(baselines(collection)),
         conventions=conventions_of(collection.results.measures),
+        notation={
+            mark: meaning
+            for mark, meaning in infir.MEANINGS.items()
+            if any(figure.name.endswith(mark) for task in collection.results.tasks.values() for figure in task.figures)
+        },
         source=published.SOURCE,
         spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
     )

@@ -9,11 +9,11 @@ from infembed_ray.evaluation import results, tables
 from infembed_ray.evaluation.paper import figures, formats, page, published, sheets
 from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
-from infembed_ray.evaluation.results import conventions_of
+from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.progress import say
 from infembed_ray.storage import Published, Step, resolve_input
 
-PAGE, MARKDOWN, CSV, LATEX = "report.html", "report.md", "tables.csv", "tables.tex"
+PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
 
 
 def run(settings: ReportSettings) -> Published:
@@ -53,6 +53,13 @@ def run(settings: ReportSettings) -> Published:
     tables_with_ours = ", ".join(sheet.name for sheet in papers if sheet.ours) or "no row of the paper's tables"
     say(f"report: models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {tables_with_ours}")
     return step.published()
+
+
+def page_of(output: str, found: Results) -> str:
+    """Render the page of a single evaluation, whose output is at this path."""
+    collection = collect({"results": found})
+    own, papers = sheets.ours(collection), sheets.papers(collection, {})
+    return page.render({"results": output}, collection, own, papers, figures.figure_5(collection, {}), [])
 
 
 def _markdown(collection: Collection, own: list[Sheet], papers: list[Sheet]) -> str:

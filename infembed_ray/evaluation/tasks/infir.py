@@ -19,6 +19,13 @@ POSITIVE, NEGATIVE_INSTRUCTION, NEGATIVE_QUERY = SCENARIOS
 NOTATION = {POSITIVE: "(I+,Q+)", NEGATIVE_INSTRUCTION: "(I-,Q+)", NEGATIVE_QUERY: "(I+,Q-)"}
 """Kind of query -> the paper's notation."""
 
+MEANINGS = {
+    "(I+,Q+)": "the query under its own instruction",
+    "(I-,Q+)": "the query under the poisoned instruction",
+    "(I+,Q-)": "the poisoned query under the instruction",
+}
+"""The paper's notation -> the request in words."""
+
 FIGURES = (
     Figure("p-MRR", "p-MRR"),
     *(Figure(f"nDCG@10 {notation}", "nDCG@10", kind) for kind, notation in NOTATION.items()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ def render(
         summary=RunTotals.from_log(metrics, events),
         why_no_mfu="the peak of this GPU is unknown" if settings.gpus_per_worker else "no GPU",
         plots=list(_plots(metrics, events)),
+        window=window_of(len(metrics)),
         last_step=max(metrics[-1]["step"], 2) if metrics else 2,
         ranges=dict(_ranges(metrics)),
         events=events,
@@ -130,24 +132,49 @@ class RunTotals:
         )
 
 
-_PLOTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Loss", ("loss", "loss_")),
-    ("Validation", ("validation_",)),
-    ("Accuracy: positive ranked first", ("accuracy_",)),
-    ("Rank of the positive", ("rank_",)),
-    ("Similarity of the positive", ("positive_similarity",)),
-    ("Rows without negatives", ("without_negatives",)),
-    ("Gradient norm", ("grad_norm",)),
-    ("Learning rate", ("learning_rate",)),
-    ("Temperature", ("temperature",)),
-    ("Tokens per second", ("tokens_per_second",)),
-    ("MFU", ("mfu",)),
-    ("Memory (GiB)", ("memory_gib",)),
-    ("Padding", ("padding",)),
-    ("Seconds per step", ("seconds", "data_seconds")),
+_VARIABLES = {"P": "passages", "I": "instructions", "IQ": "instruction and query", "PIQ": "all three at once"}
+"""Contrasted variable -> its name in a legend."""
+
+
+def _of_variables(measure: str) -> dict[str, str]:
+    return {f"{measure}_{variable}": name for variable, name in _VARIABLES.items()}
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A chart over steps.
+
+    Attributes:
+        title: with the unit.
+        lines: metric -> its name in the legend.
+        scale: factor of the displayed values.
+        smooth: draw moving averages.
+        hide_constant: leave out a chart whose values are all equal.
+    """
+
+    title: str
+    lines: Mapping[str, str]
+    scale: float = 1
+    smooth: bool = False
+    hide_constant: bool = False
+
+
+_CHARTS = (
+    _Chart("Loss", {"loss": "objective"} | _of_variables("loss"), smooth=True),
+    _Chart("Validation", {"validation_p_mrr": "p-MRR", "validation_ndcg_at_10": "nDCG@10"}),
+    _Chart("Positive ranked first (% of rows)", _of_variables("accuracy"), 100, smooth=True),
+    _Chart("Mean rank of the positive", _of_variables("rank"), smooth=True),
+    _Chart("Cosine similarity of the positive", {"positive_similarity": "positive"}, smooth=True),
+    _Chart("Rows without negatives (%)", {"without_negatives": "rows"}, 100, hide_constant=True),
+    _Chart("Gradient norm before clipping", {"grad_norm": "norm"}, smooth=True),
+    _Chart("Learning rate", {"learning_rate": "learning rate"}),
+    _Chart("Temperature", {"temperature": "temperature"}, hide_constant=True),
+    _Chart("Tokens per second", {"tokens_per_second": "tokens"}, smooth=True),
+    _Chart("Model FLOPs utilisation (%)", {"mfu": "utilisation"}, 100, smooth=True),
+    _Chart("Peak memory (GiB)", {"memory_gib": "memory"}),
+    _Chart("Padding (% of tokens)", {"padding": "padding"}, 100, smooth=True, hide_constant=True),
+    _Chart("Seconds per step", {"seconds": "whole step", "data_seconds": "waiting for data"}, smooth=True),
 )
-"""Title -> metrics of a chart; a name that ends in _ is a prefix."""
-_HIDDEN_IF_CONSTANT = ("Temperature", "Rows without negatives", "Padding")
 
 
 @dataclass(frozen=True)
@@ -159,20 +186,25 @@ class Plot:
     events: Sequence[tuple[float, str]]
 
 
+def window_of(steps: int) -> int:
+    """Return the steps per moving average: the odd number near the square root; 1, no smoothing, below 10 steps."""
+    return 2 * round(math.sqrt(steps) / 2) + 1 if steps >= 10 else 1
+
+
 def _plots(metrics: Sequence[LogLine], events: Sequence[Event]) -> Iterator[Plot]:
-    names = dict.fromkeys(name for line in metrics for name in line)
     shown = [(e.step, e.action) for e in events if e.action in ("warn", "skip", "stop")]
-    for title, prefixes in _PLOTS:
-        chosen = [n for p in prefixes for n in names if n == p or (p.endswith("_") and n.startswith(p))]
-        series = [Series(name, points) for name in chosen if (points := _points(metrics, name))]
+    for chart in _CHARTS:
+        window = window_of(len(metrics)) if chart.smooth else 1
+        found = {name: _points(metrics, metric, chart.scale) for metric, name in chart.lines.items()}
+        series = [Series(name, points, window=window) for name, points in found.items() if points]
         values = [value for s in series for _, value in s.points]
-        if values and not (title in _HIDDEN_IF_CONSTANT and min(values) == max(values)):
+        if values and not (chart.hide_constant and min(values) == max(values)):
             last = metrics[-1]["step"]
-            yield Plot(title, series, [e for e in shown if e[0] <= last] if title == "Loss" else [])
+            yield Plot(chart.title, series, [e for e in shown if e[0] <= last] if chart.title == "Loss" else [])
 
 
-def _points(metrics: Sequence[LogLine], name: str) -> list[Point]:
-    return [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+def _points(metrics: Sequence[LogLine], name: str, scale: float = 1) -> list[Point]:
+    return [(line["step"], scale * line[name]) for line in metrics if line.get(name) is not None]
 
 
 def _ranges(metrics: Sequence[LogLine]) -> Iterator[tuple[str, tuple[float, float, float, float]]]:

@@ -1,6 +1,7 @@
 """`infembed report` as a user runs it, and its page as a browser reads it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from infembed_ray.cli import main
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
-from infembed_ray.evaluation.paper.report import run
+from infembed_ray.evaluation.paper.report import page_of, run
 from tests.evaluation.paper import made
 from tests.support.pages import Page
 
@@ -74,6 +75,13 @@ def test_the_page_shows_ours_beside_the_paper_and_labels_as_they_are(page):
     assert "Figure 6: with and without the quality filter" in text
     assert "The paper's tables without your results" in text
     assert text.index("Table 5: Baselines") < text.index("Table 3: Objectives")  # of the last section
+
+
+def test_the_page_of_one_evaluation_is_the_one_of_the_report(outputs, tmp_path):
+    models = outputs["models"]
+    html = page_of(models, results.read(Path(models)))
+    published = run(ReportSettings(results={"results": models}, output=str(tmp_path)))
+    assert html == (published.path / "report.html").read_text()
 
 
 def test_the_markdown_tells_the_same(published):

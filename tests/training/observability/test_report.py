@@ -7,7 +7,7 @@ from infembed_ray.config.training import Anomalies, Lora, TrainSettings
 from infembed_ray.reporting.charts import MAX_POINTS
 from infembed_ray.training.observability.events import Event, EventLog
 from infembed_ray.training.observability.metrics import StepLog
-from infembed_ray.training.observability.report import MAX_EVENTS, REPORT, changed, render, write
+from infembed_ray.training.observability.report import MAX_EVENTS, REPORT, changed, render, window_of, write
 from infembed_ray.training.validation import EXPORTED
 from tests.support.pages import Page
 
@@ -59,7 +59,7 @@ def test_the_summary_adds_up_the_log():
         "Peak memory 1.04 GiB",
         "Resumed 1 time",
         "Skipped 1 step without update",
-        "loss_P 1 → 0.25",
+        "passages from 1 to 0.25",
     ):
         assert part in said
 
@@ -107,11 +107,30 @@ def test_a_curve_of_a_long_run_is_of_means_within_the_span_of_their_values():
     metrics = [line(s, loss=float(s % 2)) for s in range(1, 10 * MAX_POINTS + 1)]
     html = render(SETTINGS, metrics, [], 99, len(metrics))
     curve = re.search(r'class="curve s0" d="M([^"]*)"', html)
-    heights = {point.split(" ")[1] for point in curve[1].split("L")}
-    assert len(curve[1].split("L")) == MAX_POINTS
-    assert len(heights) == 1  # the mean of as many 0 as 1
+    heights = [float(point.split(" ")[1]) for point in curve[1].split("L")]
+    assert len(heights) == MAX_POINTS
+    assert max(heights) - min(heights) < 3  # the mean of as many 0 as 1
+    assert "faint: range of single steps" in html
     span = re.search(r'class="band s0" d="M([^"]*)Z"', html)
     assert len({point.split(" ")[1] for point in span[1].split("L")}) == 2
+
+
+def test_noisy_curves_are_smoothed_and_the_caption_names_the_method_and_the_window():
+    assert [window_of(steps) for steps in (9, 10, 46, 2000)] == [1, 5, 7, 45]
+    html = render(SETTINGS, [line(s, loss=float(s % 2)) for s in range(1, 47)], [], 99, 46)
+    assert "Loss centred mean of 7 steps; faint: single steps" in text(html)
+    assert "Learning rate centred" not in text(html)
+    assert 'class="raw s0"' in html
+    assert "faint" not in page([line(s) for s in range(1, 5)])
+
+
+def test_legends_are_words_and_shares_are_percentages():
+    said = page([line(s, accuracy_P=0.5, accuracy_IQ=0.25, without_negatives=s / 4) for s in (1, 2)])
+    assert "Positive ranked first (% of rows)" in said
+    assert "passages from 50 to 50" in said
+    assert "instruction and query from 25 to 25" in said
+    assert "Rows without negatives (%)" in said
+    assert "loss_P" not in said.split("Curves")[1].split("Metrics")[0]
 
 
 def test_the_report_lies_beside_the_log_it_is_of(tmp_path):
