@@ -45,3 +45,9 @@ def test_a_step_with_a_single_burst_of_units_has_no_estimate(capsys, clock):
         "search: 4/10  5 s",
         "search: 10/10  5 s",
     ]
+
+
+def test_a_count_is_singular_for_one():
+    assert [progress.counted(n, "worker") for n in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+    assert progress.counted(1, "query", "queries") == "1 query"
+    assert progress.counted(5, "query", "queries") == "5 queries"

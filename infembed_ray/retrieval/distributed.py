@@ -27,16 +27,16 @@ from ray.exceptions import RayTaskError
 from infembed_ray import durable, records
 from infembed_ray.config.retrieval import CompactSettings, FieldType, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.corpus import BadRow, partition, require_columns, sort_shard, spool_file
+from infembed_ray.retrieval.corpus import BadRow, partition, sort_shard, spool_file
 from infembed_ray.retrieval.faiss_import import faiss
-from infembed_ray.retrieval.index import FORMAT, IndexFacts, change_log
+from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.passages import open_passages
+from infembed_ray.retrieval.preflight import check_model, choose_build, prepare, warn_of_changes
 from infembed_ray.retrieval.shards import (
     PASSAGES_FILE,
     VECTORS_FILE,
@@ -50,7 +50,7 @@ from infembed_ray.retrieval.shards import (
 )
 from infembed_ray.retrieval.versions import finished
 from infembed_ray.retrieval.work_directory import ENCODED, Chunk, WorkDirectory, work_directory
-from infembed_ray.storage import Published, Step, read_manifest, resolve, resolve_input
+from infembed_ray.storage import Published, read_manifest
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -63,42 +63,31 @@ def run(settings: IndexSettings) -> Published:
         InputError: corpus, model, index type or output cannot be used; an embedding is not finite; no type fits the
             memory or reaches the recall floor; or the disk is full. Nothing is published then.
     """
-    require_columns(settings.columns, settings.metadata)
-    corpus = resolve_input(settings.corpus, "corpus")
-    model = locate(settings.model, "model")
-    names = {**model.names, "format": str(FORMAT)}
-    step = Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
+    corpus, model, step = prepare(settings)
     if done := finished(step):
         return done
-    encoder = _check(step, settings, model.path)
+    warn_of_changes(step)
+    encoder = check_model(settings, model)
+    _require_gpu_faiss("index", settings.gpus_per_shard)
     with _output_errors(settings.output), work_directory(step, settings) as work:
         sizes = _partition(corpus, settings, work)
-        build = _build(settings, sizes, encoder.dimension)
+        build = choose_build(settings, max(sizes), encoder.dimension)
         connect()
         _sort_shards(corpus, settings, work)
         chunks = [chunk for shard, size in enumerate(sizes) for chunk in work.chunks(shard, size, sum(sizes))]
         with step.publish() as staging:
             root = staging.path.resolve()  # actors and tasks have other working directories
-            say(f"index: {sum(sizes)} passages, {settings.shards} shards of {build.factory}, {model.path}")
-            _encode(chunks, work, model.path, settings)
+            what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}"
+            say(f"index: {what}, {model}")
+            _encode(chunks, work, model, settings)
             shards = _write_shards(chunks, work, root, encoder.dimension, build, settings)
-            facts = _facts(encoder, model.path, settings, shards, step.identity)
+            facts = _facts(encoder, model, settings, shards, step.identity)
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
         shutil.rmtree(work.root)
     return step.published()
-
-
-def _check(step: Step, settings: IndexSettings, model: str) -> InstructionEncoder:
-    """Check model, index type and GPUs before any work; returns the encoder without its weights."""
-    _warn_of_changes(step)
-    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
-    if settings.factory is not None:
-        factory.new(settings.factory, encoder.dimension)
-    _require_gpu_faiss("index", settings.gpus_per_shard)
-    return encoder
 
 
 def _facts(
@@ -130,30 +119,6 @@ def _require_gpu_faiss(verb: str, gpus: float) -> None:
         list(_as_completed([check.remote()]))
     elif gpus:
         factory.require_gpu_faiss()
-
-
-def _warn_of_changes(step: Step) -> None:
-    """Warn if the version that is served has changes that this build will not have."""
-    with contextlib.suppress(InputError):  # no version is published yet
-        current = resolve(step.root)
-        facts = IndexFacts.read(current)
-        segments = change_log(current, facts).last()
-        if segments and facts.lineage != step.identity:
-            say(
-                f"index: {current.name} has {segments} segments of changes made through the API; this build has only the "
-                "corpus (`infembed index compact` keeps the changes)"
-            )
-
-
-def _build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
-    """The index type of all shards, chosen for the largest."""
-    return Build(
-        factory.choose(max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory),
-        settings.memory_gib,
-        settings.recall_floor,
-        settings.gpus_per_shard > 0,
-        settings.shards,
-    )
 
 
 @contextlib.contextmanager
@@ -387,7 +352,8 @@ def compact(settings: CompactSettings) -> Published:
     work.begin()
     with _output_errors(str(step.root)), step.publish() as staging:
         root = staging.path.resolve()
-        say(f"index compact: {work.version} and {work.changes} segments of changes, {len(work.facts.shards)} shards")
+        changes = counted(work.changes, "segment")
+        say(f"index compact: {work.version} and {changes} of changes, {counted(len(work.facts.shards), 'shard')}")
         connect()
         task = _compact_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
         threads, gpu = max(1, int(settings.cpus_per_shard)), settings.gpus_per_shard > 0

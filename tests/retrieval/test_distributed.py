@@ -15,13 +15,13 @@ from infembed_ray.cli import main
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval import distributed, work_directory
+from infembed_ray.retrieval import distributed, preflight, work_directory
 from infembed_ray.retrieval.distributed import run
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
 from infembed_ray.storage import Published, Step, read_manifest, resolve
-from tests.retrieval.updates.test_compaction import log_of, publish
+from tests.retrieval.test_compaction import log_of, publish
 from tests.support.files import write_jsonl
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
@@ -268,7 +268,7 @@ def test_on_a_cluster_faiss_is_checked_by_a_worker_with_a_gpu() -> None:
     program = """
 import ray
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import distributed, work_directory
+from infembed_ray.retrieval import distributed, preflight, work_directory
 
 def check():
     raise InputError(f"checked with GPUs {ray.get_gpu_ids()}")
@@ -299,13 +299,13 @@ def test_a_build_warns_of_changes_it_will_not_have(tmp_path: Path, capsys: pytes
     output = tmp_path / "index"
     settings = IndexSettings(corpus="another", model="model", output=str(output))
     step = Step("index", settings, str(output), {}, {"corpus": "another"})
-    distributed._warn_of_changes(step)
+    preflight.warn_of_changes(step)
     first = publish(output)
-    distributed._warn_of_changes(step)
+    preflight.warn_of_changes(step)
     assert capsys.readouterr().out == ""
     log_of(output).append([Delete("d1")])
-    distributed._warn_of_changes(step)
-    assert f"index: {first.name} has 1 segments of changes made through the API" in capsys.readouterr().out
+    preflight.warn_of_changes(step)
+    assert f"index: {first.name} has 1 segment of changes made through the API" in capsys.readouterr().out
 
 
 def test_only_file_system_errors_name_the_output() -> None:
