@@ -213,7 +213,7 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     weights = weights_of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
     memory = peak_memory(inputs.settings, encoder)
-    where = "of each GPU" if settings.gpus_per_worker else "of CPU memory for each worker, besides its process"
+    where = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
     without = "" if settings.teacher is None else ", without the teacher"
     yield f"memory: about {_gib(memory.total)} {where} at the peak of a step{without}"
     states = settings.keep_last + settings.keep_best + 1

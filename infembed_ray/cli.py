@@ -201,8 +201,12 @@ def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
         try:
             describe()
         except InputError as found:  # it reports a missing file too, in other words
-            named = {fault.partition(": ")[0] for fault in faults}
-            faults += [fault for fault in found.args if fault.partition(": ")[0] not in named]
+            named = [fault.partition(": ")[0].partition("=") for fault in faults]
+            faults += [
+                fault
+                for fault in found.args
+                if not any(fault.startswith(name) and f"={value}: " in fault for name, _, value in named)
+            ]
         raise InputError(*faults) from None
     describe()
     say(f"{verb}: no mistakes found, nothing was started")
