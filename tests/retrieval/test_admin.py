@@ -9,7 +9,7 @@ from infembed_ray.retrieval import shards
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
 from infembed_ray.storage import resolve
-from tests.retrieval.updates.test_compaction import fold, log_of, publish
+from tests.retrieval.test_compaction import fold, log_of, publish
 
 
 def test_versions_are_listed_used_and_verified_from_the_command_line(
