@@ -9,12 +9,13 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
-from infembed_ray.errors import InputError, StartError
+from infembed_ray.errors import InputError, StartError, check_all
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -68,6 +69,9 @@ PLANS = {
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
+CHECKED = ("synthesize", "analyze", "train", "export", "evaluate", "index", "serve")
+"""Verbs of `infembed check`, in module `check`."""
+
 INPUTS = frozenset(
     ("agreement", "compare", "corpus", "distractors", "evaluations", "index", "records", "replay", "results", "seeds")
 )
@@ -89,13 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (any(word.startswith("-") for word in rest) or not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes no positional arguments after an option that follows some
+        options.overrides += rest
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork after the first use
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
         return options.run(options) or 0
     except (InputError, StartError) as error:
-        print(f"infembed {options.verb}: {error}", file=sys.stderr)
+        for fault in error.args:
+            print(f"infembed {options.verb}: {fault}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print(f"infembed {options.verb}: interrupted; the same command resumes", file=sys.stderr)
@@ -113,6 +122,10 @@ def _run_verb(options: argparse.Namespace) -> None:
     verb = (VERBS | MAINTENANCE)[options.verb]
     try:
         settings = verb.settings.load(options.config, options.overrides)
+        if _shown(options, settings):
+            return
+        if getattr(options, "dry_run", False):
+            return _check(options.verb, settings)
         require_files(settings)
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
@@ -135,8 +148,12 @@ def require_files(settings: Settings, prefix: str = "") -> None:
     seconds, and up to a minute on a busy machine.
 
     Raises:
-        InputError: a file or directory does not exist.
+        InputError: some files or directories do not exist.
     """
+    check_all(*_file_checks(settings, prefix))
+
+
+def _file_checks(settings: Settings, prefix: str) -> Iterator[Callable[[], Any]]:
     from infembed_ray.config.base import Settings
     from infembed_ray.object_store import is_uri
     from infembed_ray.storage import resolve_input
@@ -149,16 +166,98 @@ def require_files(settings: Settings, prefix: str = "") -> None:
             named = [(field, item) for item in value]
         for name, item in named:
             if isinstance(item, Settings):
-                require_files(item, f"{prefix}{name}.")
+                yield from _file_checks(item, f"{prefix}{name}.")
             elif not isinstance(item, str) or not item or is_uri(item):
                 continue
             elif field in INPUTS or (field in MODELS and item.startswith(("/", ".", "~"))):
-                resolve_input(item, f"{prefix}{name}")
+                yield partial(resolve_input, item, f"{prefix}{name}")
 
 
 def _run_plan(options: argparse.Namespace) -> None:
     verb = PLANS[options.what]
-    verb.run(verb.settings.load(options.config, options.overrides), as_json=options.json)
+    settings = verb.settings.load(options.config, options.overrides)
+    if not _shown(options, settings):
+        verb.run(settings, as_json=options.json)
+
+
+def _run_check(options: argparse.Namespace) -> None:
+    settings = VERBS[options.what].settings.load(options.config, options.overrides)
+    if not _shown(options, settings):
+        _check(options.what, settings, getattr(options, "endpoint", False))
+
+
+def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
+    """Print what a run would do; InputError for everything that is wrong."""
+    from infembed_ray.progress import say
+
+    def describe() -> None:
+        for line in _load("check:check")(verb, settings, endpoint):
+            say(f"{verb}: {line}")
+
+    try:
+        require_files(settings)
+    except InputError as missing:
+        faults = list(missing.args)
+        try:
+            describe()
+        except InputError as found:  # it reports a missing file too, in other words
+            named = [fault.partition(": ")[0].partition("=") for fault in faults]
+            faults += [
+                fault
+                for fault in found.args
+                if not any(fault.startswith(name) and f"={value}: " in fault for name, _, value in named)
+            ]
+        raise InputError(*faults) from None
+    describe()
+    say(f"{verb}: no mistakes found, nothing was started")
+
+
+def _shown(options: argparse.Namespace, settings: Settings) -> bool:
+    """Print the settings instead of running, if the options ask for it."""
+    if options.print_config:
+        print(_load("settings_help:as_yaml")(settings), end="")
+    return bool(options.print_config)
+
+
+def _help(options: argparse.Namespace) -> None:
+    """Print the help of the command, of a verb, or of a section of its settings."""
+    words, known = options.words, _settings_verbs()
+    verb = " ".join(words[:2]) if " ".join(words[:2]) in known else " ".join(words[:1])
+    section = words[len(verb.split()) :]
+    if verb in known and section:
+        print(_load("settings_help:section")(known[verb].settings, verb, ".".join(section)))
+    else:
+        _parser().parse_args([*([verb] if verb in MAINTENANCE else words), "--help"])
+
+
+def _settings_verbs() -> dict[str, Verb]:
+    """Return the verbs with settings, by their words."""
+    return VERBS | MAINTENANCE | {f"plan {name}": verb for name, verb in PLANS.items()}
+
+
+def print_schema(verb_name: str) -> None:
+    """Print the JSON Schema of a verb's settings."""
+    print(_load("settings_help:as_schema")(VERBS[verb_name].settings, verb_name))
+
+
+def print_completion(shell: str) -> None:
+    """Print the completion script of a shell."""
+    print(_load("completion:script")(shell, _following()), end="")
+
+
+def _following() -> dict[str, list[str]]:
+    """Return verb -> the words that can follow it."""
+    names, found = _load("settings_help:names"), {}
+    verbs = _settings_verbs() | {f"check {name}": VERBS[name] for name in CHECKED}
+    for words, verb in verbs.items():
+        found[words] = ["--help", "--config", "--print-config", *(f"{name}=" for name in names(verb.settings))]
+    (action,) = _parser()._subparsers._group_actions  # type: ignore[union-attr]
+    known = list(dict.fromkeys([*action.choices, *verbs]))  # type: ignore[misc]
+    for words in known:
+        later = [other.split()[1] for other in known if other.startswith(f"{words} ")]
+        found[words] = [*later, *found.get(words, ["--help"])]
+    found |= {"schema": list(VERBS), "help": list(VERBS), "completion": ["bash", "zsh"]}
+    return found
 
 
 def create_key(name: str, file: str) -> None:
@@ -186,7 +285,7 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.verb_settings is not None:
-            self.epilog = "\n".join(["settings:", *_settings_help(self.verb_settings.settings)])
+            self.epilog = "\n".join(["settings:", *_load("settings_help:overview")(self.verb_settings.settings)])
         return super().format_help()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -208,7 +307,19 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     for name, verb in (VERBS | MAINTENANCE).items():
-        _add_settings(verbs, name, verb).set_defaults(run=_run_verb)
+        run = _add_settings(verbs, name, verb)
+        run.set_defaults(run=_run_verb)
+        if name in CHECKED:
+            run.add_argument("--dry-run", action="store_true", help="as `infembed check`: check, start nothing")
+    check = add("check", "", "check settings and inputs, and print what a run would do and cost; starts nothing")
+    checks = check.add_subparsers(dest="what", required=True, metavar="VERB")
+    for name in CHECKED:
+        checked = _add_settings(checks, name, VERBS[name])
+        checked.set_defaults(run=_run_check)
+        if name == "synthesize":
+            checked.add_argument(
+                "--endpoint", action="store_true", help="also list the endpoints' models: free requests"
+            )
     for action, help in {
         "versions": "list the versions of an index; mark the latest",
         "verify": "read an index and its document changes, and check their checksums",
@@ -223,6 +334,12 @@ def _parser() -> argparse.ArgumentParser:
         planned = _add_settings(plans, name, verb)
         planned.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
         planned.set_defaults(run=_run_plan)
+    _add_tools(add)
+    return parser
+
+
+def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the verbs that take no settings."""
     quickstart = add("quickstart", "quickstart.chain:run", "run all stages once on a bundled sample")
     quickstart.add_argument("--directory", default="runs/quickstart", help="of the outputs (default: %(default)s)")
     quickstart.add_argument("--port", type=int, default=8000, help="of the HTTP API (default: %(default)s)")
@@ -247,7 +364,15 @@ def _parser() -> argparse.ArgumentParser:
     key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; created if missing")
     mteb = add("mteb", "evaluation.mteb_adapter:run", "run mteb's tasks: mteb run -m CHECKPOINT -t TASK")
     mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help")
-    return parser
+    schema = add("schema", "cli:print_schema", "print the JSON Schema of a verb's settings file, for editors")
+    schema.add_argument("verb_name", metavar="VERB", choices=VERBS, help=", ".join(VERBS))
+    completion = add(
+        "completion", "cli:print_completion", "print a script that completes verbs and settings in a shell"
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    shown = add("help", "", "show the help of a verb, or of a section of its settings: help train lora")
+    shown.add_argument("words", metavar="VERB [SECTION]", nargs="*")
+    shown.set_defaults(run=_help)
 
 
 def _add_settings(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:
@@ -256,27 +381,9 @@ def _add_settings(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:
     )
     parser.verb_settings = verb
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     return parser
-
-
-def _settings_help(settings: type[Settings], prefix: str = "") -> Iterator[str]:
-    """Describe every setting, nested ones after the setting that holds them; defaults are written as YAML."""
-    import yaml
-
-    from infembed_ray.config.base import Settings, settings_class
-
-    for name, field in settings.model_fields.items():
-        if field.is_required():
-            default = "required"
-        elif isinstance(field.default, Settings):
-            default = "its settings follow"
-        else:
-            default = "default " + yaml.safe_dump([field.default], default_flow_style=True, width=10**6).strip()[1:-1]
-        yield f"  {prefix + name:<22} {field.description} ({default})"
-        if inner := settings_class(field.annotation):
-            in_mapping = any(get_origin(part) is dict for part in (field.annotation, *get_args(field.annotation)))
-            yield from _settings_help(inner, f"{prefix}{name}.{'LABEL.' if in_mapping else ''}")
 
 
 def _load(path: str) -> Any:

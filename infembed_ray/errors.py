@@ -1,12 +1,38 @@
-"""Errors that the command line prints as one line."""
+"""Errors that the command line prints as one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 
 class InputError(ValueError):
     """A setting, a file or an environment is invalid. Every mistake of a user raises this error.
 
-    The message is one line that names the setting, the value and the remedy. The command line prints it and exits with
-    status 2.
+    The message is one line that names the setting, the value and the remedy. Several mistakes that were found together
+    are the error's `args`. The command line prints each on a line and exits with status 2.
     """
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
+
+
+def check_all(*checks: Callable[[], Any]) -> list[Any]:
+    """Call all checks and return their results, so that a user sees all mistakes at once.
+
+    Raises:
+        InputError: some checks failed; it has the messages of all of them.
+    """
+    results: list[Any] = []
+    faults: list[Any] = []
+    for check in checks:
+        try:
+            results.append(check())
+        except InputError as error:
+            faults += error.args
+    if faults:
+        raise InputError(*dict.fromkeys(faults))
+    return results
 
 
 class StartError(RuntimeError):

@@ -21,6 +21,11 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: 1 worker, 2 workers."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 @contextmanager
 def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     """Show the progress of a step.
@@ -61,6 +66,7 @@ def _log(title: str, total: int | None, done: int) -> Iterator[Advance]:
     before = done
     first: tuple[float, int] | None = None  # time and count of the first update
     latest_note = ""
+    printed: tuple[int, str] | None = None
 
     def line() -> str:
         of_total = f"/{total}" if total is not None else ""
@@ -71,14 +77,16 @@ def _log(title: str, total: int | None, done: int) -> Iterator[Advance]:
         return f"{title}: {done}{of_total}  {now - start:.0f} s{remaining}  {latest_note}".rstrip()
 
     def advance(n: int = 1, note: str = "") -> None:
-        nonlocal done, last, first, latest_note
+        nonlocal done, last, first, latest_note, printed
         done += n
         if first is None and done > before:
             first = time.monotonic(), done
         latest_note = note or latest_note
         if time.monotonic() - last >= LOG_INTERVAL_S:
             last = time.monotonic()
+            printed = done, latest_note
             say(line())
 
     yield advance
-    say(line())
+    if printed != (done, latest_note):  # else the last line said the same
+        say(line())

@@ -400,14 +400,19 @@ def mapping(
         if key not in ours:
             raise InputError(f"columns.{key}: unknown column of a {row.__name__.lower()}: {nearest(key, ours)}")
     found_as: dict[str, str] = {}
+    missing: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
         found = [candidate for candidate in candidates if candidate in first]
         if found:
             found_as[own] = found[0]
         elif own in columns or own in _required(row):
-            raise InputError(
-                f"{name}={path}: column {candidates[0]} is missing (found: {', '.join(map(str, first))}); "
-                f"rename it or set columns.{own}=<its name>"
-            )
+            missing[own] = candidates[0]
+    if missing:
+        are = "columns {} are" if len(missing) > 1 else "column {} is"
+        raise InputError(
+            f"{name}={path}: {are.format(', '.join(missing.values()))} missing (found: {', '.join(map(str, first))}); "
+            f"rename {'them' if len(missing) > 1 else 'it'} or set "
+            + ", ".join(f"columns.{own}=<its name>" for own in missing)
+        )
     return found_as

@@ -243,18 +243,26 @@ class Step:
                 remote.write(probe, "")
                 remote.delete(probe)
 
+    @property
+    def partial(self) -> Path:
+        """Directory of this machine in which a run writes; an interrupted one leaves it."""
+        return self.root / f".{self.identity}.partial"
+
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
+        if done := self.found():
+            self._set_latest()
+        return done
+
+    def found(self) -> Published | None:
+        """Return the output if an earlier run published it; change nothing."""
         if self.remote is None:
             manifest = read_manifest(self.path, "output") if (self.path / MANIFEST).is_file() else None
         else:
             with convert_errors(self.remote.base, "output"):
                 text = self.remote.read(MANIFEST)
             manifest = None if text is None else json.loads(text)
-        if manifest is None:
-            return None
-        self._set_latest()
-        return Published(self.path, manifest, fresh=False, uri=self._uri)
+        return None if manifest is None else Published(self.path, manifest, fresh=False, uri=self._uri)
 
     @contextlib.contextmanager
     def publish(self) -> Iterator[Staging]:
@@ -272,7 +280,7 @@ class Step:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
             elif (self.path / MANIFEST).is_file():
                 raise InputError(f"output={self.root}: another run has just finished this output; run again to use it")
-            staging = Staging(self.root / f".{self.identity}.partial", self.remote)
+            staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
             yield staging

@@ -25,7 +25,7 @@ MISSING = {
     "index corpus=nope model=org/model output=o": "corpus=nope: no such file",
     "index compact index=nope": "index=nope: no such file",
     "serve index=nope": "index=nope: no such file",
-    "sweep train.records=nope evaluate.records=nope models.a=org/model output=o": "train.records=nope: no such file",
+    f"sweep train.records=nope evaluate.records={__file__} models.a=org/model output=o": "train.records=nope: no such file",
     "train records=s3://bucket/nope model=./nope output=o": "model=./nope: no such file",
 }
 
@@ -96,3 +96,18 @@ def test_help_lists_nested_settings(capsys):
     assert "  lora                   " in shown
     assert "  lora.rank              " in shown
     assert "(default 16)" in shown
+
+
+def test_mistakes_that_are_found_together_are_lines_of_their_own(capsys):
+    assert main(["sweep", "train.records=/a", "evaluate.records=/b", "models.a=org/model", "output=o"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["train.records=/a", "evaluate.records=/b"]
+
+
+def test_settings_may_follow_an_option(capsys):
+    assert main(["train", "records=a", "--print-config", "model=b", "output=c"]) == 0
+    shown = capsys.readouterr().out
+    assert "records: a\nmodel: b\noutput: c\n" in shown
+    with pytest.raises(SystemExit):
+        main(["train", "records=a", "--no-such-option", "model=b"])
+    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_the_remaining_time_leaves_out_the_start(capsys, clock, done):
         for step in range(1, steps):
             clock.now += step_s + (0.3 if step % 2 else -0.3)
             advance(1, note="loss 1.000")
-    starting, first, *others, _ = capsys.readouterr().out.splitlines()
+    starting, first, *others = capsys.readouterr().out.splitlines()
     assert starting == f"train: {done}/{done + steps}  115 s  starting workers"
     assert first == f"train: {done + 1}/{done + steps}  125 s  loss 1.000"
     assert len(others) == steps - 2
@@ -44,5 +44,10 @@ def test_a_step_with_a_single_burst_of_units_has_no_estimate(capsys, clock):
     assert capsys.readouterr().out.splitlines() == [
         "search: 4/10  5 s",
         "search: 10/10  5 s",
-        "search: 10/10  5 s",
     ]
+
+
+def test_a_count_is_singular_for_one():
+    assert [progress.counted(n, "worker") for n in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+    assert progress.counted(1, "query", "queries") == "1 query"
+    assert progress.counted(5, "query", "queries") == "5 queries"

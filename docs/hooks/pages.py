@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 from unittest import mock
 
 import yaml
@@ -23,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from infembed_ray import cli  # noqa: E402
 from infembed_ray.config.base import Settings  # noqa: E402
+from infembed_ray.settings_help import describe_type, settings_classes  # noqa: E402
 
 SETTINGS = {
     **{name: [verb.settings] for name, verb in cli.VERBS.items()},
@@ -83,15 +83,8 @@ def with_nested(classes: list[type[Settings]]) -> list[type[Settings]]:
         cls = queue.pop(0)
         if cls not in found:
             found[cls] = None
-            queue += [inner for field in cls.model_fields.values() for inner in settings_in(field.annotation)]
+            queue += [inner for field in cls.model_fields.values() for inner in settings_classes(field.annotation)]
     return list(found)
-
-
-def settings_in(annotation: Any) -> list[type[Settings]]:
-    """The settings classes in a type annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    return [cls for inner in get_args(annotation) for cls in settings_in(inner)]
 
 
 def settings_table(cls: type[Settings]) -> str:
@@ -122,21 +115,9 @@ def default_text(value: Any) -> str:
 
 def type_text(annotation: Any) -> str:
     """A type annotation in words; settings classes link to their section."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return type_text(inner[0])
-    if origin is Literal:
-        return " ".join(f"`{value}`" for value in inner)
-    if origin in (Union, UnionType):
-        return " or ".join("`null`" if one is NoneType else type_text(one) for one in inner)
-    if origin is tuple:
-        return f"list of {type_text(inner[0])}"
-    if origin is dict:
-        return f"mapping to {type_text(inner[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    return names.get(annotation, "any")
+    return describe_type(
+        annotation, lambda value: f"`{value}`", lambda cls: f"[{cls.__name__}](#{cls.__name__.lower()})"
+    )
 
 
 # Commands
@@ -153,7 +134,8 @@ def _commands_page() -> str:
     helps = {action.dest: action.help for action in subparsers._choices_actions}
     lines = [
         "# Commands\n",
-        "`infembed VERB --help` prints this for one verb. Verbs with settings take `--config FILE` and `key=value`.\n",
+        "`infembed VERB --help` prints this for one verb. Verbs with settings take `--config FILE` and `key=value`; "
+        "`--print-config` prints all their settings instead.\n",
         "| verb | what it does | settings |",
         "|---|---|---|",
     ]

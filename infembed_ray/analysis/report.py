@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from infembed_ray.analysis.funnel import Funnel
 from infembed_ray.analysis.page import Summary, summarise
 from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.progress import say, track
 from infembed_ray.storage import Published, Step, resolve_input
 
@@ -44,25 +45,14 @@ def run(settings: AnalyzeSettings) -> Published:
     Raises:
         InputError: an input or the encoder cannot be read, or the output cannot be written.
     """
-    if settings.label in settings.compare:
-        raise InputError(f"compare.{settings.label}: is also the label of the records; choose another label")
-    path = resolve_input(settings.records, "records")
-    others, evaluations = _resolve("compare", settings.compare), _resolve("evaluations", settings.evaluations)
-    answers = {f"agreement.{n}": resolve_input(file, "agreement") for n, file in enumerate(settings.agreement)}
-    encoder_paths, encoder_names = _encoder_identity(settings)
-    paths = {"records": path, **others, **evaluations, **answers, **encoder_paths}
-    step = Step("analyze", settings, settings.output, paths, encoder_names)
+    files, step = prepare(settings)
     if done := step.finished():
         return done
 
-    found = inputs.read(path, "records")
-    raters = agreement.read(list(answers.values()), "agreement") if answers else {}
-    sets = [texts.from_records(settings.label, found.kept)]
-    for name, file in others.items():
-        sets.append(texts.read(name.removeprefix("compare."), file, name, settings.compare_columns))
+    found, raters, others, evaluations = read(settings, files)
+    sets = [texts.from_records(settings.label, found.kept), *others]
     contaminations: list[contamination.Contamination] = []
-    for name, file in evaluations.items():
-        theirs, label = contamination.read(file, name), name.removeprefix("evaluations.")
+    for label, theirs in evaluations.items():
         contaminations += contamination.contamination(label, theirs, sets[0].texts, settings.ngram)
     encoder = _encoder(settings)
     with step.publish() as staging:
@@ -80,8 +70,51 @@ def run(settings: AnalyzeSettings) -> Published:
     return step.published()
 
 
-def _resolve(setting: str, files: Mapping[str, str]) -> dict[str, Path]:
-    return {f"{setting}.{label}": resolve_input(file, f"{setting}.{label}") for label, file in files.items()}
+def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Path], Step]:
+    """Locate the files that the settings name, and identify the run.
+
+    Returns:
+        Name of the setting -> file; and the step.
+
+    Raises:
+        InputError: an input does not exist, two sets have the same label, or the output cannot be written.
+    """
+    named = {f"compare.{label}": (file, f"compare.{label}") for label, file in settings.compare.items()}
+    named |= {f"evaluations.{label}": (file, f"evaluations.{label}") for label, file in settings.evaluations.items()}
+    named |= {f"agreement.{n}": (file, "agreement") for n, file in enumerate(settings.agreement)}
+    named["records"] = (settings.records, "records")
+    _, (encoder_paths, encoder_names), *paths = check_all(
+        lambda: _check_labels(settings),
+        lambda: _encoder_identity(settings),
+        *(partial(resolve_input, file, setting) for file, setting in named.values()),
+    )
+    files = dict(zip(named, paths, strict=True))
+    return files, Step("analyze", settings, settings.output, {**files, **encoder_paths}, encoder_names)
+
+
+def read(settings: AnalyzeSettings, files: Mapping[str, Path]) -> tuple[inputs.RecordSet, Any, list[TextSet], Any]:
+    """Read all inputs: the records, the answers of raters, the sets to compare with, and label -> evaluation set.
+
+    Raises:
+        InputError: one cannot be read, or has other columns.
+    """
+    answers = [file for name, file in files.items() if name.startswith("agreement.")]
+    others = {name: file for name, file in files.items() if name.startswith("compare.")}
+    evaluations = {name: file for name, file in files.items() if name.startswith("evaluations.")}
+    columns = settings.compare_columns
+    found, raters, *sets = check_all(
+        lambda: inputs.read(files["records"], "records"),
+        lambda: agreement.read(answers, "agreement") if answers else {},
+        *(partial(texts.read, n.removeprefix("compare."), file, n, columns) for n, file in others.items()),
+        *(partial(contamination.read, file, name) for name, file in evaluations.items()),
+    )
+    labels = [name.removeprefix("evaluations.") for name in evaluations]
+    return found, raters, sets[: len(others)], dict(zip(labels, sets[len(others) :], strict=True))
+
+
+def _check_labels(settings: AnalyzeSettings) -> None:
+    if settings.label in settings.compare:
+        raise InputError(f"compare.{settings.label}: is also the label of the records; choose another label")
 
 
 def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Path], dict[str, str]]:

@@ -35,7 +35,7 @@ from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 
 MTEB = "mteb"
@@ -63,7 +63,8 @@ def run(settings: EvaluateSettings) -> storage.Published:
     if done := step.finished():
         return done
     queries, passages = inputs.size
-    say(f"evaluate: {len(inputs.models)} models, {len(inputs.tasks)} tasks, {queries} queries, {passages} passages")
+    sizes = counted(queries, "query", "queries"), counted(passages, "passage")
+    say("evaluate: " + ", ".join((counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task"), *sizes)))
     connect()
     with step.publish() as staging:
         with Rankings(staging.path) as rankings:

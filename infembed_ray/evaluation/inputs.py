@@ -6,13 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from infembed_ray import records, storage
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers import baselines
@@ -90,10 +90,9 @@ def resolve(settings: EvaluateSettings) -> Inputs:
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
-    models = _models(settings)
-    store = storage.local_path(settings.embeddings or f"{settings.output}/{EMBEDDINGS}", "embeddings")
-    storage.require_writable(store, "embeddings")
-    data, tasks = _tasks(settings)
+    models, store, (data, tasks) = check_all(
+        lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings)
+    )
     for number, task in enumerate(tasks):
         file = share(task.corpus, store / "corpora")
         tasks[number] = replace(task, corpus=shared(file), corpus_file=file)
@@ -111,24 +110,30 @@ def content_hash(task: Task) -> str:
     return digest([json.dumps(content, sort_keys=True)])
 
 
+def store_of(settings: EvaluateSettings) -> Path:
+    """Return the directory of embeddings and scores; InputError if it cannot be written."""
+    store = storage.local_path(settings.embeddings or f"{settings.output}/{EMBEDDINGS}", "embeddings")
+    storage.require_writable(store, "embeddings")
+    return store
+
+
 def _models(settings: EvaluateSettings) -> list[Model]:
     if not settings.models:
         raise InputError("models is empty: set models.base=<checkpoint directory, hub name or name of a baseline>")
-    found = []
-    for position, (label, model) in enumerate(settings.models.items()):
-        retriever = baselines.resolve(label, model, settings.template)
-        paths, names = baselines.inputs(retriever, f"models.{label}")
-        prefix = f"models.{label} ({position})"
-        found.append(
-            Model(
-                label,
-                # Actors have other working directories, and `latest` may point elsewhere while they work.
-                retriever.model_copy(update={part: str(path) for part, path in paths.items()}),
-                {f"{prefix}.{part}": path for part, path in paths.items()},
-                {f"{prefix}.{part}": name for part, name in names.items()},
-            )
-        )
-    return found
+    return check_all(*(partial(_model, settings, n, label) for n, label in enumerate(settings.models)))
+
+
+def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
+    retriever = baselines.resolve(label, settings.models[label], settings.template)
+    paths, names = baselines.inputs(retriever, f"models.{label}")
+    prefix = f"models.{label} ({position})"
+    return Model(
+        label,
+        # Actors have other working directories, and `latest` may point elsewhere while they work.
+        retriever.model_copy(update={part: str(path) for part, path in paths.items()}),
+        {f"{prefix}.{part}": path for part, path in paths.items()},
+        {f"{prefix}.{part}": name for part, name in names.items()},
+    )
 
 
 def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Path], list[Task]]:

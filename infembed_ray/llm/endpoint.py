@@ -8,10 +8,12 @@ import os
 import re
 import socket
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import aiohttp
@@ -26,6 +28,8 @@ MOST_TOKENS = 10**8
 """Token counts above this are taken for errors: no model reads or writes that many."""
 OPENAI = "https://api.openai.com/"
 
+_PROBE_S = 10.0
+"""Time for an endpoint to list its models."""
 _RETRYABLE = {408, 409, 425}  # besides 429 and every 5xx
 _MAYBE_PAID = {408, 502, 504, 520, 524}  # time-outs and gateway errors: the model behind may have answered
 
@@ -150,6 +154,40 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
     if key is None:
         return {}
     return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
+
+
+def list_models(endpoint: Endpoint) -> set[str] | None:
+    """Ask an endpoint for the names of its models: one GET request, which costs nothing.
+
+    Returns:
+        The names; None if it answers without such a list.
+
+    Raises:
+        RunFailure: its key is not set or is refused, or it cannot be reached.
+    """
+    base = endpoint.base_url.rstrip("/")
+    url = (
+        f"{base}/models" if endpoint.api_version is None else f"{base}/openai/models?api-version={endpoint.api_version}"
+    )
+    headers = authorization(endpoint)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_PROBE_S) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            setting = f"endpoint.api_key_env={endpoint.api_key_env}"
+            raise RunFailure(f"{setting}: {base} refuses its key (HTTP {error.code}); set a valid one") from error
+        return None
+    except (OSError, HTTPException, ValueError) as error:
+        why = one_line(getattr(error, "reason", error))
+        raise RunFailure(
+            f"endpoint.base_url={base}: cannot be reached ({why}); start it, or correct the URL"
+        ) from error
+    try:
+        names = {str(model["id"]) for model in json.loads(body)["data"]}
+    except (ValueError, LookupError, TypeError):
+        return None
+    return names if endpoint.api_version is None else None  # Azure lists models, but requests name deployments
 
 
 def missing_key_hint(endpoint: Endpoint) -> str:

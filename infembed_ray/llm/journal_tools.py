@@ -18,7 +18,7 @@ from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion
 from infembed_ray.llm.journal import decode, new_segment, segments
-from infembed_ray.progress import say
+from infembed_ray.progress import counted, say
 from infembed_ray.storage import local_path
 
 MERGED_AT_ONCE = 500
@@ -196,18 +196,24 @@ def _verify(journal: Path) -> int:
 
 
 def _print(found: JournalStats) -> int:
-    say(f"{found.entries} entries, {found.size} bytes in {found.segments} segments")
+    say(f"{counted(found.entries, 'entry', 'entries')}, {found.size} bytes in {counted(found.segments, 'segment')}")
     for model, calls in found.calls.most_common():
         tokens = f"{found.prompt_tokens[model]} prompt + {found.completion_tokens[model]} completion tokens"
-        say(f"  {model}: {calls} completions, {tokens}")
-    say(f"{found.duplicates} duplicates, {found.torn} torn tails, {len(found.damaged)} damaged lines")
+        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
+    say(_faults(found))
     return 0
+
+
+def _faults(found: JournalStats) -> str:
+    damaged = counted(len(found.damaged), "damaged line")
+    return f"{counted(found.duplicates, 'duplicate')}, {counted(found.torn, 'torn tail')}, {damaged}"
 
 
 def _compact(directory: Path) -> int:
     found = compact(directory)
-    say(f"merged {found.segments} segments: {found.entries} entries stay, {found.size} bytes before")
-    say(f"left out {found.duplicates} duplicates, {found.torn} torn tails, {len(found.damaged)} damaged lines")
+    left = counted(found.entries, "entry", "entries")
+    say(f"merged {counted(found.segments, 'segment')}: {left} left, {found.size} bytes before")
+    say(f"left out {_faults(found)}")
     return 0
 
 
@@ -217,14 +223,16 @@ def _export(journal: Path, file: Path) -> int:
     if file.suffix != ".jsonl":
         raise InputError(f"FILE={file}: replay takes .jsonl files; name it {file.with_suffix('.jsonl').name}")
     found = export(journal, file)
-    say(f"{file}: {found.entries} entries; use it as replay=[{file}]")
+    say(f"{file}: {counted(found.entries, 'entry', 'entries')}; use it as replay=[{file}]")
     return 0
 
 
 def _import(directory: Path, file: Path) -> int:
     found, new = import_entries(directory, file)
     damaged = len(found.damaged) + found.torn
-    say(f"{directory}: {new} new of {found.entries} entries; {damaged} damaged lines left out")
+    say(
+        f"{directory}: {new} new of {counted(found.entries, 'entry', 'entries')}; {counted(damaged, 'damaged line')} left out"
+    )
     return 0
 
 

@@ -26,7 +26,7 @@ from infembed_ray.config.training import Interaction, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode
 from infembed_ray.object_store import is_uri
-from infembed_ray.storage import MANIFEST, fingerprint_files, resolve, resolve_input
+from infembed_ray.storage import MANIFEST, STATES, fingerprint_files, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"
@@ -77,6 +77,7 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
         for tower in _towers(str(path)):
             folder = path / tower
             if not (folder / "config.json").is_file():
+                _require_finished(path, f"{setting}={model}")
                 raise InputError(f"{setting}={model}: no config.json in this directory; give a model directory")
             if not any(folder.glob("*.safetensors")):
                 raise InputError(
@@ -92,6 +93,15 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
         )
     _require_loadable(model, f"{setting}={model}", revision)
     return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
+
+
+def _require_finished(path: Path, setting: str) -> None:
+    """Raise InputError if a directory without a model is, or holds, what an unfinished training left."""
+    output = path.parent if path.suffix == ".partial" else path
+    if any((partial / STATES).is_dir() for partial in output.glob(".*.partial")):
+        raise InputError(
+            f"{setting}: an unfinished training; run the same `infembed train ... output={output}` again, which resumes it"
+        )
 
 
 def _require_whole(weights: Path, setting: str) -> None:

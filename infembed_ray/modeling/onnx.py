@@ -33,8 +33,7 @@ def run(settings: ExportSettings) -> Published:
     Raises:
         InputError: no such model, the model is not an encoder, or onnx is not installed.
     """
-    found = checkpoint.locate(settings.model, "model")
-    step = Step("export", settings, settings.output, found.inputs, found.names, uris=True)
+    found, step = prepare(settings)
     if done := step.finished():
         return done
     encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions)
@@ -50,6 +49,16 @@ def run(settings: ExportSettings) -> Published:
         staging.facts = {"encoder": encoder.fingerprint(), "text": vars(encoder.text)}
         say(f"export: {', '.join(f'{name}.onnx' for name in sides)}, {encoder.dimension} dimensions")
     return step.published()
+
+
+def prepare(settings: ExportSettings) -> tuple[checkpoint.Located, Step]:
+    """Locate the model, and identify the run.
+
+    Raises:
+        InputError: no such model, or the output cannot be written.
+    """
+    found = checkpoint.locate(settings.model, "model")
+    return found, Step("export", settings, settings.output, found.inputs, found.names, uris=True)
 
 
 def require_exportable(encoder: InstructionEncoder, model: str) -> None:

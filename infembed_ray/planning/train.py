@@ -204,12 +204,12 @@ def _option(
 ) -> TrainOption:
     config = deepspeed_config.deepspeed_config(settings)
     checkpointing = settings.activation_checkpointing
-    memory = step_memory(
-        weights, activations(work, kept, checkpointing), cluster.gpus, config, backward_passes(work, settings)
+    memory = _with_framework(
+        step_memory(
+            weights, activations(work, kept, checkpointing), cluster.gpus, config, backward_passes(work, settings)
+        )
     )
-    framework = cost.assumed("framework_gib") * GIB + cost.assumed("fragmentation") * memory.total
-    memory = replace(memory, framework=framework)
-    start = start_memory(weights, framework)
+    start = start_memory(weights, memory.framework)
     host = host_memory(weights, cluster.gpus, cluster.gpus_per_node, config, cost.assumed("host_process_gib") * GIB)
     needs = (
         ("a GPU at a step's peak", memory.total, cluster.memory),
@@ -232,6 +232,28 @@ def _option(
             work, weights, cluster, config, settings.grad_cache_tokens is not None, checkpointing
         ),
     )
+
+
+def peak_memory(settings: TrainSettings, encoder: InstructionEncoder) -> Memory:
+    """Memory of one worker at the peak of a step, with the settings' own layout, workers and device.
+
+    Args:
+        settings: with existing records.
+        encoder: of these settings, on the meta device.
+    """
+    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    gpu = settings.gpus_per_worker > 0
+    planned = PlanTrainSettings.from_mapping(settings.model_dump())
+    work = workload(planned, encoder, settings.workers, torch.device("cuda" if gpu else "cpu"), dtype)
+    held = activations(work, saved(encoder, dtype), settings.activation_checkpointing)
+    config, passes = deepspeed_config.deepspeed_config(settings), backward_passes(work, settings)
+    memory = step_memory(weights_of(encoder, settings), held, settings.workers, config, passes)
+    return _with_framework(memory) if gpu else memory
+
+
+def _with_framework(memory: Memory) -> Memory:
+    """Add what a GPU holds besides the tensors."""
+    return replace(memory, framework=cost.assumed("framework_gib") * GIB + cost.assumed("fragmentation") * memory.total)
 
 
 def _measured_mfu(settings: PlanTrainSettings) -> tuple[float | None, Literal["assumed", "given", "measured"]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infembed_ray.progress import say
+from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.storage import local_path, resolve
@@ -47,5 +47,5 @@ def _verify(directory: str) -> None:
     root = resolve(local_path(directory, "index"))
     facts = IndexFacts.read(root)
     log = change_log(root, facts)
-    say(f"index verify: {root}: whole, {size} bytes in {len(facts.shards)} shards")
-    say(f"index verify: {log.directory}: whole, {log.last() - facts.folded} segments of changes since")
+    say(f"index verify: {root}: whole, {size} bytes in {counted(len(facts.shards), 'shard')}")
+    say(f"index verify: {log.directory}: whole, {counted(log.last() - facts.folded, 'segment')} of changes since")

@@ -83,7 +83,7 @@ def partition(
         seen: set[str] = set()
         for number, file in enumerate(files):
             place = 0
-            for place, row in enumerate(_rows(file, columns, metadata, seen), start=1):
+            for place, row in enumerate(rows(file, columns, metadata, seen), start=1):
                 spooled.append(shard_of(row[0], shards), (*row, number, place))
                 if place % _PROGRESS_ROWS == 0:
                     advance(_PROGRESS_ROWS)
@@ -143,7 +143,7 @@ class _Spool:
                 durable.sync(written)
 
 
-def _rows(
+def rows(
     file: Path, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield (id, text, *metadata) of each row; adds the column names of the file to `seen`."""

@@ -22,19 +22,19 @@ from ray.exceptions import RayTaskError
 from infembed_ray import records
 from infembed_ray.config.retrieval import CompactSettings, FieldType, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.build import choose_build, encode_chunk, output_errors, partition_corpus, write_shard
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.corpus import BadRow, require_columns, sort_shard, spool_file
+from infembed_ray.retrieval.corpus import BadRow, sort_shard, spool_file
 from infembed_ray.retrieval.faiss_import import faiss
-from infembed_ray.retrieval.index import FORMAT, IndexFacts, finished, warn_of_changes
+from infembed_ray.retrieval.index import IndexFacts, finished, warn_of_changes
+from infembed_ray.retrieval.preflight import check_model, prepare
 from infembed_ray.retrieval.shards import PASSAGES_FILE, Build, ShardFacts, clear_finished
 from infembed_ray.retrieval.work_directory import Chunk, WorkDirectory, work_directory
-from infembed_ray.storage import Published, Step, read_manifest, resolve_input
+from infembed_ray.storage import Published, read_manifest
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -47,14 +47,12 @@ def run(settings: IndexSettings) -> Published:
         InputError: corpus, model, index type or output cannot be used; an embedding is not finite; no type fits the
             memory or reaches the recall floor; or the disk is full. Nothing is published then.
     """
-    require_columns(settings.columns, settings.metadata)
-    corpus = resolve_input(settings.corpus, "corpus")
-    model = locate(settings.model, "model")
-    names = {**model.names, "format": str(FORMAT)}
-    step = Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
+    corpus, model, step = prepare(settings)
     if done := finished(step):
         return done
-    encoder = _check(step, settings, model.path)
+    warn_of_changes(step)
+    encoder = check_model(settings, model)
+    _require_gpu_faiss("index", settings.gpus_per_shard)
     with output_errors(settings.output), work_directory(step, settings) as work:
         sizes = partition_corpus(corpus, settings, work)
         build = choose_build(settings, sizes, encoder.dimension)
@@ -63,26 +61,17 @@ def run(settings: IndexSettings) -> Published:
         chunks = [chunk for shard, size in enumerate(sizes) for chunk in work.chunks(shard, size, sum(sizes))]
         with step.publish() as staging:
             root = staging.path.resolve()  # actors and tasks have other working directories
-            say(f"index: {sum(sizes)} passages, {settings.shards} shards of {build.factory}, {model.path}")
-            _encode(chunks, work, model.path, settings)
+            what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}"
+            say(f"index: {what}, {model}")
+            _encode(chunks, work, model, settings)
             shards = _write_shards(chunks, work, root, encoder.dimension, build, settings)
-            facts = IndexFacts.of_build(encoder, model.path, settings, shards, step.identity)
+            facts = IndexFacts.of_build(encoder, model, settings, shards, step.identity)
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
         shutil.rmtree(work.root)
     return step.published()
-
-
-def _check(step: Step, settings: IndexSettings, model: str) -> InstructionEncoder:
-    """Check model, index type and GPUs before any work; returns the encoder without its weights."""
-    warn_of_changes(step)
-    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
-    if settings.factory is not None:
-        factory.new(settings.factory, encoder.dimension)
-    _require_gpu_faiss("index", settings.gpus_per_shard)
-    return encoder
 
 
 def _require_gpu_faiss(verb: str, gpus: float) -> None:
@@ -275,7 +264,8 @@ def compact(settings: CompactSettings) -> Published:
     work.begin()
     with output_errors(str(step.root)), step.publish() as staging:
         root = staging.path.resolve()
-        say(f"index compact: {work.version} and {work.changes} segments of changes, {len(work.facts.shards)} shards")
+        changes = counted(work.changes, "segment")
+        say(f"index compact: {work.version} and {changes} of changes, {counted(len(work.facts.shards), 'shard')}")
         connect()
         task = _compact_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
         threads, gpu = max(1, int(settings.cpus_per_shard)), settings.gpus_per_shard > 0

@@ -18,7 +18,7 @@ import numpy as np
 
 from infembed_ray.config.retrieval import FieldType, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.progress import say
+from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.corpus import require_columns
 from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge, verify
@@ -310,7 +310,7 @@ def warn_of_changes(step: Step) -> None:
         segments = change_log(current, facts).last()
         if segments and facts.lineage != step.identity:
             say(
-                f"index: {current.name} has {segments} segments of changes made through the API; this build has only the "
+                f"index: {current.name} has {counted(segments, 'segment')} of changes made through the API; this build has only the "
                 "corpus (`infembed index compact` keeps the changes)"
             )
 

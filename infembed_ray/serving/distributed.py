@@ -27,7 +27,7 @@ from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.object_store import scratch
-from infembed_ray.progress import say
+from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval.updates.live_shard import ShardQuery
 from infembed_ray.serving import startup
@@ -70,13 +70,12 @@ def run(settings: ServeSettings) -> None:
         plan.write_config(Path(settings.config_file))
         say(f"serve: wrote {settings.config_file}; start it with: serve deploy {settings.config_file}")
         return
-    served = _served_fingerprint(plan.url)
+    served = served_fingerprint(plan.url)
     if served == plan.release.fingerprint:
         say(f"serve: nothing to do: same index and settings, already served at {plan.url}")
         return
     upgrades = served is not None and not on_a_cluster()
-    if not (settings.wait or upgrades or on_a_cluster()):
-        raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
+    require_cluster(settings, upgrades)
     _deploy(plan)
     say(plan.startup_message())
     if upgrades:
@@ -115,7 +114,7 @@ def stop() -> None:
 
 def _stop_if_current(plan: Plan) -> None:
     """Stop what this plan deployed, unless another command has replaced it."""
-    if _served_fingerprint(plan.url) in (plan.release.fingerprint, None):
+    if served_fingerprint(plan.url) in (plan.release.fingerprint, None):
         stop()
 
 
@@ -128,7 +127,9 @@ def _deploy(plan: Plan) -> None:
     require_resources(plan)
     _start_serve(plan)
     previous = _current_release()
-    say(f"serve: starting {len(plan.release.shards)} shards, encoder {plan.release.card.id} and the HTTP API")
+    say(
+        f"serve: starting {counted(len(plan.release.shards), 'shard')}, encoder {plan.release.card.id} and the HTTP API"
+    )
     missing = {plan.release.encoder, plan.release.index} - _running_applications()
     try:
         _start_applications(plan, missing)
@@ -202,6 +203,12 @@ def _free_haproxy_ports() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------- checks
 
 
+def require_cluster(settings: ServeSettings, upgrades: bool) -> None:
+    """InputError if the API has to outlive this command, and there is no cluster on which it can."""
+    if not (settings.wait or upgrades or on_a_cluster()):
+        raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
+
+
 def require_resources(plan: Plan) -> None:
     """InputError if the cluster cannot hold all replicas and will not grow: they would wait for resources for ever."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -214,7 +221,7 @@ def require_resources(plan: Plan) -> None:
         setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
         if each > largest or total > sum(held) + 1e-6:
             raise InputError(
-                f"{setting}: {replicas} replicas of it; all replicas together need {total:g} {resource}, the cluster has "
+                f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
                 f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
             )
 
@@ -241,7 +248,7 @@ def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
 def _connect(plan: Plan) -> None:
     """Connect to the cluster; InputError unless the API can listen at its address or replaces an API there."""
     port = plan.settings.port
-    replaces = _served_fingerprint(plan.url) is not None
+    replaces = served_fingerprint(plan.url) is not None
     if on_a_cluster():
         connect()
     elif replaces:
@@ -388,7 +395,7 @@ def _wait_until_switched(plan: Plan) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     in_a_row = 0
     while in_a_row < 2 * plan.settings.ingress_replicas:
-        if _served_fingerprint(plan.url, "/readyz") == plan.release.fingerprint:
+        if served_fingerprint(plan.url, "/readyz") == plan.release.fingerprint:
             in_a_row += 1
             continue
         in_a_row = 0
@@ -407,7 +414,7 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
             say(f"serve: deleted {name}")
 
 
-def _served_fingerprint(url: str, path: str = "/healthz") -> str | None:
+def served_fingerprint(url: str, path: str = "/healthz") -> str | None:
     """Return the fingerprint of the API at a URL of this machine; None if there is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxy
     try:

@@ -24,7 +24,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.evaluation.results import Results
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.storage import Published
 from infembed_ray.sweeps import table
@@ -52,7 +52,7 @@ def run(settings: SweepSettings) -> Published:
         return done
     connect()
     with step.publish() as staging:
-        say(f"sweep: {len(planned)} trials, {_at_once(settings, planned)} at once")
+        say(f"sweep: {counted(len(planned), 'trial')}, {_at_once(settings, planned)} at once")
         outcomes, found = _run_trials(settings, planned, staging.path)
         markdown = table.as_markdown(outcomes)
         (staging.path / TABLE).write_text(markdown, encoding="utf-8")

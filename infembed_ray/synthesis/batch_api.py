@@ -31,7 +31,7 @@ from infembed_ray.llm.client import replaying
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import USD, worst_case
-from infembed_ray.progress import say
+from infembed_ray.progress import counted, say
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.batch_files import Batch, read_answers, upload_line
 from infembed_ray.synthesis.pipeline import synthesize
@@ -193,7 +193,7 @@ class _BatchRunner:
             batch.save(file_id=await self._upload(batch))
             batch.save(stage="submitting", submitted=time.time())
             await self._submit(batch, doubtful=False)
-            say(f"synthesize: batch {batch.batch_id}: {batch.requests} requests submitted")
+            say(f"synthesize: batch {batch.batch_id}: {counted(batch.requests, 'request')} submitted")
         elif batch.stage == "submitting":
             await self._submit(batch, doubtful=True)
         await self._collect(batch, await self._wait(batch))

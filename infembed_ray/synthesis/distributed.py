@@ -40,13 +40,11 @@ from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats, resour
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Staging, Step, resolve_input
-from infembed_ray.synthesis import templates
+from infembed_ray.storage import Published, Staging
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.pipeline import Outcome, Spend, synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, check, resolve
-from infembed_ray.synthesis.sources import Source
+from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve, wait_for_writers
 
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
@@ -83,16 +81,13 @@ def run(settings: SynthesizeSettings) -> Published:
             that refuse the key, the model or all requests of a step or cannot be reached, a used-up budget, or no record
             that is kept.
     """
-    seeds = Source(settings)
-    table = prices.load(settings.prices)
-    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
-    if settings.prices is not None:
-        named["prices"] = resolve_input(settings.prices, "prices")
-    step = Step("synthesize", settings, settings.output, named)
+    seeds, table, step = prepare(settings)
     if done := step.finished():
         return done
     job = resolve(settings, seeds, table, step.root)
     check(job)
+    if job.has_key:
+        wait_for_writers(job.journal)
     spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
     with step.publish() as staging:
         if job.in_batches:

@@ -12,7 +12,8 @@ from pathlib import Path
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.llm import prices
 from infembed_ray.llm.chat import RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying, run_in_thread
 from infembed_ray.llm.driver_watch import DRAIN_S
@@ -21,8 +22,8 @@ from infembed_ray.llm.journal import Journal, has_writer, segments
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import LEASE_S
 from infembed_ray.progress import say
-from infembed_ray.storage import local_path, require_writable, resolve_input
-from infembed_ray.synthesis import batch_files
+from infembed_ray.storage import Step, local_path, require_writable, resolve_input
+from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
@@ -45,8 +46,7 @@ class Job:
     @property
     def endpoints(self) -> dict[str, Endpoint]:
         """Name of the setting -> endpoint."""
-        others = {f"more_endpoints.{number}": each for number, each in enumerate(self.settings.more_endpoints)}
-        return {"endpoint": self.settings.endpoint, **others}
+        return endpoints(self.settings)
 
     @property
     def has_key(self) -> bool:
@@ -58,6 +58,19 @@ class Job:
     def in_batches(self) -> bool:
         """Whether the Batch API is asked first."""
         return self.settings.batches is not None and self.has_key
+
+
+def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
+    """Open the seeds and the prices, and identify the run.
+
+    Raises:
+        InputError: seeds or prices cannot be read, or the output cannot be written.
+    """
+    seeds, table = check_all(lambda: Source(settings), lambda: prices.load(settings.prices))
+    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
+    if settings.prices is not None:
+        named["prices"] = resolve_input(settings.prices, "prices")
+    return seeds, table, Step("synthesize", settings, settings.output, named)
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable, root: Path) -> Job:
@@ -85,13 +98,22 @@ def check(job: Job) -> None:
         InputError: settings that contradict one another; no key although some requests are in no journal; a journal that
             cannot be written; or batches of an earlier run that this run would pay for again.
     """
-    _check_settings(job)
-    _check_limits(job)
+    check_all(
+        lambda: check_settings(job.settings, job.table),
+        lambda: _check_distractors(job),
+        lambda: _check_journal(job),
+        lambda: _check_batches(job),
+    )
+
+
+def _check_journal(job: Job) -> None:
     if job.has_key:
         require_writable(job.journal, "journal")
-        _wait_for_writers(job.journal)
     else:
         require_all_journaled(job, Journal(job.journal, job.replay))
+
+
+def _check_batches(job: Job) -> None:
     if not job.in_batches and (waiting := batch_files.pending(job.journal / BATCHES)):
         raise InputError(
             f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
@@ -99,41 +121,64 @@ def check(job: Job) -> None:
         )
 
 
-def _check_settings(job: Job) -> None:
+def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
+    """Check what does not depend on the seeds.
+
+    Raises:
+        InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
+    """
+    check_all(lambda: _check_names(settings), lambda: _check_limits(settings, table))
+
+
+def _check_distractors(job: Job) -> None:
     settings, passages = job.settings, len(job.survey.pool)
     if passages <= settings.distractors:
         raise InputError(
             f"distractors={settings.distractors}: seeds={job.seeds.path} has only {passages} different passages to draw from; "
             f"set distractors={passages - 1} or give more seeds"
         )
-    for name, endpoint in job.endpoints.items():
-        if not endpoint.base_url.startswith(("http://", "https://")):
-            raise InputError(f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1")
-    for step in settings.steps:
-        if step not in STEPS:
-            raise InputError(f"steps.{step}: no such step: {nearest(step, STEPS)}")
 
 
-def _check_limits(job: Job) -> None:
+def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
+    """Return name of the setting -> endpoint."""
+    others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
+    return {"endpoint": settings.endpoint, **others}
+
+
+def _check_names(settings: SynthesizeSettings) -> None:
+    faults = [
+        f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
+        for name, endpoint in endpoints(settings).items()
+        if not endpoint.base_url.startswith(("http://", "https://"))
+    ]
+    faults += [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
+    if faults:
+        raise InputError(*faults)
+
+
+def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
     """A budget needs the price and the token limit of every model; tokens a minute need the token limit."""
-    settings, limits = job.settings, job.settings.limits
+    limits = settings.limits
     models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
     models |= {f"steps.{step}": model for step, model in settings.steps.items()}
-    for limit in ("budget_usd", "tokens_per_minute"):
-        for name, model in models.items():
-            if getattr(limits, limit) is not None and model.max_tokens is None:
-                raise InputError(
-                    f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
-                )
-    for name, model in models.items():
-        if limits.budget_usd is not None and job.table.price(model.model) is None:
-            raise InputError(
-                f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
-                "give its prices in a file and set prices=FILE"
-            )
+    faults = [
+        f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
+        for limit in ("budget_usd", "tokens_per_minute")
+        for name, model in models.items()
+        if getattr(limits, limit) is not None and model.max_tokens is None
+    ]
+    if limits.budget_usd is not None:
+        faults += [
+            f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
+            "give its prices in a file and set prices=FILE"
+            for name, model in models.items()
+            if table.price(model.model) is None
+        ]
+    if faults:
+        raise InputError(*faults)
 
 
-def _wait_for_writers(journal: Path) -> None:
+def wait_for_writers(journal: Path) -> None:
     """Wait for actors of a killed driver, which journal their answers in flight (module `driver_watch`)."""
     deadline = time.monotonic() + DRAIN_S + LEASE_S
     while any(map(has_writer, segments([journal]))):

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from infembed_ray import records as tables
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
-from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.storage import STATES, Published, Step, fingerprint, resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.backbone import load_encoder
@@ -74,20 +74,15 @@ def run(settings: TrainSettings) -> Published:
 
 def _run(settings: TrainSettings, fit: Fit) -> Published:
     """Resolve the input, check it, train, and publish."""
-    _check_settings(settings)
-    inputs = _resolve(settings)
-    step = Step("train", settings, settings.output, inputs.files, inputs.names, uris=True)
+    inputs, step = prepare(settings)
     if finished := step.finished():
         return finished
-    encoder = _check_model(inputs.settings)
+    encoder = check_model(inputs.settings)
     with step.publish() as staging:
         output = {"output": staging.remote.uri} if staging.remote is not None else {}
         resolved = inputs.settings.model_copy(update=output)
-        rows = _dataset(settings, inputs.files["records"], encoder, staging.path / STATES / RECORDS)
-        sampler = Sampler.from_settings(settings, rows, encoder)
-        _check_joint_texts(settings, encoder, sampler)
+        rows, sampler, steps = lay_out(settings, inputs, encoder, staging.path / STATES)
         done = CheckpointManager(staging.path / STATES, resolved, sampler).require_resumable()
-        steps = -(-sampler.steps // settings.accumulation)
         deepspeed_config.write(settings, staging.path)
         _announce(settings, sampler, len(rows), steps)
         try:
@@ -104,7 +99,7 @@ def _run(settings: TrainSettings, fit: Fit) -> Published:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
     """What a run reads: files and hub names by setting, and the settings with resolved paths.
 
     The paths are absolute, because workers have other working directories.
@@ -115,23 +110,50 @@ class _Inputs:
     names: dict[str, str]
 
 
-def _resolve(settings: TrainSettings) -> _Inputs:
+def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
+    """Check the settings, locate everything that they name, and identify the run.
+
+    Raises:
+        InputError: settings do not fit each other, an input does not exist, or the output cannot be written.
+    """
+    _, inputs = check_all(lambda: _check_settings(settings), lambda: _resolve(settings))
+    return inputs, Step("train", settings, settings.output, inputs.files, inputs.names, uris=True)
+
+
+def _resolve(settings: TrainSettings) -> Inputs:
     """Locate everything that the settings name; InputError for what does not exist."""
-    files = {"records": resolve_input(settings.records, "records")}
-    model = locate(settings.model, "model")
-    found: dict[str, Any] = {"model": model.path}
-    files |= model.inputs
-    names = dict(model.names)
-    if settings.teacher is not None:
-        teacher = locate(settings.teacher, "teacher")
-        found["teacher"] = teacher.path
-        files |= teacher.inputs
-        names |= teacher.names
-    if settings.validation is not None:
-        held = held_out_files(settings.validation)
-        found["validation"] = settings.validation.model_copy(update={name: str(file) for name, file in held.items()})
+    validation = settings.validation
+    named = [("model", settings.model)] + ([("teacher", settings.teacher)] if settings.teacher is not None else [])
+    records, held, *models = check_all(
+        lambda: resolve_input(settings.records, "records"),
+        lambda: {} if validation is None else held_out_files(validation),
+        *(partial(locate, model, setting) for setting, model in named),
+    )
+    files = {"records": records}
+    names: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    for (setting, _), model in zip(named, models, strict=True):
+        found[setting] = model.path
+        files |= model.inputs
+        names |= model.names
+    if validation is not None:
+        found["validation"] = validation.model_copy(update={name: str(file) for name, file in held.items()})
         files |= {f"validation.{name}": file for name, file in held.items()}
-    return _Inputs(settings.model_copy(update=found), files, names)
+    return Inputs(settings.model_copy(update=found), files, names)
+
+
+def lay_out(
+    settings: TrainSettings, inputs: Inputs, encoder: InstructionEncoder, directory: Path
+) -> tuple[Dataset, Sampler, int]:
+    """Write the checked records to a directory; return them, the order of the data, and the number of steps.
+
+    Raises:
+        InputError: a record is invalid, or the records and the settings do not make steps.
+    """
+    rows = _dataset(settings, inputs.files["records"], encoder, directory / RECORDS)
+    sampler = Sampler.from_settings(settings, rows, encoder)
+    _check_joint_texts(settings, encoder, sampler)
+    return rows, sampler, -(-sampler.steps // settings.accumulation)
 
 
 def _dataset(settings: TrainSettings, path: Path, encoder: InstructionEncoder, file: Path) -> Dataset:
@@ -157,23 +179,37 @@ def _dataset(settings: TrainSettings, path: Path, encoder: InstructionEncoder, f
 
 def _check_settings(settings: TrainSettings) -> None:
     """Check that the settings fit each other; InputError otherwise."""
-    deepspeed_config.check(settings)
-    _check_processes(settings)
-    trackers.check(settings)
-    Objective.from_settings(settings)
+    checks = (
+        deepspeed_config.check,
+        _check_processes,
+        trackers.check,
+        Objective.from_settings,
+        _check_temperature,
+        _check_quantization,
+        _check_batches,
+        _check_kept,
+    )
+    check_all(*(partial(check, settings) for check in checks))
+
+
+def _check_temperature(settings: TrainSettings) -> None:
     low, high = TEMPERATURES
     if settings.temperature_learned and not low < settings.temperature < high:
         raise InputError(
             f"temperature={settings.temperature}: learned temperatures lie between {low} and {high}; set an initial value "
             "between them, or temperature_learned=false"
         )
+
+
+def _check_quantization(settings: TrainSettings) -> None:
     quantized = settings.lora is not None and settings.lora.quantized
     if quantized and (not settings.gpus_per_worker or settings.zero_stage == 3):
         raise InputError(
             "lora.quantized=true: needs gpus_per_worker=1 and zero_stage 0 to 2; or set lora.quantized=false"
         )
-    if settings.tokens_per_step is None:
-        _check_batches(settings)
+
+
+def _check_kept(settings: TrainSettings) -> None:
     if settings.keep_best and settings.validation is None:
         raise InputError(
             f"keep_best={settings.keep_best}: without validation no checkpoint has a score; set validation, or keep_best=0"
@@ -184,10 +220,11 @@ def _check_processes(settings: TrainSettings) -> None:
     """Check that there are as many processes as workers. Ray starts them; other launchers find them running."""
     if settings.launcher == "ray":
         return
-    started = int(os.environ.get("WORLD_SIZE", 1)) if settings.launcher == "torchrun" else 1
+    # `infembed check` runs without torchrun, so it cannot know the number of processes.
+    started = int(os.environ.get("WORLD_SIZE", settings.workers)) if settings.launcher == "torchrun" else 1
     if settings.workers != started:
         raise InputError(
-            f"workers={settings.workers}: launcher={settings.launcher} has {started} processes; set workers={started}"
+            f"workers={settings.workers}: launcher={settings.launcher} has {counted(started, 'process', 'processes')}; set workers={started}"
         )
     if settings.gpus_per_worker not in (0, 1):
         raise InputError(
@@ -197,6 +234,8 @@ def _check_processes(settings: TrainSettings) -> None:
 
 def _check_batches(settings: TrainSettings) -> None:
     """Check that the records of a step divide into micro-batches with a record for every worker."""
+    if settings.tokens_per_step is not None:
+        return
     per_batch, rest = divmod(settings.records_per_step, settings.accumulation)
     if rest:
         raise InputError(
@@ -211,7 +250,7 @@ def _check_batches(settings: TrainSettings) -> None:
         )
 
 
-def _check_model(settings: TrainSettings) -> InstructionEncoder:
+def check_model(settings: TrainSettings) -> InstructionEncoder:
     """Check the settings against the model, without weights; on a worker the check would cost a start."""
     encoder = load_encoder(settings, "meta")
     if settings.activation_checkpointing and not encoder.backbone.supports_gradient_checkpointing:
@@ -318,7 +357,8 @@ def _connect(settings: TrainSettings) -> None:
 
 
 def _announce(settings: TrainSettings, sampler: Sampler, records: int, steps: int) -> None:
-    say(f"train: {settings.objective}, {records} records, {steps} steps on {settings.workers} workers")
+    what = f"{counted(records, 'record')}, {counted(steps, 'step')} on {counted(settings.workers, 'worker')}"
+    say(f"train: {settings.objective}, {what}")
     if repeated := sampler.repeated:
         say(
             f"train: unique_texts: {repeated} of the {sampler.epoch_size} records of an epoch share a batch with a record "
@@ -371,7 +411,7 @@ def _report(directory: Path, settings: TrainSettings, records: int, steps: int) 
         say(f"train: warning: {report.REPORT} cannot be written ({in_one_line(error)})")
 
 
-def _describe(staging: Any, inputs: _Inputs, settings: TrainSettings, rows: Dataset) -> None:
+def _describe(staging: Any, inputs: Inputs, settings: TrainSettings, rows: Dataset) -> None:
     """Write the facts of the finished run into the manifest and the model card."""
     exported = json.loads((staging.path / EXPORTED).read_text(encoding="utf-8"))
     lines = read_metrics(staging.path)

@@ -54,7 +54,10 @@ def test_a_provenance_of_another_type_is_ignored(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"id": "a", "query_positive": "q"}', "column instruction_positive is missing"), ("", "has no rows")],
+    [
+        ('{"id": "a", "query_positive": "q"}', "columns instruction_positive, instruction_negative, .* are missing"),
+        ("", "has no rows"),
+    ],
 )
 def test_bad_records_are_refused(tmp_path, content, message):
     file = tmp_path / "records.jsonl"

@@ -112,7 +112,7 @@ def commands(code: str) -> list[list[str]]:
             words = shlex.split(line, comments=True)
         except ValueError:  # a quote that goes on in the next line: no command of ours has one
             continue
-        words = ["ended" if word in ("&&", "|") else word for word in words]
+        words = ["ended" if word in ("&&", "|", ">") else word for word in words]
         for position, word in enumerate(words):
             verb = re.fullmatch(r"jobs/(\w+)\.py", word)
             if (word == "infembed" and words[position - 1] not in ("cd",)) or verb:

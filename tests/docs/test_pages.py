@@ -12,6 +12,7 @@ import pytest
 from infembed_ray import cli
 from infembed_ray.config.base import Settings
 from infembed_ray.serving import schema
+from infembed_ray.settings_help import settings_classes
 from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]
@@ -30,6 +31,8 @@ def settings_of(parsed: Any) -> type[Settings] | None:
     """The settings class of a command."""
     if parsed.verb == "plan":
         return cli.PLANS[parsed.what].settings
+    if parsed.verb == "check":
+        return cli.VERBS[parsed.what].settings
     verb = (cli.VERBS | cli.MAINTENANCE).get(parsed.verb)
     return verb.settings if verb else None
 
@@ -48,7 +51,7 @@ def is_setting(name: str) -> bool:
 
 
 def _has(annotation: Any, names: list[str]) -> bool:
-    nested = hooks().settings_in(annotation)
+    nested = settings_classes(annotation)
     if not nested:  # a mapping of names that the user chooses
         return "dict" in str(annotation)
     return any(

@@ -256,10 +256,10 @@ def test_stats_count_calls_and_tokens_by_model(tmp_path: Path, capsys: pytest.Ca
         + b"torn"
     )
     text = said(capsys, 0, "stats", tmp_path)
-    assert f"3 entries, {segment.stat().st_size} bytes in 1 segments" in text
+    assert f"3 entries, {segment.stat().st_size} bytes in 1 segment" in text
     assert "large: 2 completions, 30 prompt + 3 completion tokens" in text
-    assert "small: 1 completions, 5 prompt + 5 completion tokens" in text
-    assert "1 duplicates, 1 torn tails, 1 damaged lines" in text
+    assert "small: 1 completion, 5 prompt + 5 completion tokens" in text
+    assert "1 duplicate, 1 torn tail, 1 damaged line" in text
 
 
 def test_verify_names_each_damaged_line_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,3 +142,12 @@ def test_the_error_names_a_tokenizer_of_another_model(tmp_path, minilm, backbone
         InputError, match=r"its tokenizer has \d+ tokens but the model embeds \d+: it is another model's"
     ):
         InstructionEncoder.from_pretrained(str(tmp_path), device="meta")
+
+
+@pytest.mark.parametrize("given", ["", ".0123456789ab.partial"])
+def test_the_error_names_an_unfinished_training_and_the_command_that_finishes_it(tmp_path, given):
+    (tmp_path / ".0123456789ab.partial" / "states").mkdir(parents=True)
+    (tmp_path / ".0123456789ab.lock").touch()
+    message = rf"unfinished training; run the same `infembed train \.\.\. output={tmp_path}` again"
+    with pytest.raises(InputError, match=message):
+        locate(str(tmp_path / given), "models.ours")

@@ -30,7 +30,7 @@ def test_versions_are_listed_used_and_verified_from_the_command_line(
     assert resolve(output) == first
     assert str(first) in capsys.readouterr().out
     assert main(["index", "verify", str(output)]) == 0
-    assert "1 segments of changes since" in capsys.readouterr().out
+    assert "1 segment of changes since" in capsys.readouterr().out
     assert main(["index", "use", str(output), "none"]) == 2
     assert "infembed index use: version=none: no such version" in capsys.readouterr().err
 

@@ -281,7 +281,7 @@ def test_on_a_cluster_faiss_is_checked_by_a_worker_with_a_gpu() -> None:
     program = """
 import ray
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import distributed, work_directory
+from infembed_ray.retrieval import distributed
 
 def check():
     raise InputError(f"checked with GPUs {ray.get_gpu_ids()}")

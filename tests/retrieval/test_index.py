@@ -249,4 +249,4 @@ def test_a_build_warns_of_changes_it_will_not_have(tmp_path: Path, capsys: pytes
     index = Index.open(first)
     ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append([Delete("p1")])
     warn_of_changes(step)
-    assert "index: v1 has 1 segments of changes made through the API" in capsys.readouterr().out
+    assert "index: v1 has 1 segment of changes made through the API" in capsys.readouterr().out

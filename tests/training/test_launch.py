@@ -139,7 +139,7 @@ def test_torchrun_stops_all_processes_with_one_error_line(settings, tmp_path):
     ("change", "message"),
     [
         ({"launcher": "torchrun"}, "launcher=torchrun: torchrun did not start this process"),
-        ({"workers": 2}, "workers=2: launcher=process has 1 processes; set workers=1"),
+        ({"workers": 2}, "workers=2: launcher=process has 1 process; set workers=1"),
         ({"gpus_per_worker": 0.5}, "gpus_per_worker=0.5: launcher=process supports whole GPUs"),
         ({"accumulation": 3}, "records_per_step=4: does not divide into accumulation=3"),
         (

@@ -20,7 +20,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.tasks.registry import TASKS, Entry, Source, expand
 from infembed_ray.evaluation.tasks.repository import CARD, FORMAT, MANIFEST, NOT_FETCHED, configs, manifest, matching
 from infembed_ray.object_store import scratch
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 
 Files = dict[str, dict[str, Any]]
 """File of a repository -> `size` and `sha256`, None where unknown."""
@@ -35,8 +35,10 @@ def run(action: str, directory: str, tasks: Sequence[str]) -> int:
     faults = verify(root, tasks)
     for fault in faults:
         say(f"data: {fault}")
-    counted = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    say(f"data: {counted} in {root}" + ("; `infembed data fetch` replaces missing and damaged files" if faults else ""))
+    say(
+        f"data: {counted(len(faults), 'fault')} in {root}"
+        + ("; `infembed data fetch` replaces missing and damaged files" if faults else "")
+    )
     return 1 if faults else 0
 
 
@@ -151,7 +153,7 @@ def _fetch(root: Path, name: str, sources: Sequence[Source]) -> None:
     _record(root, name, info.sha, recorded)  # before the download: an incomplete corpus is then known as incomplete
     _download(root / name, name, info.sha, {file: listed[file] for file in needed})
     _record(root, name, info.sha, recorded)
-    say(f"data: {name}: {len(needed)} files at commit {info.sha}")
+    say(f"data: {name}: {counted(len(needed), 'file')} at commit {info.sha}")
 
 
 def _needed(root: Path, name: str, listed: Files, sources: Iterable[Source]) -> list[str]:

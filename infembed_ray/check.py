@@ -1,0 +1,327 @@
+"""`infembed check VERB`: what a run would do, and every mistake that can be found without Ray and without a paid request.
+
+Each function checks one verb with the functions that its run calls before it starts Ray, so check and run agree. It yields
+the plan line by line, and raises InputError with all mistakes that were found together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.base import Settings, nearest
+from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.training import ExportSettings, TrainSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.object_store import is_uri
+from infembed_ray.progress import counted
+from infembed_ray.storage import STATES, Step, local_path
+
+GIB = 2**30
+_STATE_BYTES = 12
+"""Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
+_WEIGHT_BYTES = 4
+_LISTED = 20
+"""Most models of an endpoint that an error may list."""
+
+
+def check(verb: str, settings: Settings, endpoint: bool) -> Iterator[str]:
+    """Yield the plan of a verb; leave no empty directory behind.
+
+    Args:
+        verb: one of `VERBS`.
+        endpoint: whether to ask the LLM endpoints for their models.
+
+    Raises:
+        InputError: mistakes were found, after the lines that could be made.
+    """
+    faults: list[str] = []
+    with _no_new_directories(settings):
+        checks: list[Callable[..., Iterator[str]]] = [VERBS[verb], *[_endpoints] * endpoint]
+        for lines in checks:
+            try:
+                yield from lines(settings)
+            except InputError as error:
+                faults += error.args
+    if faults:
+        raise InputError(*dict.fromkeys(faults))
+
+
+@contextlib.contextmanager
+def _no_new_directories(settings: Settings) -> Iterator[None]:
+    """Remove the empty directories that the block creates where the settings name outputs."""
+    outputs = [getattr(settings, name, None) for name in ("output", "embeddings", "journal")]
+    places = [local_path(path, "output") for path in outputs if path and not is_uri(path)]
+    places += [places[0] / name for name in ("journal", "embeddings")] if places else []
+    absent = {path for place in places for path in (place, *place.parents) if not path.exists()}
+    try:
+        yield
+    finally:
+        for path in sorted(absent, reverse=True):  # a directory sorts before what it holds
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _state(step: Step) -> Iterator[str]:
+    """Say where the output will be, and whether it exists."""
+    place = step.remote.base if step.remote else step.path
+    if done := step.found():
+        yield f"output {place}: finished on {done.manifest['created']}, so there is nothing to do"
+    elif step.partial.exists():
+        yield f"output {place}: an interrupted run is there, and this run resumes it"
+    else:
+        yield f"output {place}: new"
+
+
+def _require_space(step: Step, needed: float) -> str:
+    """Return how much disk a run needs; InputError if there is less."""
+    free = shutil.disk_usage(step.root).free
+    if needed > free:
+        raise InputError(
+            f"output={step.root}: the run needs about {_gib(needed)}, but {_gib(free)} are free there; free some, or "
+            "choose another disk"
+        )
+    return f"disk: about {_gib(needed)} at most, {_gib(free)} are free"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"
+
+
+# ------------------------------------------------------------------------------------------------------- synthesize
+
+
+def _endpoints(settings: SynthesizeSettings) -> Iterator[str]:
+    """Ask every endpoint for its models, and say which ones of the settings it lacks."""
+    from infembed_ray.llm.chat import RunFailure
+    from infembed_ray.llm.endpoint import list_models
+    from infembed_ray.synthesis.pipeline import STEPS, model_of
+    from infembed_ray.synthesis.preflight import endpoints
+
+    asked = dict(reversed([model_of(settings, step) for step in STEPS]))
+    faults = []
+    for name, endpoint in endpoints(settings).items():
+        try:
+            models = list_models(endpoint)
+        except RunFailure as failure:
+            faults.append(str(failure))
+            continue
+        if models is None:
+            yield f"{name} {endpoint.base_url} answers; it does not list its models"
+            continue
+        yield f"{name} {endpoint.base_url} answers, with {counted(len(models), 'model')}"
+        for setting, model in asked.items():
+            if model.model not in models:
+                hint = nearest(model.model, models) if len(models) <= _LISTED else "correct the name"
+                faults.append(f"{setting}.model={model.model}: {name} {endpoint.base_url} does not list it: {hint}")
+    if faults:
+        raise InputError(*faults)
+
+
+def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
+    from infembed_ray.llm import budget, prices
+    from infembed_ray.llm.chat import RunFailure
+    from infembed_ray.synthesis import preflight
+    from infembed_ray.synthesis.estimate import estimate
+
+    try:
+        seeds, table, step = preflight.prepare(settings)
+    except InputError as error:
+        check_all(partial(_raise, error), lambda: preflight.check_settings(settings, prices.load(settings.prices)))
+        raise
+    yield from _state(step)
+    if step.found():
+        return
+    job = preflight.resolve(settings, seeds, table, step.root)
+    yield f"seeds: {job.survey.seeds:,} of {seeds.path}" + (
+        f"; {sum(job.survey.left_out.values()):,} rows are left out" if job.survey.left_out else ""
+    )
+    try:
+        made = estimate(job)
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
+    if not made.calls:
+        yield "calls: none, the journals answer all of them"
+    else:
+        yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed"
+        answers = "answers without a bound" if made.answer_tokens is None else f"{made.answer_tokens:,.0f} of answers"
+        yield f"tokens: about {made.prompt_tokens:,.0f} of prompts, and at most {answers}" + (
+            ": set generator.max_tokens and judge.max_tokens" if made.answer_tokens is None else ""
+        )
+        if made.usd is not None:
+            yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
+        elif made.answer_tokens is not None:
+            yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
+    preflight.check(job)
+    if settings.limits.budget_usd is not None:
+        spent = budget.spent_usd(job.journal, table)
+        yield f"budget: {settings.limits.budget_usd:,.2f} USD, of which this journal has used {spent:,.2f}"
+
+
+def _raise(error: InputError) -> None:
+    raise error
+
+
+# ---------------------------------------------------------------------------------------------------------- analyze
+
+
+def _analyze(settings: AnalyzeSettings) -> Iterator[str]:
+    from infembed_ray.analysis import report
+
+    files, step = report.prepare(settings)
+    yield from _state(step)
+    if step.found():
+        return
+    found, _, others, evaluations = report.read(settings, files)
+    yield f"records: {len(found.kept):,} kept, {len(found.rejected):,} rejected, {len(found.dead_letter):,} dead letters"
+    if others or evaluations:
+        yield f"compared with {counted(len(others), 'other set')} and {counted(len(evaluations), 'evaluation set')}"
+
+
+# ------------------------------------------------------------------------------------------------- train and export
+
+
+def _train(settings: TrainSettings) -> Iterator[str]:
+    from infembed_ray.planning.train import peak_memory, weights_of
+    from infembed_ray.training import launch
+    from infembed_ray.training.checkpoints.manager import CheckpointManager
+
+    inputs, step = launch.prepare(settings)
+    yield from _state(step)
+    if step.found():
+        return
+    encoder = launch.check_model(inputs.settings)
+    with tempfile.TemporaryDirectory() as directory:
+        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
+        output = {"output": step.remote.uri} if step.remote else {}
+        resumed = inputs.settings.model_copy(update=output)
+        done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
+        yield f"records: {len(rows):,} of {inputs.files['records']}"
+        yield (
+            f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
+            f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
+        )
+    weights = weights_of(encoder, settings)
+    yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
+    memory = peak_memory(inputs.settings, encoder)
+    where = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
+    without = "" if settings.teacher is None else ", without the teacher"
+    yield f"memory: about {_gib(memory.total)} {where} at the peak of a step{without}"
+    states = settings.keep_last + settings.keep_best + 1
+    yield _require_space(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)
+
+
+def _export(settings: ExportSettings) -> Iterator[str]:
+    from infembed_ray.modeling import onnx
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+    found, step = onnx.prepare(settings)
+    yield from _state(step)
+    if step.found():
+        return
+    encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
+    onnx.require_exportable(encoder, settings.model)
+    parameters = sum(parameter.numel() for parameter in encoder.parameters())
+    yield f"graphs: {len(encoder.backbones)}, {encoder.dimension} dimensions"
+    yield _require_space(step, _WEIGHT_BYTES * parameters)
+
+
+# --------------------------------------------------------------------------------------------------------- evaluate
+
+
+def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
+    from infembed_ray.evaluation import inputs
+
+    with tempfile.TemporaryDirectory() as directory:  # for the copies of the corpora
+        found, _ = check_all(
+            lambda: inputs.resolve(settings.model_copy(update={"embeddings": directory})),
+            lambda: inputs.store_of(settings),
+        )
+        step = found.step(settings)
+        queries, passages = found.size
+    yield from _state(step)
+    if step.found():
+        return
+    for task in found.tasks:
+        yield f"task {task.name}: {counted(len(task.queries), 'query', 'queries')}"
+    for model in found.models:
+        yield f"model {model.label}: {getattr(model.retriever, 'model', model.retriever.kind)}"
+    pairs = f"{counted(len(found.tasks), 'task')} x {counted(len(found.models), 'model')}"
+    yield f"{pairs}: {queries:,} queries and {passages:,} passages per model"
+
+
+# ---------------------------------------------------------------------------------------------------------- index
+
+
+def _index(settings: IndexSettings) -> Iterator[str]:
+    from infembed_ray.planning.shard_estimate import estimate
+    from infembed_ray.records import data_files
+    from infembed_ray.retrieval import preflight
+    from infembed_ray.retrieval.build import choose_build
+
+    corpus, model, step = preflight.prepare(settings)
+    yield from _state(step)
+    if step.found():
+        return
+    (passages, more), encoder = check_all(
+        lambda: preflight.count_passages(corpus, settings), lambda: preflight.check_model(settings, model)
+    )
+    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    each = math.ceil(passages / settings.shards)
+    build = choose_build(settings, [each], encoder.dimension)
+    yield f"shards: {settings.shards} of {build.factory}, {each:,} passages each on average, {encoder.dimension} dimensions"
+    assert build.factory is not None  # it was chosen, or given
+    text = sum(file.stat().st_size for file in data_files(corpus, "corpus"))
+    shard = estimate(build.factory, encoder.dimension, each, -(-text // passages))
+    encoded = passages * encoder.dimension * _WEIGHT_BYTES
+    if not more:
+        yield _require_space(step, settings.shards * shard.disk + encoded + 2 * text)
+
+
+# ---------------------------------------------------------------------------------------------------------- serve
+
+
+def _serve(settings: ServeSettings) -> Iterator[str]:
+    from infembed_ray.ray_cluster import on_a_cluster
+    from infembed_ray.serving import distributed
+    from infembed_ray.serving.plan import Plan
+
+    plan = Plan.resolve(settings)
+    card, shards = plan.release.card, plan.release.shards
+    yield f"index {card.index_version}: {card.passages:,} passages in {counted(len(shards), 'shard')}, model {card.id}"
+    for resource in ("CPU", "GPU"):
+        needed = sum(replicas * each for kind, _, replicas, each in plan.reservations() if kind == resource)
+        if needed:
+            yield f"{resource}s: {needed:g} for all replicas together"
+    if settings.config_file is not None:
+        yield f"output {settings.config_file}: a config file for `serve deploy`; nothing would be started"
+        return
+    served = distributed.served_fingerprint(plan.url)
+    if served == plan.release.fingerprint:
+        yield f"API {plan.url}: serves this index with these settings, so there is nothing to do"
+    else:
+        distributed.require_cluster(settings, served is not None and not on_a_cluster())
+        if served is None:
+            distributed.require_free_port(settings.host, settings.port)
+        yield f"API {plan.url}: {'new' if served is None else 'another release is served, and this one replaces it'}"
+
+
+VERBS: dict[str, Callable[..., Iterator[str]]] = {
+    "synthesize": _synthesize,
+    "analyze": _analyze,
+    "train": _train,
+    "export": _export,
+    "evaluate": _evaluate,
+    "index": _index,
+    "serve": _serve,
+}
+"""Verb -> its check."""

@@ -1,0 +1,73 @@
+"""Checks of a build before it starts Ray: settings, corpus, model, index type and output."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from infembed_ray import records
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.modeling.checkpoint import locate
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.retrieval import factory
+from infembed_ray.retrieval.corpus import require_columns, rows
+from infembed_ray.retrieval.index import FORMAT
+from infembed_ray.storage import Step, resolve_input
+
+SAMPLE = 10_000
+"""Most passages of a file that `count_passages` reads."""
+
+
+def prepare(settings: IndexSettings) -> tuple[Path, str, Step]:
+    """Locate corpus and model, and identify the build.
+
+    Returns:
+        Corpus, directory or hub name of the model, and the step.
+
+    Raises:
+        InputError: one of them does not exist, a column cannot be, or the output cannot be written.
+    """
+    _, corpus, model = check_all(
+        lambda: require_columns(settings.columns, settings.metadata),
+        lambda: resolve_input(settings.corpus, "corpus"),
+        lambda: locate(settings.model, "model"),
+    )
+    names = {**model.names, "format": str(FORMAT)}
+    return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
+
+
+def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
+    """Check model and index type before any work; return the encoder without its weights."""
+    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    if settings.factory is not None:
+        factory.new(settings.factory, encoder.dimension)
+    return encoder
+
+
+def count_passages(corpus: Path, settings: IndexSettings) -> tuple[int, bool]:
+    """Count the passages of a corpus and check its first rows, without reading all of it.
+
+    Returns:
+        Number of passages; whether there may be more. Parquet files say their number and lines of JSONL files are counted; of
+        other files, `SAMPLE` rows are read.
+
+    Raises:
+        InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
+    """
+    total, more = 0, False
+    for file in records.data_files(corpus, "corpus"):
+        read = sum(1 for _ in islice(rows(file, settings.columns, settings.metadata, set()), SAMPLE))
+        if file.suffix == ".parquet":
+            read = pq.read_metadata(file).num_rows
+        elif file.suffix == ".jsonl":
+            with file.open("rb") as lines:
+                read = sum(1 for line in lines if line.strip())
+        else:
+            more = more or read == SAMPLE
+        total += read
+    if not total:
+        raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
+    return total, more

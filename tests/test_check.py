@@ -1,0 +1,225 @@
+"""`infembed check`: the plan, all mistakes at once, and nothing left behind. Ray never starts."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from infembed_ray import check, cli
+from infembed_ray.analysis import report
+from infembed_ray.cli import main
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.quickstart import sample
+from infembed_ray.records import columns_of
+from infembed_ray.storage import STATES
+from infembed_ray.training import launch
+from tests.modeling import backbones
+from tests.serving.indexes import publish_index
+from tests.support.files import write_jsonl
+from tests.support.ports import free_port
+from tests.support.stand_in_llm import stand_in
+from tests.synthesis.runs import ROWS
+from tests.training.test_collate import record
+
+SAMPLE = [f"seeds={sample.SEEDS}", "generator.model=bundled-sample", "judge.model=bundled-sample"]
+BOUNDED = ["generator={model: gpt-4o-mini, max_tokens: 1000}", "judge={model: o4-mini, max_tokens: 4000}"]
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Run a check; return its status, its lines and its errors. It must not start Ray or write anything."""
+
+    def run(*arguments: str) -> tuple[int, str, list[str]]:
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        status = main(["check", *arguments])
+        said = capsys.readouterr()
+        assert sorted(tmp_path.rglob("*")) == before
+        ray = sys.modules.get("ray")
+        assert ray is None or not ray.is_initialized()
+        return status, said.out, said.err.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbones.write("modernbert", tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory, backbone: str) -> list[str]:
+    rows = write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", (columns_of(record(n)) for n in range(33)))
+    return [f"records={rows}", f"model={backbone}", "records_per_step=8", "epochs=3", "workers=1", "launcher=process"]
+
+
+def test_the_command_line_knows_the_verbs_with_a_check() -> None:
+    assert tuple(check.VERBS) == cli.CHECKED
+
+
+def test_a_synthesis_that_journals_answer_needs_no_calls(shown, tmp_path: Path) -> None:
+    status, out, err = shown("synthesize", *SAMPLE, f"replay=[{sample.JOURNAL}]", f"output={tmp_path}/a/b/out")
+    assert (status, err) == (0, [])
+    assert "seeds: 144 of" in out
+    assert "calls: none" in out
+    assert "no mistakes found" in out
+
+
+def test_all_mistakes_of_a_synthesis_are_printed_with_its_price(shown, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    seeds = write_jsonl(tmp_path / "seeds.jsonl", ROWS)
+    wrong = ["distractors=64", "steps.judge_positiv.model=o3", "endpoint.base_url=localhost"]
+    status, out, err = shown("synthesize", f"seeds={seeds}", f"output={tmp_path}/out", "distractors=4", *BOUNDED)
+    assert status == 2
+    assert "calls: 512 at most" in out
+    assert "USD at most" in out
+    assert len(err) == 1
+    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in err[0]
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    status, out, err = shown("synthesize", f"seeds={seeds}", f"output={tmp_path}/out", *wrong[1:], "prices=/nope.yaml")
+    assert status == 2
+    assert any("prices=/nope.yaml" in line for line in err)
+    status, out, err = shown(
+        "synthesize", f"seeds={seeds}", f"output={tmp_path}/out", wrong[0], "limits.tokens_per_minute=5", wrong[2]
+    )
+    assert status == 2
+    assert [line.split()[2].split("=")[0] for line in err] == [
+        "endpoint.base_url", "limits.tokens_per_minute", "limits.tokens_per_minute", "distractors",
+    ]  # fmt: skip
+
+
+def test_the_endpoint_is_asked_only_on_request(shown, tmp_path: Path) -> None:
+    seeds = write_jsonl(tmp_path / "seeds.jsonl", ROWS)
+    command = ["synthesize", f"seeds={seeds}", f"output={tmp_path}/out", *BOUNDED, "endpoint.api_key_env=null"]
+    unreachable = f"endpoint.base_url=http://127.0.0.1:{free_port()}/v1"
+    assert shown(*command, unreachable)[0] == 0
+    status, _, err = shown(*command, unreachable, "--endpoint")
+    assert status == 2
+    assert "cannot be reached (" in err[0]
+    with stand_in() as server:
+        status, out, err = shown(*command, f"endpoint.base_url={server.url}", "--endpoint")
+        assert not server.log()
+    assert (status, err) == (0, [])
+    assert f"endpoint {server.url} answers" in out
+
+
+def test_a_training_shows_steps_memory_and_disk(shown, training: list[str], tmp_path: Path) -> None:
+    status, out, err = shown("train", *training, f"output={tmp_path}/out")
+    assert (status, err) == (0, [])
+    assert "records: 33 of" in out
+    assert "steps: 5 per epoch, 15 in 3 epochs, on 1 worker\n" in out
+    assert "memory: about" in out
+    assert "disk: about" in out
+    _, step = launch.prepare(TrainSettings.load(None, [*training, f"output={tmp_path}/out"]))
+    assert f"output {step.path}: new" in out
+    step.partial.joinpath(STATES).mkdir(parents=True)
+    assert "this run resumes it" in shown("train", *training, f"output={tmp_path}/out")[1]
+
+
+def test_check_and_run_report_the_same_mistakes(shown, training: list[str], tmp_path: Path) -> None:
+    """Settings that do not fit each other, records and a model that cannot be read."""
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{**columns_of(record(0)), "query_positive": " "}])
+    for wrong in (
+        ["objective=multi{X}", "accumulation=3", "records_per_step=8", "temperature_learned=true", "temperature=7"],
+        [f"records={bad}"],
+        ["workers=2"],
+        ["matryoshka=[4096]"],
+        ["mixture={nowhere: 1}"],
+    ):
+        given = [*training, f"output={tmp_path}/out", *wrong]
+        status, _, err = shown("train", *given)
+        assert status == 2
+        with pytest.raises(InputError) as error:
+            launch.run(TrainSettings.load(None, given))
+        assert err == [f"infembed check: {fault}" for fault in error.value.args]
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert (
+        len(shown("train", *training, f"output={tmp_path}/out", "objective=x", "accumulation=3", "keep_best=1")[2]) == 3
+    )
+
+
+def test_missing_files_and_bad_settings_are_reported_together(shown, tmp_path: Path) -> None:
+    status, out, err = shown("train", "records=/nope", "model=./nope", f"output={tmp_path}/out", "keep_best=2")
+    assert status == 2
+    assert not out
+    assert [line.removeprefix("infembed check: ").split(":")[0] for line in err] == [
+        "records=/nope", "model=./nope", "keep_best=2",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_is_found_before_a_training(shown, training: list[str], tmp_path: Path, monkeypatch) -> None:
+    free = check.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(check.shutil, "disk_usage", lambda _: free)
+    status, _, err = shown("train", *training, f"output={tmp_path}/out")
+    assert status == 2
+    assert f"output={tmp_path}/out: the run needs about" in err[0]
+
+
+def test_a_finished_run_has_nothing_to_do(shown, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
+    given = [f"records={rows}", f"output={tmp_path}/out"]
+    status, out, _ = shown("analyze", *given)
+    assert status == 0
+    assert "records: 3 kept" in out
+    published = report.run(AnalyzeSettings.load(None, given))
+    (tmp_path / "out" / "latest").write_text("another\n")
+    status, out, _ = shown("analyze", *given)
+    assert f"output {published.path}: finished on" in out
+    assert "nothing to do" in out
+    assert (tmp_path / "out" / "latest").read_text() == "another\n"
+
+
+def test_an_evaluation_shows_tasks_and_models(shown, training: list[str], backbone: str, tmp_path: Path) -> None:
+    given = [training[0], f"models.base={backbone}", "models.words=bm25", f"output={tmp_path}/out"]
+    status, out, err = shown("evaluate", *given)
+    assert (status, err) == (0, [])
+    assert "1 task x 2 models" in out
+    status, _, err = shown("evaluate", *given, "models.none=./nope", "tasks=[folowir]")
+    assert status == 2
+    assert ["models.none=./nope" in err[0], "folowir" in err[1]] == [True, True]
+
+
+def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", ({"id": str(n), "text": f"passage {n}"} for n in range(40)))
+    given = [f"corpus={corpus}", f"model={backbone}", f"output={tmp_path}/out", "shards=2"]
+    status, out, err = shown("index", *given)
+    assert (status, err) == (0, [])
+    assert "passages: 40 of" in out
+    assert "shards: 2 of " in out
+    status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
+    assert status == 2
+    assert ["column body is missing" in err[0], "factory=Nothing" in err[1]] == [True, True]
+
+
+def test_an_export_is_checked_without_weights(shown, backbone: str, tmp_path: Path) -> None:
+    status, out, _ = shown("export", f"model={backbone}", f"output={tmp_path}/out")
+    assert status == 0
+    assert "graphs: 1, 32 dimensions" in out
+
+
+@pytest.mark.integration
+def test_serving_shows_the_index_and_checks_the_port(shown, minilm: str, tmp_path: Path) -> None:
+    index = publish_index(tmp_path, minilm, {"a": "one", "b": "two", "c": "three"})
+    port = free_port()
+    status, out, err = shown("serve", f"index={index}", f"port={port}", "api_keys_env=null")
+    assert (status, err) == (0, [])
+    assert "3 passages in 2 shards" in out
+    assert f"API http://127.0.0.1:{port}: new" in out
+
+
+def test_dry_run_is_the_same_as_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = [*SAMPLE, f"replay=[{sample.JOURNAL}]", f"output={tmp_path}/out"]
+    assert main(["check", "synthesize", *given]) == 0
+    checked = capsys.readouterr()
+    assert main(["synthesize", "--dry-run", *given]) == 0
+    assert capsys.readouterr() == checked
+
+
+def test_a_check_of_a_config_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "train", "records=/nope", "model=m", "output=o", "--print-config"]) == 0
+    assert "records: /nope\n" in capsys.readouterr().out
