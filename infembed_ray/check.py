@@ -71,26 +71,32 @@ def _no_new_directories(settings: Settings) -> Iterator[None]:
                 path.rmdir()
 
 
-def _state(step: Step) -> Iterator[str]:
-    """Say where the output will be, and whether it exists."""
+def _state(step: Step, *reused: Path) -> Iterator[str]:
+    """Say where the output will be, and whether it exists.
+
+    Args:
+        reused: what an interrupted run leaves besides `step.partial`.
+    """
     place = step.remote.base if step.remote else step.path
     if done := step.found():
         yield f"output {place}: finished on {done.manifest['created']}, so there is nothing to do"
-    elif step.partial.exists():
+    elif any(place.exists() for place in (step.partial, *reused)):
         yield f"output {place}: an interrupted run is there, and this run resumes it"
     else:
         yield f"output {place}: new"
 
 
-def _require_space(step: Step, needed: float) -> str:
-    """Return how much disk a run needs; InputError if there is less."""
+def _require_space(step: Step, needed: float, *reused: Path) -> str:
+    """Return how much disk a run needs besides what an interrupted one left; InputError if there is less."""
+    left = (file for place in (step.partial, *reused) for file in place.rglob("*") if file.is_file())
+    more = max(0.0, needed - sum(file.stat().st_size for file in left))
     free = shutil.disk_usage(step.root).free
-    if needed > free:
+    if more > free:
         raise InputError(
-            f"output={step.root}: the run needs about {_gib(needed)}, but {_gib(free)} are free there; free some, or "
+            f"output={step.root}: the run needs about {_gib(more)}, but {_gib(free)} are free there; free some, or "
             "choose another disk"
         )
-    return f"disk: about {_gib(needed)} at most, {_gib(free)} are free"
+    return f"disk: about {_gib(more)} at most, {_gib(free)} are free"
 
 
 def _gib(size: float) -> str:
@@ -111,7 +117,7 @@ def _endpoints(settings: SynthesizeSettings) -> Iterator[str]:
     faults = []
     for name, endpoint in endpoints(settings).items():
         try:
-            models = list_models(endpoint)
+            models = list_models(endpoint, name)
         except RunFailure as failure:
             faults.append(str(failure))
             continue
@@ -120,7 +126,7 @@ def _endpoints(settings: SynthesizeSettings) -> Iterator[str]:
             continue
         yield f"{name} {endpoint.base_url} answers, with {counted(len(models), 'model')}"
         for setting, model in asked.items():
-            if model.model not in models:
+            if not models & {model.model, f"{model.model}:latest"}:  # Ollama answers without its tag, too
                 hint = nearest(model.model, models) if len(models) <= _LISTED else "correct the name"
                 faults.append(f"{setting}.model={model.model}: {name} {endpoint.base_url} does not list it: {hint}")
     if faults:
@@ -149,10 +155,11 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
         made = estimate(job)
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
+    sample = "" if made.rehearsed == made.seeds else f" (estimated from {made.rehearsed:,} of the seeds)"
     if not made.calls:
-        yield "calls: none, the journals answer all of them"
+        yield f"calls: none, the journals answer all of them{sample}"
     else:
-        yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed"
+        yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
         answers = "answers without a bound" if made.answer_tokens is None else f"{made.answer_tokens:,.0f} of answers"
         yield f"tokens: about {made.prompt_tokens:,.0f} of prompts, and at most {answers}" + (
             ": set generator.max_tokens and judge.max_tokens" if made.answer_tokens is None else ""
@@ -200,7 +207,7 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     if step.found():
         return
     encoder = launch.check_model(inputs.settings)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=step.root) as directory:  # a copy of the records, as the run makes it
         rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
         output = {"output": step.remote.uri} if step.remote else {}
         resumed = inputs.settings.model_copy(update=output)
@@ -210,9 +217,9 @@ def _train(settings: TrainSettings) -> Iterator[str]:
             f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
         )
+        memory = peak_memory(inputs.settings, encoder, rows)
     weights = weights_of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
-    memory = peak_memory(inputs.settings, encoder)
     where = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
     without = "" if settings.teacher is None else ", without the teacher"
     yield f"memory: about {_gib(memory.total)} {where} at the peak of a step{without}"
@@ -264,14 +271,19 @@ def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
 
 def _index(settings: IndexSettings) -> Iterator[str]:
     from infembed_ray.planning.shard_estimate import estimate
+    from infembed_ray.ray_cluster import on_a_cluster
     from infembed_ray.records import data_files
-    from infembed_ray.retrieval import preflight
+    from infembed_ray.retrieval import factory, preflight
     from infembed_ray.retrieval.build import choose_build
+    from infembed_ray.retrieval.work_directory import work_root
 
     corpus, model, step = preflight.prepare(settings)
-    yield from _state(step)
+    work = work_root(step, settings)
+    yield from _state(step, work)
     if step.found():
         return
+    if settings.gpus_per_shard and not on_a_cluster():
+        factory.require_gpu_faiss()
     (passages, more), encoder = check_all(
         lambda: preflight.count_passages(corpus, settings), lambda: preflight.check_model(settings, model)
     )
@@ -284,7 +296,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     shard = estimate(build.factory, encoder.dimension, each, -(-text // passages))
     encoded = passages * encoder.dimension * _WEIGHT_BYTES
     if not more:
-        yield _require_space(step, settings.shards * shard.disk + encoded + 2 * text)
+        yield _require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
 
 
 # ---------------------------------------------------------------------------------------------------------- serve

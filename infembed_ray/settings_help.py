@@ -69,9 +69,21 @@ def as_yaml(settings: Settings) -> str:
 
 def as_schema(settings: type[Settings], verb: str) -> str:
     """Write the JSON Schema of a verb's YAML file; required settings may also be given on the command line."""
-    schema = settings.model_json_schema()
-    schema.pop("required", None)
+    schema = _without_required(settings.model_json_schema())
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": verb}, indent=2)
+
+
+def _without_required(schema: Any) -> Any:
+    """Drop `required` at all levels, and allow a value to fit several forms: a retriever's mapping also fits a baseline's."""
+    if isinstance(schema, list):
+        return [_without_required(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        "anyOf" if key == "oneOf" else key: _without_required(value)
+        for key, value in schema.items()
+        if not (key == "required" and isinstance(value, list))
+    }
 
 
 def names(settings: type[Settings], prefix: str = "") -> Iterator[str]:

@@ -17,6 +17,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.quickstart import sample
 from infembed_ray.records import columns_of
 from infembed_ray.storage import STATES
+from infembed_ray.synthesis import estimate
 from infembed_ray.training import launch
 from tests.modeling import backbones
 from tests.serving.indexes import publish_index
@@ -68,6 +69,12 @@ def test_a_synthesis_that_journals_answer_needs_no_calls(shown, tmp_path: Path) 
     assert "seeds: 144 of" in out
     assert "calls: none" in out
     assert "no mistakes found" in out
+
+
+def test_a_sample_of_the_seeds_is_said_to_be_one(shown, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(estimate, "SAMPLE", 50)
+    out = shown("synthesize", *SAMPLE, f"replay=[{sample.JOURNAL}]", f"output={tmp_path}/out")[1]
+    assert "calls: none, the journals answer all of them (estimated from 48 of the seeds)" in out
 
 
 def test_all_mistakes_of_a_synthesis_are_printed_with_its_price(shown, tmp_path: Path, monkeypatch) -> None:
@@ -160,6 +167,15 @@ def test_a_full_disk_is_found_before_a_training(shown, training: list[str], tmp_
     assert f"output={tmp_path}/out: the run needs about" in err[0]
 
 
+def test_what_an_interrupted_run_wrote_needs_no_more_disk(shown, training: list[str], tmp_path: Path) -> None:
+    given = [*training, f"output={tmp_path}/out"]
+    _, step = launch.prepare(TrainSettings.load(None, given))
+    step.partial.joinpath(STATES).mkdir(parents=True)
+    with step.partial.joinpath("model.safetensors").open("wb") as file:
+        file.truncate(2**40)  # more than the run needs, without using the disk
+    assert "disk: about 0.00 GiB at most" in shown("train", *given)[1]
+
+
 def test_a_finished_run_has_nothing_to_do(shown, tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
     given = [f"records={rows}", f"output={tmp_path}/out"]
@@ -191,6 +207,7 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     assert (status, err) == (0, [])
     assert "passages: 40 of" in out
     assert "shards: 2 of " in out
+    assert "metadata.yeer: no row of" in shown("index", *given, "metadata.yeer=integer")[2][0]
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2
     assert ["column body is missing" in err[0], "factory=Nothing" in err[1]] == [True, True]

@@ -32,6 +32,17 @@ def test_a_printed_config_gives_the_same_settings(
     assert set(yaml.safe_load(printed.read_text())) == set(settings.model_fields)
 
 
+def test_the_schema_of_an_evaluation_accepts_every_form_of_a_retriever(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "evaluate"]) == 0
+    models = {
+        "name": "bm25",
+        "encoder": {"model": "runs/train"},
+        "kind": {"kind": "bm25"},
+        "over": {"baseline": "bm25"},
+    }
+    jsonschema.validate({"models": models}, json.loads(capsys.readouterr().out))
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_schema_accepts_the_job_files_and_rejects_unknown_keys(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", verb]) == 0

@@ -156,8 +156,11 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
 
 
-def list_models(endpoint: Endpoint) -> set[str] | None:
+def list_models(endpoint: Endpoint, name: str = "endpoint") -> set[str] | None:
     """Ask an endpoint for the names of its models: one GET request, which costs nothing.
+
+    Args:
+        name: setting with the endpoint, for error messages.
 
     Returns:
         The names; None if it answers without such a list.
@@ -175,19 +178,19 @@ def list_models(endpoint: Endpoint) -> set[str] | None:
             body = response.read()
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            setting = f"endpoint.api_key_env={endpoint.api_key_env}"
+            setting = f"{name}.api_key_env={endpoint.api_key_env}"
             raise RunFailure(f"{setting}: {base} refuses its key (HTTP {error.code}); set a valid one") from error
         return None
     except (OSError, HTTPException, ValueError) as error:
         why = one_line(getattr(error, "reason", error))
-        raise RunFailure(
-            f"endpoint.base_url={base}: cannot be reached ({why}); start it, or correct the URL"
-        ) from error
+        raise RunFailure(f"{name}.base_url={base}: cannot be reached ({why}); start it, or correct the URL") from error
     try:
         names = {str(model["id"]) for model in json.loads(body)["data"]}
     except (ValueError, LookupError, TypeError):
         return None
-    return names if endpoint.api_version is None else None  # Azure lists models, but requests name deployments
+    if endpoint.api_version is not None:
+        return None  # Azure lists models, but requests name deployments
+    return names or None
 
 
 def missing_key_hint(endpoint: Endpoint) -> str:

@@ -66,6 +66,7 @@ class InstructionEncoder(nn.Module):
         self.text = text
         self.dimensions = dimensions
         self.source: str | None = None
+        self._loaded = 0
         self._pad_id = int(tokenizer.pad_token_id)
         self._packs = all(enable_packing(b) for b in self.backbones)
         self._first_position = first_position(backbone)
@@ -125,12 +126,22 @@ class InstructionEncoder(nn.Module):
         second = backbones[1] if len(backbones) > 1 else None
         encoder = cls(backbones[0], tokenizer, mode, text, second, cross_attention, dimensions)
         encoder.source = path
-        return encoder.to(device)
+        encoder.to(device)
+        encoder._loaded = encoder._count_writes()
+        return encoder
 
     @property
     def dimension(self) -> int:
         """Number of components of an embedding."""
         return self.dimensions or int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def changed(self) -> bool:
+        """Whether parameters were changed in place since they were loaded from `source`, for example by an optimizer."""
+        return self._count_writes() != self._loaded
+
+    def _count_writes(self) -> int:
+        return sum(parameter._version for parameter in self.parameters() if not parameter.is_inference())
 
     @property
     def causal(self) -> bool:
@@ -381,11 +392,12 @@ class InstructionEncoder(nn.Module):
         lengths = np.outer(np.linalg.norm(first, axis=1), np.linalg.norm(second, axis=1))
         return (first @ second.T) / np.maximum(lengths, np.finfo(np.float32).tiny)
 
-    def save_pretrained(self, path: Path) -> None:
+    def save_pretrained(self, path: str | Path) -> None:
         """Write this encoder as a sentence-transformers directory.
 
         Adapters are merged into the weights of this encoder, and also written by themselves.
         """
+        path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         if adapters.has(self.backbones):
             adapters.save(self.backbones, path / checkpoint.ADAPTERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from infembed_ray.planning.cost import Cluster
 from infembed_ray.planning.tables import table
 from infembed_ray.planning.workload import Workload, workload
 from infembed_ray.progress import say
+from infembed_ray.records import Record
 from infembed_ray.storage import resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.observability.metrics import read_metrics
@@ -234,17 +235,17 @@ def _option(
     )
 
 
-def peak_memory(settings: TrainSettings, encoder: InstructionEncoder) -> Memory:
+def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[Record]) -> Memory:
     """Memory of one worker at the peak of a step, with the settings' own layout, workers and device.
 
     Args:
-        settings: with existing records.
         encoder: of these settings, on the meta device.
+        records: of these settings.
     """
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
     gpu = settings.gpus_per_worker > 0
     planned = PlanTrainSettings.from_mapping(settings.model_dump())
-    work = workload(planned, encoder, settings.workers, torch.device("cuda" if gpu else "cpu"), dtype)
+    work = workload(planned, encoder, settings.workers, torch.device("cuda" if gpu else "cpu"), dtype, records)
     held = activations(work, saved(encoder, dtype), settings.activation_checkpointing)
     config, passes = deepspeed_config.deepspeed_config(settings), backward_passes(work, settings)
     memory = step_memory(weights_of(encoder, settings), held, settings.workers, config, passes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import get_args
@@ -71,7 +72,12 @@ class Workload:
 
 
 def workload(
-    settings: PlanTrainSettings, encoder: InstructionEncoder, workers: int, device: torch.device, dtype: torch.dtype
+    settings: PlanTrainSettings,
+    encoder: InstructionEncoder,
+    workers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    own: Sequence[Record] | None = None,
 ) -> Workload:
     """Count the first worker's share of some steps.
 
@@ -80,23 +86,16 @@ def workload(
         encoder: on the meta device.
         workers: that share a batch.
         device, dtype: of the run; they decide whether texts are packed.
+        own: the records of the run; None: those that the settings name, if they exist.
 
     Raises:
         InputError: a batch has fewer records than there are workers.
     """
-    own = _existing_records(settings)
+    own = _existing_records(settings) if own is None else own
     number = settings.mix.records if own is None else len(own)
     records = _synthetic(settings, _SYNTHETIC) if own is None else own
-    per_step = settings.records_per_step
-    if settings.tokens_per_step is not None:
-        per_step = max(1, round(settings.tokens_per_step / fmean(token_counts(encoder, records[:256]))))
-    asked = -(-per_step // settings.accumulation)
-    per_batch = min(asked, number)  # as the sampler does
-    if per_batch < workers:
-        raise InputError(
-            f"records_per_step={settings.records_per_step}: {per_batch} records a batch leave some of the {workers} "
-            "GPUs without any; set more, or fewer nodes"
-        )
+    per_step = _records_per_step(settings, encoder, records)
+    per_batch = _records_per_batch(settings, per_step, number, workers)
     if own is None and 2 * per_batch > len(records):
         records = _synthetic(settings, 2 * per_batch)
     encoder.train()
@@ -128,12 +127,12 @@ def workload(
         flops=settings.accumulation * flops,
         steps=settings.epochs * -(-number // per_step),
         records=per_batch,
-        whole_epoch=per_batch < asked,
+        whole_epoch=per_batch * settings.accumulation < per_step,
     )
 
 
 def _batches(
-    settings: PlanTrainSettings, encoder: InstructionEncoder, records: list[Record], size: int, workers: int
+    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[Record], size: int, workers: int
 ) -> Iterator[Batch]:
     """Yield the first worker's share of `_SAMPLES` batches."""
     objective = Objective.from_settings(settings)
@@ -154,6 +153,22 @@ def _batches(
 def _tokens(layout: Layout) -> int:
     """Tokens of a layout; a shared prefix counts once."""
     return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
+
+
+def _records_per_step(settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[Record]) -> int:
+    if settings.tokens_per_step is None:
+        return settings.records_per_step
+    return max(1, round(settings.tokens_per_step / fmean(token_counts(encoder, list(islice(records, 256))))))
+
+
+def _records_per_batch(settings: PlanTrainSettings, per_step: int, number: int, workers: int) -> int:
+    per_batch = min(-(-per_step // settings.accumulation), number)  # as the sampler does
+    if per_batch < workers:
+        raise InputError(
+            f"records_per_step={settings.records_per_step}: {per_batch} records a batch leave some of the {workers} "
+            "GPUs without any; set more, or fewer nodes"
+        )
+    return per_batch
 
 
 def _existing_records(settings: PlanTrainSettings) -> list[Record] | None:

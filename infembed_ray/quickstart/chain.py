@@ -173,16 +173,17 @@ def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
 
 
 def _report(path: Path, outputs: Outputs, rankings: dict[str, list[Ranking]]) -> Path:
+    details = {
+        "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
+        "training": outputs.checkpoint.path / TRAINING_REPORT,
+        "evaluation": outputs.results.path / REPORT_FILE,
+    }
     return write_report(
         path,
         funnel=outputs.records.manifest["counts"],
         results=results.read(outputs.results.path),
         rankings=rankings,
-        details={
-            "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
-            "training": outputs.checkpoint.path / TRAINING_REPORT,
-            "evaluation": outputs.results.path / REPORT_FILE,
-        },
+        details={name: file for name, file in details.items() if file.is_file()},  # older versions wrote fewer
     )
 
 

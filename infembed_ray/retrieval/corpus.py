@@ -90,14 +90,21 @@ def partition(
             advance(place % _PROGRESS_ROWS)
         if not sum(spooled.rows):
             raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
-        for name in metadata:
-            theirs = columns.get(name, name)
-            if theirs not in seen:
-                raise InputError(
-                    f"metadata.{name}: no row of corpus={corpus} has a column {theirs}: {nearest(theirs, sorted(seen))}; "
-                    f"set columns.{name}=<its name>, or drop it"
-                )
+        require_metadata(corpus, columns, metadata, seen)
         return spooled.rows
+
+
+def require_metadata(
+    corpus: Path, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+) -> None:
+    """InputError if a metadata column is in no row; `seen` has the columns of all rows."""
+    for name in metadata:
+        theirs = columns.get(name, name)
+        if theirs not in seen:
+            raise InputError(
+                f"metadata.{name}: no row of corpus={corpus} has a column {theirs}: {nearest(theirs, sorted(seen))}; "
+                f"set columns.{name}=<its name>, or drop it"
+            )
 
 
 def spool_file(spool: Path, shard: int) -> Path:

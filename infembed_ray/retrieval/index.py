@@ -186,8 +186,11 @@ class Index:
             InputError: the corpus, the settings or the directory cannot be used, or recall is below the floor. Nothing is
                 published then.
         """
-        if encoder.source is None:
-            raise InputError("encoder: has no files; save it, and load it with InstructionEncoder.from_pretrained")
+        if encoder.source is None or encoder.changed:
+            raise InputError(
+                "encoder: its weights are in no file; save it with save_pretrained, and load that directory with "
+                "InstructionEncoder.from_pretrained"
+            )
         model = str(Path(encoder.source).resolve()) if Path(encoder.source).is_dir() else encoder.source
         given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}

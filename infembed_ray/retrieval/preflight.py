@@ -13,7 +13,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.corpus import require_columns, rows
+from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
 from infembed_ray.storage import Step, resolve_input
 
@@ -57,12 +57,14 @@ def count_passages(corpus: Path, settings: IndexSettings) -> tuple[int, bool]:
     Raises:
         InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
     """
-    total, more = 0, False
+    total, more, unread = 0, False, False
+    seen: set[str] = set()
     for file in records.data_files(corpus, "corpus"):
-        read = sum(1 for _ in islice(rows(file, settings.columns, settings.metadata, set()), SAMPLE))
+        read = sum(1 for _ in islice(rows(file, settings.columns, settings.metadata, seen), SAMPLE))
         if file.suffix == ".parquet":
             read = pq.read_metadata(file).num_rows
         elif file.suffix == ".jsonl":
+            unread = unread or read == SAMPLE  # only here, a later row can have other columns
             with file.open("rb") as lines:
                 read = sum(1 for line in lines if line.strip())
         else:
@@ -70,4 +72,6 @@ def count_passages(corpus: Path, settings: IndexSettings) -> tuple[int, bool]:
         total += read
     if not total:
         raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
+    if not unread:
+        require_metadata(corpus, settings.columns, settings.metadata, seen)
     return total, more

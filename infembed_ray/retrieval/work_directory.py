@@ -84,13 +84,8 @@ class WorkDirectory:
         return [chunk for chunk in chunks if chunk.shard not in joined and chunk.file not in encoded]
 
 
-@contextlib.contextmanager
-def work_directory(step: Step, settings: IndexSettings) -> Iterator[WorkDirectory]:
-    """Hold the work directory of these passages and vectors.
-
-    Raises:
-        InputError: another run holds it.
-    """
+def work_root(step: Step, settings: IndexSettings) -> Path:
+    """Return the work directory of these passages and vectors, which an interrupted build leaves."""
     decides = {
         "inputs": step.contents,
         "columns": settings.columns,
@@ -99,8 +94,18 @@ def work_directory(step: Step, settings: IndexSettings) -> Iterator[WorkDirector
         "dimensions": settings.dimensions,
     }
     name = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
-    root = step.root.resolve() / f".{name}.encoded"
+    return step.root.resolve() / f".{name}.encoded"
+
+
+@contextlib.contextmanager
+def work_directory(step: Step, settings: IndexSettings) -> Iterator[WorkDirectory]:
+    """Hold the work directory of these passages and vectors.
+
+    Raises:
+        InputError: another run holds it.
+    """
+    root = work_root(step, settings)
     busy = InputError(f"output={step.root}: another run encodes the same corpus; wait for it to end")
-    with durable.exclusive_lock(step.root / f".{name}.lock", busy=busy):
+    with durable.exclusive_lock(root.with_suffix(".lock"), busy=busy):
         root.mkdir(exist_ok=True)
         yield WorkDirectory(root)

@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -34,7 +35,7 @@ from infembed_ray.serving.arguments import (
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
-from infembed_ray.storage import MANIFEST, open_input, resolve_input
+from infembed_ray.storage import MANIFEST, open_input, read_manifest, resolve_input
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve's processes."""
@@ -73,7 +74,7 @@ class Plan:
         index.require_encoder(fingerprint)
         require_runnable(described, settings, found.path)
         card = schema.Model(
-            id=settings.model_name or _model_name(found.path),
+            id=settings.model_name or _model_name(settings.model or index.facts.model, found.path),
             created=int(time.time()),
             dimension=index.facts.dimension,
             encoder=fingerprint,
@@ -201,9 +202,10 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
     Raises:
         InputError: no such file, no rows or too many, or a row that is not a query and an instruction.
     """
-    rows = list(raw_rows(resolve_input(value, "suggestions"), "suggestions"))
-    if not 1 <= len(rows) <= schema.MAX_SUGGESTIONS:
-        raise InputError(f"suggestions={value}: has {len(rows)} rows; give 1 to {schema.MAX_SUGGESTIONS}")
+    most = schema.MAX_SUGGESTIONS
+    rows = list(islice(raw_rows(resolve_input(value, "suggestions"), "suggestions"), most + 1))
+    if not 1 <= len(rows) <= most:
+        raise InputError(f"suggestions={value}: has {f'more than {most}' if rows else 'no'} rows; give 1 to {most}")
     read = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -217,12 +219,18 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
     return read
 
 
-def _model_name(model: str) -> str:
-    """Return a hub name as it is, and a name for a directory: of a published output, whose own name is a digest, its parent's."""
-    path = Path(model)
-    if not path.is_absolute():
-        return model
-    return path.parent.name if (path / MANIFEST).is_file() else path.name
+def _model_name(given: str, path: str) -> str:
+    """Return a name for a model: a hub name as it is, else the last part of its URI or directory that is not its digest.
+
+    Args:
+        given: directory, URI or hub name of the settings or of the index.
+        path: where it is on this machine, or the hub name.
+    """
+    if not Path(path).is_absolute():
+        return path
+    place = PurePosixPath(given) if is_uri(given) else Path(path)
+    published = (Path(path) / MANIFEST).is_file() and read_manifest(Path(path), "model").get("identity") == place.name
+    return place.parent.name if published else place.name
 
 
 def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:

@@ -99,8 +99,10 @@ def trials(settings: SweepSettings) -> list[Trial]:
     if not settings.models:
         raise InputError("models is empty: set models.label=<directory or hub name>")
     for where, given in (("train", _GIVEN), ("evaluate", ("models", "output"))):
-        for name in sorted(getattr(settings, where).model_fields_set & set(given)):
-            raise InputError(f"{where}.{name}: is set by models, output and seeds of the sweep; leave it out")
+        part = getattr(settings, where)
+        for name in given:  # a printed config has all fields, these with their defaults
+            if getattr(part, name) != type(part).model_fields[name].get_default(call_default_factory=True):
+                raise InputError(f"{where}.{name}: is set by models, output and seeds of the sweep; leave it out")
     settings = _with_absolute_paths(settings)
     designs = {row: _design(settings, row, change) for row, change in rows(settings).items()}
     found: list[Trial] = []

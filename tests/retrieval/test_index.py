@@ -146,6 +146,27 @@ def encoder(minilm: str) -> Any:
 
 
 @pytest.mark.integration
+def test_an_encoder_whose_weights_changed_has_to_be_saved_first(minilm: str, tmp_path: Path) -> None:
+    import torch
+
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    encoder.train().eval().requires_grad_(False).half().float()
+    assert not encoder.changed
+    with torch.no_grad():
+        next(encoder.parameters()).add_(0.01)
+    with pytest.raises(InputError, match="encoder: its weights are in no file; save it with save_pretrained"):
+        Index.build(PASSAGES, encoder)
+    encoder.save_pretrained(str(tmp_path))
+    saved = InstructionEncoder.from_pretrained(str(tmp_path))
+    (hits,) = Index.build(PASSAGES, saved).search(encoder.encode_queries("coffee"), k=1)
+    assert hits[0].score == pytest.approx(
+        float((encoder.encode_passages(PASSAGES) @ encoder.encode_queries("coffee")).max())
+    )
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("shards", [1, 3])
 def test_an_index_of_texts_finds_what_brute_force_finds(encoder: Any, shards: int) -> None:
     index = Index.build(PASSAGES, encoder, shards=shards)
@@ -229,7 +250,7 @@ def test_a_corpus_or_vectors_that_do_not_fit_are_refused(encoder: Any, tmp_path:
     refuse("metadata.id: this name is reserved", PASSAGES, metadata={"id": "string"})
     refuse("shards=0: Input should be greater than or equal to 1", PASSAGES, shards=0)
     refuse("corpus=nowhere.jsonl: no such file", "nowhere.jsonl")
-    with pytest.raises(InputError, match=r"^encoder: has no files; save it"):
+    with pytest.raises(InputError, match=r"^encoder: its weights are in no file; save it"):
         Index.build(PASSAGES, type(encoder)(encoder.backbone, encoder.tokenizer, encoder.pooling, encoder.text))
     index = Index.build(PASSAGES, encoder)
     with pytest.raises(InputError, match=r"vectors: shape \(1, 3\), and the index has 384 dimensions"):

@@ -20,7 +20,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan, read_suggestions
+from infembed_ray.serving.plan import Plan, _model_name, read_suggestions
 from infembed_ray.storage import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
 from tests.support.ports import free_port
@@ -104,8 +104,8 @@ PAIR = {"query": "asthma", "instruction": "For clinicians."}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "has 0 rows; give 1 to 12"),
-        ([PAIR] * 13, "has 13 rows; give 1 to 12"),
+        ([], "has no rows; give 1 to 12"),
+        ([PAIR] * 13, "has more than 12 rows; give 1 to 12"),
         ([PAIR, {"query": "asthma"}], "row 2: instruction: Field required; give every row a query and an instruction"),
         ([PAIR | {"query": " "}], "row 1: query: must not be empty"),
         ([PAIR | {"instruction": None}], "row 1: instruction: Input should be a valid string"),
@@ -140,9 +140,26 @@ def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
 ) -> None:
     published = tmp_path / "cardiology" / "0f3c9a7be1d24c55"
     shutil.copytree(minilm, published)
-    (published / MANIFEST).write_text("{}")
+    (published / MANIFEST).write_text('{"identity": "0f3c9a7be1d24c55"}')
     release = Plan.resolve(settings.model_copy(update={"model_name": None, "model": str(published)})).release
     assert release.card.id == "cardiology"
+
+
+@pytest.mark.parametrize(
+    ("given", "digest", "name"),
+    [
+        ("s3://bucket/runs/cardiology", "0f3c", "cardiology"),
+        ("s3://bucket/runs/cardiology/0f3c", "0f3c", "cardiology"),
+        ("models/copy", "0f3c", "copy"),
+    ],
+)
+def test_a_model_keeps_its_name_where_it_is_copied_or_downloaded(
+    tmp_path: Path, given: str, digest: str, name: str
+) -> None:
+    here = tmp_path / Path(given).name
+    here.mkdir()
+    (here / MANIFEST).write_text(json.dumps({"identity": digest}))
+    assert _model_name(given, str(here)) == name
 
 
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError
@@ -12,6 +13,7 @@ from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
+from infembed_ray.settings_help import as_yaml
 from infembed_ray.storage import Step
 from infembed_ray.sweeps.trials import BASE, inputs, trials
 from tests.evaluation import published
@@ -50,6 +52,11 @@ def test_every_row_has_a_trial_per_seed_and_the_base_row_one(values):
     short = next(t for t in made if t.row == "short" and t.seed == 2 and t.model == "two")
     assert (short.train.epochs, short.train.seed, short.train.learning_rate) == (1, 2, 1e-4)
     assert short.train.model.endswith("model")
+
+
+def test_a_printed_config_makes_the_same_trials(values):
+    settings = SweepSettings.from_mapping(values)
+    assert trials(SweepSettings.from_mapping(yaml.safe_load(as_yaml(settings)))) == trials(settings)
 
 
 def test_trials_have_own_folders_that_do_not_depend_on_other_rows(values):
