@@ -118,7 +118,7 @@ class Differences:
             return {query: [] for query in queries}
         of_task = pc.field("task") == task
         rows = self._rankings.to_table(
-            filter=of_task & pc.field("model").isin([a, b]) & pc.field("query").isin(list(queries))
+            filter=of_task & pc.field("model").isin([a, b]) & pc.field("query").isin(pa.array(queries, pa.string()))
         ).to_pylist()
         for row in rows:
             passage = found[row["query"]].setdefault(
@@ -127,7 +127,9 @@ class Differences:
             passage |= {side: row["rank"] for side, model in (("a", a), ("b", b)) if row["model"] == model}
         shown = {query: _first(list(passages.values())) for query, passages in found.items()}
         ids = {passage["id"] for passages in shown.values() for passage in passages}
-        texts = self._passages.to_table(["passage", "text"], filter=of_task & pc.field("passage").isin(sorted(ids)))
+        texts = self._passages.to_table(
+            ["passage", "text"], filter=of_task & pc.field("passage").isin(pa.array(list(ids), pa.string()))
+        )
         text_of = dict(zip(*(column.to_pylist() for column in texts.columns), strict=True))
         return {query: [{**p, "text": text_of.get(p["id"])} for p in passages] for query, passages in shown.items()}
 

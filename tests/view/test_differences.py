@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,13 @@ def test_an_output_without_rankings_still_shows_the_values(tmp_path: Path) -> No
     assert not found["rankings"]
     assert len(found["rows"]) == QUERIES
     assert all(row["queries"] == [] for row in found["rows"])
+
+
+@pytest.mark.parametrize("asked", [{"a": "one", "b": "one", "order": "b"}, {"page": 1000}], ids=str)
+def test_a_page_without_a_query_is_empty(view: Differences, asked: dict[str, Any]) -> None:
+    found = view.page(DifferencesQuery(**asked))
+    assert found["rows"] == []
+    assert found["counts"]["queries"] == len(SCORES["one"][FIGURES[0]])
 
 
 @pytest.mark.parametrize("wrong", [{"task": "x"}, {"figure": "x"}, {"a": "x"}, {"b": "x"}])
