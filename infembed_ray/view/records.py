@@ -29,7 +29,7 @@ FILTERS = ("kind", "step", "reason", "source", "topic", "split", "language")
 ROWS = 20
 """Rows of a page."""
 CHOICES = 100
-"""Values that a filter lists, the most frequent first."""
+"""Values that a filter lists, the most frequent first. A chosen value is listed too."""
 _ROWS_AT_ONCE = 1024
 """Rows of a batch of a scan, which reads 16 batches ahead: with pyarrow's own value it would read most of a file ahead."""
 _SEARCHES = 16
@@ -93,12 +93,14 @@ class _Filter:
     def matches(self, value: str) -> np.ndarray:
         return self.codes == (self.values.index(value) if value in self.values else len(self.values))
 
-    def count(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Count the values in some rows, the most frequent first."""
+    def count(self, rows: np.ndarray, chosen: str | None) -> list[dict[str, Any]]:
+        """Count the values in some rows, the most frequent first; the chosen value also if it is rarer than those."""
         codes = self.codes[rows]
         counts = np.bincount(codes[codes >= 0], minlength=len(self.values))
-        order = np.argsort(-counts, kind="stable")[:CHOICES]
-        return [{"value": self.values[i], "count": int(counts[i])} for i in order if counts[i]]
+        listed = np.argsort(-counts, kind="stable")[:CHOICES].tolist()
+        if chosen in self.values and (place := self.values.index(chosen)) not in listed:
+            listed.append(place)
+        return [{"value": self.values[i], "count": int(counts[i])} for i in listed if counts[i]]
 
 
 class Records:
@@ -142,7 +144,9 @@ class Records:
             "pages": -(-len(matching) // ROWS),
             "filters": {
                 # A filter offers what the other conditions leave, so that its value can be changed.
-                name: self._filters[name].count(self._all({n: mask for n, mask in masks.items() if n != name}))
+                name: self._filters[name].count(
+                    self._all({n: mask for n, mask in masks.items() if n != name}), getattr(asked, name)
+                )
                 for name in shown
             },
             "rows": self._with_complements(list(self._read(numbers))),
