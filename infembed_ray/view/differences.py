@@ -20,7 +20,7 @@ from infembed_ray.evaluation import rankings, results
 QUERIES = 10
 """Values of a page; a value of p-MRR or Robustness belongs to several queries."""
 PASSAGES = 10
-"""First passages that are shown of either ranking, and relevant passages beyond them."""
+"""First passages that are shown of either ranking, and relevant passages beyond them. Those that decide p-MRR are all shown."""
 
 Order = Literal["largest", "b", "a"]
 
@@ -102,14 +102,12 @@ class Differences:
         }
 
     def _queries_of(self, task: str, key: str, measure: str) -> list[dict[str, Any]]:
-        """Return the queries of a value: one, or for p-MRR and Robustness all of the group, the original one first."""
+        """Return the queries of a value: one, for p-MRR the original and the changed one, for Robustness the group."""
         queries = self._queries[task]
-        own = queries.get(key)
-        if own is not None and measure != "p-MRR":
-            return [own]
-        group = key if own is None else own["group"]
-        others = (q for q in queries.values() if group is not None and q["group"] == group and q is not own)
-        return [*([own] if own else []), *others]
+        if measure.startswith("Robustness@"):
+            return [query for query in queries.values() if query["group"] == key]
+        changed = [q for q in queries.values() if q.get("original") == key] if measure == "p-MRR" else []
+        return [queries[key], *changed] if key in queries else []
 
     def _ranked(self, task: str, a: str, b: str, queries: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
         """Return for each query the first passages of both models and the relevant ones, by their rank under b."""
@@ -122,8 +120,9 @@ class Differences:
         ).to_pylist()
         for row in rows:
             passage = found[row["query"]].setdefault(
-                row["passage"], {"id": row["passage"], "relevance": row["relevance"], "a": None, "b": None}
+                row["passage"], {"id": row["passage"], "a": None, "b": None, "relevance": row["relevance"]}
             )
+            passage["changed"] = row.get("changed", False)
             passage |= {side: row["rank"] for side, model in (("a", a), ("b", b)) if row["model"] == model}
         shown = {query: _first(list(passages.values())) for query, passages in found.items()}
         ids = {passage["id"] for passages in shown.values() for passage in passages}
@@ -145,7 +144,7 @@ def _first(passages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def rank(passage: Mapping[str, Any], side: str) -> float:
         return float("inf") if passage[side] is None else float(passage[side])
 
-    kept = [p for p in passages if min(rank(p, "a"), rank(p, "b")) <= PASSAGES]
+    kept = [p for p in passages if p["changed"] or min(rank(p, "a"), rank(p, "b")) <= PASSAGES]
     relevant = sorted((p for p in passages if p["relevance"] > 0 and p not in kept), key=lambda p: rank(p, "b"))
     return sorted([*kept, *relevant[:PASSAGES]], key=lambda p: (rank(p, "b"), rank(p, "a")))
 
