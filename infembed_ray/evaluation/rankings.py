@@ -44,7 +44,7 @@ _ROW_GROUP = 10_000
 
 
 class Rankings:
-    """Takes the rankings of all models and writes the files; memory holds one ranked task and the ids of its passages."""
+    """Takes the rankings of all models and writes the files; memory holds one ranked task, ids and a row group."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -84,15 +84,16 @@ class Rankings:
             for task in tasks:
                 ids = pa.array(sorted(self._passages[task.name]), pa.string())
                 rows = pc.indices_nonzero(pc.is_in(task.corpus["id"], value_set=ids)).to_pylist()
-                passages = [
-                    {
-                        "task": task.name,
-                        "passage": task.corpus["id"][row].as_py(),  # `take` copies the whole column
-                        "text": task.corpus["text"][row].as_py()[:PASSAGE_CHARACTERS],
-                    }
-                    for row in rows
-                ]
-                writer.write_table(pa.Table.from_pylist(passages, schema=PASSAGES), row_group_size=_ROW_GROUP)
+                for start in range(0, len(rows), _ROW_GROUP):
+                    passages = [
+                        {
+                            "task": task.name,
+                            "passage": task.corpus["id"][row].as_py(),  # `take` copies the whole column
+                            "text": task.corpus["text"][row].as_py()[:PASSAGE_CHARACTERS],
+                        }
+                        for row in rows[start : start + _ROW_GROUP]
+                    ]
+                    writer.write_table(pa.Table.from_pylist(passages, schema=PASSAGES))
 
 
 def _rows(model: str, task: Task, run: Run) -> Iterator[dict[str, Any]]:

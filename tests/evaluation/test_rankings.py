@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from infembed_ray.evaluation.metrics import Change
-from infembed_ray.evaluation.rankings import DEPTH, PASSAGE_CHARACTERS, Rankings
+from infembed_ray.evaluation.rankings import DEPTH, PASSAGE_CHARACTERS, PASSAGES_FILE, Rankings
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 
 CORPUS_SIZE = 300
@@ -62,3 +63,15 @@ def test_queries_and_the_beginnings_of_the_ranked_passages_are_published(tmp_pat
     assert [row["query"] for row in found["queries"]] == ["q1", "q2", "q3"]
     assert {row["passage"] for row in found["passages"]} == {row["passage"] for row in found["rankings"]}
     assert {row["text"] for row in found["passages"]} == {"w" * PASSAGE_CHARACTERS}
+
+
+def test_passages_are_written_in_row_groups_with_every_passage_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = published(tmp_path)["passages"]
+    monkeypatch.setattr("infembed_ray.evaluation.rankings._ROW_GROUP", 7)
+    assert published(tmp_path)["passages"] == whole
+    metadata = pq.read_metadata(tmp_path / PASSAGES_FILE)
+    sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
+    assert set(sizes[:-1]) == {7}
+    assert 0 < sizes[-1] <= 7
