@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import rankings, results
+from infembed_ray.view.parquet import open_dataset, scan
 
 QUERIES = 10
 """Values of a page; a value of p-MRR or Robustness belongs to several queries."""
@@ -56,8 +56,8 @@ class Differences:
             try:
                 for row in pq.read_table(directory / rankings.QUERIES_FILE).to_pylist():
                     self._queries[row["task"]][row["query"]] = row
-                self._rankings = ds.dataset(directory / rankings.RANKINGS_FILE)
-                self._passages = ds.dataset(directory / rankings.PASSAGES_FILE)
+                self._rankings = open_dataset(directory / rankings.RANKINGS_FILE)
+                self._passages = open_dataset(directory / rankings.PASSAGES_FILE)
             except (pa.ArrowException, OSError) as error:
                 raise InputError(f"DIR={directory}: not readable ({in_one_line(error)}); evaluate again") from error
 
@@ -115,10 +115,8 @@ class Differences:
         if self._rankings is None or self._passages is None:
             return {query: [] for query in queries}
         of_task = pc.field("task") == task
-        rows = self._rankings.to_table(
-            filter=of_task & pc.field("model").isin([a, b]) & pc.field("query").isin(pa.array(queries, pa.string()))
-        ).to_pylist()
-        for row in rows:
+        wanted = of_task & pc.field("model").isin([a, b]) & pc.field("query").isin(pa.array(queries, pa.string()))
+        for row in scan(self._rankings, self._rankings.schema.names, wanted).to_pylist():
             passage = found[row["query"]].setdefault(
                 row["passage"], {"id": row["passage"], "a": None, "b": None, "relevance": row["relevance"]}
             )
@@ -126,9 +124,8 @@ class Differences:
             passage |= {side: row["rank"] for side, model in (("a", a), ("b", b)) if row["model"] == model}
         shown = {query: _first(list(passages.values())) for query, passages in found.items()}
         ids = {passage["id"] for passages in shown.values() for passage in passages}
-        texts = self._passages.to_table(
-            ["passage", "text"], filter=of_task & pc.field("passage").isin(pa.array(list(ids), pa.string()))
-        )
+        wanted = of_task & pc.field("passage").isin(pa.array(list(ids), pa.string()))
+        texts = scan(self._passages, ["passage", "text"], wanted)
         text_of = dict(zip(*(column.to_pylist() for column in texts.columns), strict=True))
         return {query: [{**p, "text": text_of.get(p["id"])} for p in passages] for query, passages in shown.items()}
 
