@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from heapq import nsmallest
 from typing import Any
 
 from infembed_ray.analysis.funnel import Loss
@@ -48,15 +49,17 @@ class Example:
 
 def examples(found: RecordSet, rejections: Sequence[Loss]) -> list[Example]:
     """Choose KEPT kept records and one rejected record for each of the first REASONS rejections (see RULE)."""
-    chosen = [_example(row) for row in _first(map(columns_of, found.kept), KEPT)]
+    kept = nsmallest(KEPT, found.kept, key=lambda record: _place(record.id))
+    chosen = [_example(columns_of(record)) for record in kept]
     for loss in rejections[:REASONS]:
         of_loss = [row for row in found.rejected if (row["step"], row["reason"]) == (loss.step, loss.why)]
-        chosen += [_example(row, loss) for row in _first(of_loss, 1)]
+        chosen += [_example(row, loss) for row in nsmallest(1, of_loss, key=lambda row: _place(row["id"]))]
     return chosen
 
 
-def _first(rows: Iterable[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    return sorted(rows, key=lambda row: sha256(row["id"].encode()).digest())[:count]
+def _place(id_: str) -> bytes:
+    """Return a record's place in the order of RULE."""
+    return sha256(id_.encode()).digest()
 
 
 def _example(row: Mapping[str, Any], loss: Loss | None = None) -> Example:

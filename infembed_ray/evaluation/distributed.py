@@ -69,13 +69,13 @@ def run(settings: EvaluateSettings) -> storage.Published:
     with step.publish() as staging:
         with Rankings(staging.path) as rankings:
             found = _evaluate(settings, inputs, rankings)
-            rankings.finish(inputs.tasks)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": found.figures}
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
         (staging.path / tables.TABLE_FILE).write_text(tables.as_markdown(found), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(page_of(settings.output, found), encoding="utf-8")
+        rankings.finish(inputs.tasks)  # last: a failure here leaves the results in the unfinished output
     say(tables.as_text(found))
     return step.published()
 

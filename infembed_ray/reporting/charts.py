@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from statistics import fmean
 from typing import Literal
 
 from markupsafe import Markup
@@ -109,9 +109,8 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
         values: n finite numbers.
         window: values per mean, an odd number.
     """
-    sums, half, n = list(accumulate(values, initial=0.0)), window // 2, len(values)
-    spans = ((max(0, at - half), min(n, at + half + 1)) for at in range(n))
-    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+    half = window // 2
+    return [fmean(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
 
 
 def line_chart(

@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import rankings, results
+from infembed_ray.view.parquet import open_dataset, scan
 
 QUERIES = 10
 """Values of a page; a value of p-MRR or Robustness belongs to several queries."""
 PASSAGES = 10
-"""First passages that are shown of either ranking, and relevant passages beyond them."""
+"""First passages that are shown of either ranking, and relevant passages beyond them. Those that decide p-MRR are all shown."""
 
 Order = Literal["largest", "b", "a"]
 
@@ -56,8 +56,8 @@ class Differences:
             try:
                 for row in pq.read_table(directory / rankings.QUERIES_FILE).to_pylist():
                     self._queries[row["task"]][row["query"]] = row
-                self._rankings = ds.dataset(directory / rankings.RANKINGS_FILE)
-                self._passages = ds.dataset(directory / rankings.PASSAGES_FILE)
+                self._rankings = open_dataset(directory / rankings.RANKINGS_FILE)
+                self._passages = open_dataset(directory / rankings.PASSAGES_FILE)
             except (pa.ArrowException, OSError) as error:
                 raise InputError(f"DIR={directory}: not readable ({in_one_line(error)}); evaluate again") from error
 
@@ -102,14 +102,12 @@ class Differences:
         }
 
     def _queries_of(self, task: str, key: str, measure: str) -> list[dict[str, Any]]:
-        """Return the queries of a value: one, or for p-MRR and Robustness all of the group, the original one first."""
+        """Return the queries of a value: one, for p-MRR the original and the changed one, for Robustness the group."""
         queries = self._queries[task]
-        own = queries.get(key)
-        if own is not None and measure != "p-MRR":
-            return [own]
-        group = key if own is None else own["group"]
-        others = (q for q in queries.values() if group is not None and q["group"] == group and q is not own)
-        return [*([own] if own else []), *others]
+        if measure.startswith("Robustness@"):
+            return [query for query in queries.values() if query["group"] == key]
+        changed = [q for q in queries.values() if q.get("original") == key] if measure == "p-MRR" else []
+        return [queries[key], *changed] if key in queries else []
 
     def _ranked(self, task: str, a: str, b: str, queries: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
         """Return for each query the first passages of both models and the relevant ones, by their rank under b."""
@@ -117,17 +115,17 @@ class Differences:
         if self._rankings is None or self._passages is None:
             return {query: [] for query in queries}
         of_task = pc.field("task") == task
-        rows = self._rankings.to_table(
-            filter=of_task & pc.field("model").isin([a, b]) & pc.field("query").isin(list(queries))
-        ).to_pylist()
-        for row in rows:
+        wanted = of_task & pc.field("model").isin([a, b]) & pc.field("query").isin(pa.array(queries, pa.string()))
+        for row in scan(self._rankings, self._rankings.schema.names, wanted).to_pylist():
             passage = found[row["query"]].setdefault(
-                row["passage"], {"id": row["passage"], "relevance": row["relevance"], "a": None, "b": None}
+                row["passage"], {"id": row["passage"], "a": None, "b": None, "relevance": row["relevance"]}
             )
+            passage["changed"] = row.get("changed", False)
             passage |= {side: row["rank"] for side, model in (("a", a), ("b", b)) if row["model"] == model}
         shown = {query: _first(list(passages.values())) for query, passages in found.items()}
         ids = {passage["id"] for passages in shown.values() for passage in passages}
-        texts = self._passages.to_table(["passage", "text"], filter=of_task & pc.field("passage").isin(sorted(ids)))
+        wanted = of_task & pc.field("passage").isin(pa.array(list(ids), pa.string()))
+        texts = scan(self._passages, ["passage", "text"], wanted)
         text_of = dict(zip(*(column.to_pylist() for column in texts.columns), strict=True))
         return {query: [{**p, "text": text_of.get(p["id"])} for p in passages] for query, passages in shown.items()}
 
@@ -143,7 +141,7 @@ def _first(passages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def rank(passage: Mapping[str, Any], side: str) -> float:
         return float("inf") if passage[side] is None else float(passage[side])
 
-    kept = [p for p in passages if min(rank(p, "a"), rank(p, "b")) <= PASSAGES]
+    kept = [p for p in passages if p["changed"] or min(rank(p, "a"), rank(p, "b")) <= PASSAGES]
     relevant = sorted((p for p in passages if p["relevance"] > 0 and p not in kept), key=lambda p: rank(p, "b"))
     return sorted([*kept, *relevant[:PASSAGES]], key=lambda p: (rank(p, "b"), rank(p, "a")))
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.records import COMPLEMENTS_FILE, DEAD_LETTER_FILE, KEPT_FILE, REJECTED_FILE
+from infembed_ray.view.parquet import open_dataset, scan
 
 FILES = {"kept": KEPT_FILE, "rejected": REJECTED_FILE, "dead letter": DEAD_LETTER_FILE}
 """Kind of a row -> its file. An output of an older version may lack the last two."""
@@ -29,9 +29,7 @@ FILTERS = ("kind", "step", "reason", "source", "topic", "split", "language")
 ROWS = 20
 """Rows of a page."""
 CHOICES = 100
-"""Values that a filter lists, the most frequent first."""
-_ROWS_AT_ONCE = 1024
-"""Rows of a batch of a scan, which reads 16 batches ahead: with pyarrow's own value it would read most of a file ahead."""
+"""Values that a filter lists, the most frequent first. A chosen value is listed too."""
 _SEARCHES = 16
 """Searches whose results are kept: one byte a row each."""
 
@@ -93,12 +91,14 @@ class _Filter:
     def matches(self, value: str) -> np.ndarray:
         return self.codes == (self.values.index(value) if value in self.values else len(self.values))
 
-    def count(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Count the values in some rows, the most frequent first."""
+    def count(self, rows: np.ndarray, chosen: str | None) -> list[dict[str, Any]]:
+        """Count the values in some rows, the most frequent first; the chosen value also if it is rarer than those."""
         codes = self.codes[rows]
         counts = np.bincount(codes[codes >= 0], minlength=len(self.values))
-        order = np.argsort(-counts, kind="stable")[:CHOICES]
-        return [{"value": self.values[i], "count": int(counts[i])} for i in order if counts[i]]
+        listed = np.argsort(-counts, kind="stable")[:CHOICES].tolist()
+        if chosen in self.values and (place := self.values.index(chosen)) not in listed:
+            listed.append(place)
+        return [{"value": self.values[i], "count": int(counts[i])} for i in listed if counts[i]]
 
 
 class Records:
@@ -121,7 +121,7 @@ class Records:
                     self._files.append(file)
                     self.rows += file.metadata.num_rows
             self._filters = {name: self._filter(name) for name in FILTERS}
-            self._complements = ds.dataset(complements) if complements.is_file() else None
+            self._complements = open_dataset(complements) if complements.is_file() else None
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"DIR={directory}: not readable ({in_one_line(error)}); run the stage again") from error
         self._search = lru_cache(_SEARCHES)(self._scan)
@@ -142,7 +142,9 @@ class Records:
             "pages": -(-len(matching) // ROWS),
             "filters": {
                 # A filter offers what the other conditions leave, so that its value can be changed.
-                name: self._filters[name].count(self._all({n: mask for n, mask in masks.items() if n != name}))
+                name: self._filters[name].count(
+                    self._all({n: mask for n, mask in masks.items() if n != name}), getattr(asked, name)
+                )
                 for name in shown
             },
             "rows": self._with_complements(list(self._read(numbers))),
@@ -160,15 +162,14 @@ class Records:
         """Return (rows) whether a row contains all words."""
         found = []
         for file in self._files:
-            data = ds.dataset(file.path, format=ds.ParquetFileFormat(pre_buffer=False))  # else it reads the whole file
+            data = open_dataset(file.path)
             columns = [pc.field(field.name) for field in data.schema if pa.types.is_string(field.type)]
             contains = (
                 reduce(operator.or_, (pc.match_substring(column, word, ignore_case=True) for column in columns))
                 for word in words
             )
             found_all = pc.coalesce(reduce(operator.and_, contains), False)
-            table = data.to_table(columns={"found": found_all}, batch_size=_ROWS_AT_ONCE)
-            found.append(table["found"].to_numpy())
+            found.append(scan(data, {"found": found_all})["found"].to_numpy())
         return np.concatenate(found).astype(bool)  # the type of an empty column is another one
 
     def _read(self, numbers: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -190,6 +191,6 @@ class Records:
         if self._complements is None or not ids:
             return rows
         columns = ["id", "instruction_complement", "fault"]
-        found = self._complements.to_table(columns, filter=pc.field("id").isin(ids)).to_pylist()
+        found = scan(self._complements, columns, pc.field("id").isin(ids)).to_pylist()
         of = {row.pop("id"): row for row in found}
         return [{**row, "complement": of.get(row["id"]) if row["kind"] == "kept" else None} for row in rows]

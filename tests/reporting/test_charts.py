@@ -132,6 +132,15 @@ def test_the_moving_average_is_the_mean_of_the_window_that_exists(values, half):
     assert moving_average(values, 2 * half + 1) == pytest.approx(sums / counts, abs=1e-8)
 
 
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=60), st.integers(0, 12))
+@example([1.0] * 10 + [1e17] + [1.0] * 40, 3)  # with sums over the whole series, all later means are 0
+def test_a_moving_average_lies_between_the_smallest_and_the_largest_value_of_its_window(values, half):
+    for at, mean in enumerate(moving_average(values, 2 * half + 1)):
+        window = values[max(0, at - half) : at + half + 1]
+        rounding = 1e-15 * max(map(abs, window))
+        assert min(window) - rounding <= mean <= max(window) + rounding
+
+
 def test_a_smoothed_line_has_its_values_faint_behind_it_and_its_own_ends_in_the_legend():
     points = [(n, float(n % 2)) for n in range(11)]
     html = line_chart("Loss", [Series("a", points, window=5)], (0, 10))

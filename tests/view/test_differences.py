@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.metrics import ranks
+from infembed_ray.evaluation.metrics import p_mrr, rank_change, ranks
 from infembed_ray.evaluation.rankings import DEPTH
 from infembed_ray.evaluation.scoring import score
+from infembed_ray.evaluation.tasks.task import Figure
 from infembed_ray.view.differences import PASSAGES, QUERIES, Differences, DifferencesQuery
-from tests.view.outputs import MODELS, evaluation, write_evaluation
+from tests.view.outputs import MODELS, evaluation, followir, write_evaluation
 
 TASK, RUNS = evaluation()
 SCORES = {model: score(TASK, run) for model, run in RUNS.items()}
@@ -58,25 +61,53 @@ def test_passages_are_the_first_of_either_ranking_and_the_relevant_ones(view: Di
         assert query["query"] == row["key"]
         of = {side: ranks(RUNS[model][row["key"]]) for side, model in (("a", "one"), ("b", "two"))}
         relevant = TASK.qrels[row["key"]]
-        expected = {p for p in texts if min(of["a"][p], of["b"][p]) <= PASSAGES or p in relevant}
+        changes = [change for change in TASK.changes if row["key"] in (change.original, change.changed)]
+        changed = {passage for change in changes for passage in change.documents}
+        expected = {p for p in texts if min(of["a"][p], of["b"][p]) <= PASSAGES or p in {*relevant, *changed}}
         assert {passage["id"] for passage in query["passages"]} == expected
         for passage in query["passages"]:
             name = passage["id"]
             assert (passage["text"], passage["relevance"]) == (texts[name], relevant.get(name, 0))
+            assert passage["changed"] == (name in changed)
             for side in "ab":
-                known = of[side][name] <= DEPTH or name in relevant
+                known = of[side][name] <= DEPTH or name in {*relevant, *changed}
                 assert passage[side] == (of[side][name] if known else None)
         places = [passage["b"] or float("inf") for passage in query["passages"]]
         assert places == sorted(places)
 
 
-def test_p_mrr_shows_all_queries_of_the_record_the_original_first(view: Differences) -> None:
+def test_p_mrr_shows_the_original_and_the_changed_query(view: Differences) -> None:
+    changed = {change.original: change.changed for change in TASK.changes}
     for row in view.page(DifferencesQuery(figure="p-MRR"))["rows"]:
-        record = row["key"].split("/")[1]
-        shown = [query["query"] for query in row["queries"]]
-        assert shown[0] == row["key"]
-        assert set(shown) == {query.id for query in TASK.queries if query.group == record}
+        assert [query["query"] for query in row["queries"]] == [row["key"], changed[row["key"]]]
         assert all(query["passages"] for query in row["queries"])
+
+
+def test_robustness_shows_all_queries_of_the_group(tmp_path: Path) -> None:
+    figure = "Robustness@10"
+    view = Differences(write_evaluation(tmp_path, replace(TASK, figures=(Figure(figure, figure),)), RUNS))
+    for row in view.page(DifferencesQuery())["rows"]:
+        expected = [query.id for query in TASK.queries if query.group == row["key"]]
+        assert [query["query"] for query in row["queries"]] == expected
+
+
+def test_p_mrr_of_followir_shows_both_queries_with_the_passages_that_decide_it(tmp_path: Path) -> None:
+    task, runs = followir()
+    view = Differences(write_evaluation(tmp_path, task, runs))
+    rows = view.page(DifferencesQuery(figure="p-MRR"))["rows"]
+    assert len(rows) == len(task.changes)
+    for row in rows:
+        (change,) = (change for change in task.changes if change.original == row["key"])
+        original, changed = row["queries"]
+        assert (original["query"], changed["query"]) == (change.original, change.changed)
+        found = [{p["id"]: p for p in query["passages"] if p["changed"]} for query in (original, changed)]
+        for side, model in (("a", "one"), ("b", "two")):
+            ranked = [{name: passage[side] for name, passage in of.items()} for of in found]
+            assert [set(of) for of in ranked] == [set(change.documents)] * 2
+            moves = [rank_change(ranked[0][name], ranked[1][name]) for name in change.documents]
+            assert row[side] == pytest.approx(p_mrr([change], runs[model])[change.original])
+            assert row[side] == pytest.approx(sum(moves) / len(moves))
+        assert {passage["relevance"] for passage in found[1].values()} == {0}
 
 
 def test_without_a_choice_the_first_models_task_and_figure_are_compared(view: Differences) -> None:
@@ -99,6 +130,13 @@ def test_an_output_without_rankings_still_shows_the_values(tmp_path: Path) -> No
     assert not found["rankings"]
     assert len(found["rows"]) == QUERIES
     assert all(row["queries"] == [] for row in found["rows"])
+
+
+@pytest.mark.parametrize("asked", [{"a": "one", "b": "one", "order": "b"}, {"page": 1000}], ids=str)
+def test_a_page_without_a_query_is_empty(view: Differences, asked: dict[str, Any]) -> None:
+    found = view.page(DifferencesQuery(**asked))
+    assert found["rows"] == []
+    assert found["counts"]["queries"] == len(SCORES["one"][FIGURES[0]])
 
 
 @pytest.mark.parametrize("wrong", [{"task": "x"}, {"figure": "x"}, {"a": "x"}, {"b": "x"}])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
+from infembed_ray.evaluation.rankings import DEPTH
 from infembed_ray.view.differences import DifferencesQuery
 from infembed_ray.view.records import ROWS
-from tests.view.outputs import MARKUP, evaluation, synthesis_rows, write_evaluation, write_synthesis
+from tests.view.outputs import MARKUP, evaluation, followir, synthesis_rows, write_evaluation, write_synthesis
 from tests.view.test_server import Server
 
 pytestmark = pytest.mark.integration
@@ -174,6 +176,21 @@ def test_ranks_and_moves_are_those_of_the_data(differences: Server, open_page: A
             assert mark == ("▲" if passage["b"] else "▼")
     relevant = [passage["id"] for passage in passages if passage["relevance"]]
     assert page.locator(".card").first.locator("tr.relevant .id").all_text_contents() == relevant
+
+
+def test_a_move_below_the_published_ranks_is_not_known(tmp_path: Path, open_page: Any) -> None:
+    with Server(write_evaluation(tmp_path, *followir())) as server:
+        page = open_page(server)
+        found = server.view.page(DifferencesQuery())["rows"]
+        passages = [passage for row in found for query in row["queries"] for passage in query["passages"]]
+        unknown = [p for p in passages if not (p["a"] and p["b"]) and (p["a"] or p["b"]) > DEPTH]
+        assert unknown
+        names = page.locator(f"[aria-label='not known: below rank {DEPTH} in both']").evaluate_all(
+            "marks => marks.map(mark => [mark.textContent, mark.closest('tr').querySelector('.id').textContent])"
+        )
+        assert names == [["", p["id"]] for p in unknown]
+        other = sum(p["changed"] and not p["relevance"] for p in passages)
+        assert page.get_by_text("Relevant under the other instruction").count() == other > 0
 
 
 def test_models_metric_and_direction_are_chosen(differences: Server, open_page: Any) -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from infembed_ray.errors import InputError
 from infembed_ray.records import KEPT_FILE, REJECTED_FILE
-from infembed_ray.view.records import ROWS, Records, RecordsQuery
+from infembed_ray.view.records import CHOICES, ROWS, Records, RecordsQuery
 from tests.view.outputs import synthesis_rows, write_synthesis
 
 ROWS_OF = synthesis_rows()
@@ -75,6 +75,19 @@ def test_a_filter_counts_the_rows_that_its_other_values_would_give(view: Records
         expected = Counter(value_of(row, name) for row in others) - Counter({None: len(ALL)})
         assert {one["value"]: one["count"] for one in found} == expected, name
         assert [one["count"] for one in found] == sorted(expected.values(), reverse=True)
+
+
+def test_a_chosen_value_is_counted_even_if_many_others_are_more_frequent(tmp_path: Path) -> None:
+    rows = synthesis_rows(2 * CHOICES + 1, 0, 0)
+    for number, row in enumerate(rows["kept"]):
+        row["topic"] = f"topic {number // 2}"
+    view = Records(write_synthesis(tmp_path, rows))
+    rare = f"topic {CHOICES}"
+    assert rare not in [one["value"] for one in view.page(RecordsQuery())["filters"]["topic"]]
+    found = view.page(RecordsQuery(topic=rare))
+    assert found["matching"] == 1
+    assert found["filters"]["topic"][-1] == {"value": rare, "count": 1}
+    assert len(found["filters"]["topic"]) == CHOICES + 1
 
 
 def test_a_row_has_all_its_columns_and_a_kept_one_its_complement(view: Records) -> None:

@@ -9,7 +9,9 @@ const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3
 
 /** What becomes of a passage from A to B: a class, a mark, and words for it. */
 function move({ a, b }, depth) {
-  if (!a && !b) return { kind: "", mark: "", words: "" };
+  if (!(a && b) && (a || b || Infinity) > depth) { // listed by one model only, because it is relevant
+    return { kind: "", mark: "", words: `not known: below rank ${depth} in both` };
+  }
   if (!a) return { kind: "up", mark: "▲", words: `up, from below rank ${depth}` };
   if (!b) return { kind: "down", mark: "▼", words: `down, below rank ${depth}` };
   if (a === b) return { kind: "same", mark: "=", words: "same rank" };
@@ -25,7 +27,8 @@ function passageRow(passage, depth) {
   shown.setAttribute("aria-label", words);
   shown.title = words;
   const label = passage.relevance > 0
-    ? element("span", "badge kept", passage.relevance > 1 ? `Relevant, grade ${passage.relevance}` : "Relevant") : null;
+    ? element("span", "badge kept", passage.relevance > 1 ? `Relevant, grade ${passage.relevance}` : "Relevant")
+    : passage.changed ? element("span", "badge rejected", "Relevant under the other instruction") : null;
   const rank = (value) => element("td", value ? "rank" : "beyond", value ? String(value) : `>${depth}`);
   return element("tr", passage.relevance > 0 ? "relevant" : "", rank(passage.a), rank(passage.b),
     element("td", `move ${kind}`, shown),
