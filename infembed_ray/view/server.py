@@ -23,6 +23,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import RESULTS_FILE
 from infembed_ray.progress import say
 from infembed_ray.records import KEPT_FILE
+from infembed_ray.reporting.page import render
 from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid
@@ -36,7 +37,7 @@ GRACE_S = 1
 """Seconds that Ctrl-C leaves to the requests in progress."""
 SHARED_ASSETS = ("/playground/playground.css", "/playground/mark.svg")
 """Files of the playground that the pages use."""
-MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".html": "text/html"}
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
 
 View = Records | Differences
 
@@ -80,13 +81,14 @@ def create_app(view: View) -> Starlette:
     """Create the ASGI application, with the security headers, Host check and errors of the HTTP API."""
     files = resources.files("infembed_ray.view") / "pages"
     name = "records" if isinstance(view, Records) else "differences"
+    page_html = render("infembed_ray.view", f"pages/{name}.html").encode()
     assets = {
-        "/": f"{name}.html",
         f"/view/{name}.js": f"{name}.js",
         "/view/shared.js": "shared.js",
         "/view/view.css": "view.css",
     }
-    routes = [
+    routes = [Route("/", playground_routes.static_file(page_html, "text/html"))]
+    routes += [
         Route(path, playground_routes.static_file((files / file).read_bytes(), MEDIA_TYPES[Path(file).suffix]))
         for path, file in assets.items()
     ]

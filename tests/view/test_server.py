@@ -134,7 +134,8 @@ def test_other_paths_and_methods_have_the_apis_errors(server: Server) -> None:
 
 def test_the_pages_are_in_the_package() -> None:
     names = {file.name for file in (resources.files("infembed_ray.view") / "pages").iterdir()}
-    assert names == {"records.html", "records.js", "differences.html", "differences.js", "shared.js", "view.css"}
+    scripts = {"records.js", "differences.js", "shared.js"}
+    assert names == {"shell.html", "records.html", "differences.html", "view.css"} | scripts
 
 
 # ------------------------------------------------------------------------------------------------- the command
