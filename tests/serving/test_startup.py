@@ -12,8 +12,14 @@ from infembed_ray.serving import deployments, startup
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 
 
+@pytest.fixture(autouse=True)
+def no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the replicas that other tests run on this machine at the same time."""
+    monkeypatch.setattr(startup, "REPLICA", f"test {os.getpid()}")
+
+
 @pytest.fixture
-def replica() -> Iterator[None]:
+def replica(no_replica: None) -> Iterator[None]:
     """A process with the title of a replica that serves."""
     title = f"{startup.REPLICA}-encoder:encoder"
     with subprocess.Popen([title, "60"], executable="/bin/sleep") as process:
