@@ -15,12 +15,13 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl
 
+import pyarrow
 from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
@@ -129,12 +130,41 @@ class Folder:
         """The last part of the path."""
         return self.base.rsplit("/", 1)[-1]
 
+    @property
+    def suffix(self) -> str:
+        """The suffix of the name, as of a `Path`."""
+        return PurePosixPath(self.base).suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix, as of a `Path`."""
+        return PurePosixPath(self.base).stem
+
+    @property
+    def parent(self) -> Folder:
+        """The folder that holds this one."""
+        return replace(self, base=self.base.rsplit("/", 1)[0])
+
     def __truediv__(self, name: str) -> Folder:
-        return replace(self, base=f"{self.base}/{name}")
+        return replace(self, base=f"{self.base}/{name}") if name else self
 
     def _open(self) -> tuple[Any, str]:
         system, path = filesystems.FileSystem.from_uri(self.uri)
         return system, path.strip("/")  # pyarrow may keep a slash at either end of an abfs path
+
+    def is_file(self) -> bool:
+        """Whether this is one object, as of a `Path`."""
+        system, path = self._open()
+        return bool(system.get_file_info(path).type == filesystems.FileType.File)
+
+    def file_system(self) -> tuple[Any, str]:
+        """Return pyarrow's file system of the store, and the path of this folder in it."""
+        return self._open()
+
+    def exists(self) -> bool:
+        """Whether this is an object, or the beginning of the name of one."""
+        system, path = self._open()
+        return bool(system.get_file_info(path).type != filesystems.FileType.NotFound)
 
     def entries(self) -> dict[str, Entry]:
         """List the objects below this folder by relative name; "" is the folder itself, if it is an object."""
@@ -163,6 +193,16 @@ class Folder:
         with system.open_output_stream(f"{path}/{name}") as stream:
             stream.write(text.encode("utf-8"))
 
+    def open_input(self, name: str) -> Any:
+        """Open an object for reading at any position: a pyarrow file."""
+        system, path = self._open()
+        return system.open_input_file(f"{path}/{name}")
+
+    def open_output(self, name: str) -> Any:
+        """Open a new object for writing: a pyarrow stream. The object appears when the stream is closed."""
+        system, path = self._open()
+        return system.open_output_stream(f"{path}/{name}")
+
     def upload(self, file: Path, name: str) -> None:
         """Copy a local file to the store."""
         system, path = self._open()
@@ -185,6 +225,45 @@ class Folder:
         system, path = self._open()
         system.delete_file(f"{path}/{name}")
 
+    def clear(self) -> None:
+        """Delete all objects below this folder."""
+        system, path = self._open()
+        system.delete_dir(path)
+
+
+Place = Path | Folder
+"""A file or directory of this machine, or of an object store. `/`, `name`, `stem`, `suffix` and `is_file` work for both."""
+
+
+def open_binary(file: Place) -> Any:
+    """Open a file for reading at any position, in place: a pyarrow file."""
+    if isinstance(file, Path):
+        return pyarrow.OSFile(str(file))
+    system, path = file._open()
+    return system.open_input_file(path)
+
+
+def read_binary(file: Place) -> bytes:
+    """Read a whole file; FileNotFoundError if it does not exist."""
+    with open_binary(file) as stream:
+        return bytes(stream.read())
+
+
+def read_text(file: Place) -> str | None:
+    """Read the text of a whole file; None if it does not exist."""
+    try:
+        return read_binary(file).decode("utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def listing(place: Place) -> dict[str, int]:
+    """Return the size of every file below a directory, by relative name; of a file its own size, with the name ""."""
+    if isinstance(place, Folder):
+        return {name: entry.size for name, entry in place.entries().items()}
+    files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
+    return {"" if file == place else file.relative_to(place).as_posix(): file.stat().st_size for file in files}
+
 
 @contextmanager
 def convert_errors(place: str, setting: str) -> Iterator[None]:
@@ -196,6 +275,11 @@ def convert_errors(place: str, setting: str) -> Iterator[None]:
             f"{setting}={place}: the object store failed ({' '.join(str(error).split())[:240]}); check the "
             "address, the credentials and region in the environment, and AWS_ENDPOINT_URL"
         ) from error
+
+
+def errors_at(place: Place, setting: str) -> AbstractContextManager[None]:
+    """Convert errors of the block as `convert_errors`, if the place is in an object store."""
+    return convert_errors(place.base, setting) if isinstance(place, Folder) else nullcontext()
 
 
 def listing_digest(entries: dict[str, Entry]) -> str:

@@ -18,7 +18,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from infembed_ray import __version__, durable
 from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.object_store import Folder, Place, convert_errors, is_uri, listing_digest, scratch
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -48,19 +48,48 @@ def local_path(value: str, name: str) -> Path:
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
-def resolve_input(value: str, name: str, parts: Collection[str] | None = None) -> Path:
+def find_input(value: str, name: str) -> Place:
+    """Return the place of an input, which may be in an object store: follow `latest`, and copy nothing.
+
+    Raises:
+        InputError: there is no such input, or the object store does not return it.
+    """
+    if not is_uri(value):
+        return resolve_input(value, name)
+    folder = open_input(value, name)
+    with convert_errors(folder.base, name):
+        if not folder.exists():
+            raise InputError(f"{name}={folder}: no object has this name or begins with it; check the path")
+    return folder
+
+
+def place_of(value: str) -> Place:
+    """Return the path or the folder that `address` named."""
+    base, _, query = value.partition("?")
+    return Folder(base, query) if is_uri(value) else Path(value)
+
+
+def address(place: Place) -> str:
+    """Return the path or the URI of a place, for another process."""
+    return place.uri if isinstance(place, Folder) else str(place)
+
+
+def resolve_input(
+    value: str, name: str, parts: Collection[str] | None = None, without: Callable[[str], bool] | None = None
+) -> Path:
     """Return the local path of an input: follow `latest`, and download from an object store.
 
     Args:
         value: of the setting.
         name: of the setting.
         parts: files and folders to download from a directory of an object store; None downloads all.
+        without: whether to leave out a file, by its name in the directory.
 
     Raises:
         InputError: there is no such input, or the object store does not return it.
     """
     if is_uri(value):
-        return _download(value, name, parts)
+        return _download(value, name, parts, without)
     path = local_path(value, name)
     if not path.exists():
         raise InputError(f"{name}={value}: no such file or directory")
@@ -80,7 +109,7 @@ def open_input(uri: str, name: str) -> Folder:
     return folder
 
 
-def _download(uri: str, name: str, parts: Collection[str] | None) -> Path:
+def _download(uri: str, name: str, parts: Collection[str] | None, without: Callable[[str], bool] | None) -> Path:
     """Download an input to a directory whose name depends on its content, except what is already there."""
     folder = open_input(uri, name)
     with convert_errors(folder.base, name):
@@ -95,7 +124,7 @@ def _download(uri: str, name: str, parts: Collection[str] | None) -> Path:
         with durable.exclusive_lock(root / "lock", wait=True):
             for file, entry in entries.items():
                 target = copy / file if file else copy
-                wanted = parts is None or file.split("/")[0] in parts
+                wanted = (parts is None or file.split("/")[0] in parts) and not (without and without(file))
                 if wanted and not (target.is_file() and target.stat().st_size == entry.size):
                     folder.download(file, target)
     return copy
@@ -115,11 +144,15 @@ def set_latest(root: Path, identity: str) -> None:
         stream.write(f"{identity}\n".encode())
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Place) -> str:
     """Hash a file, or the names and bytes of a directory's files: the first 16 hex digits of SHA-256.
 
-    The manifest and the training states of a published output are left out: they do not belong to the result.
+    The manifest and the training states of a published output are left out: they do not belong to the result. What is in
+    an object store is not read: sizes and times of the objects stand for their bytes.
     """
+    if isinstance(path, Folder):
+        entries = path.entries()
+        return listing_digest({name: entry for name, entry in entries.items() if name.split("/")[0] not in _HISTORY})
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
@@ -139,17 +172,21 @@ def fingerprint_files(files: list[Path], relative_to: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_manifest(path: Path, name: str) -> dict[str, Any]:
-    """Read the manifest of a published output that the setting `name` names.
+def read_manifest(path: Path | Folder, name: str) -> dict[str, Any]:
+    """Read the manifest of a published output that the setting `name` names, on this machine or in an object store.
 
     Raises:
         InputError: the directory is not a published output, or its manifest is damaged.
     """
-    file = path / MANIFEST
-    if not file.is_file():
+    if isinstance(path, Folder):
+        with convert_errors(path.base, name):
+            text = path.read(MANIFEST)
+    else:
+        text = (path / MANIFEST).read_text(encoding="utf-8") if (path / MANIFEST).is_file() else None
+    if text is None:
         raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(text)
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
@@ -219,7 +256,7 @@ class Step:
         stage: str,
         settings: Settings,
         output: str,
-        inputs: Mapping[str, Path],
+        inputs: Mapping[str, Place],
         names: Mapping[str, str] | None = None,
         uris: bool = False,
     ) -> None:
@@ -339,11 +376,17 @@ def output_files(directory: Path) -> list[Path]:
     return sorted(path for path in files if path.relative_to(directory).parts[0] != STATES)
 
 
-def require_writable(root: Path, name: str) -> None:
+def require_writable(root: Place, name: str) -> None:
     """Create the directory that the setting `name` names; raise InputError if it cannot be written."""
+    probe_name = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
+    if isinstance(root, Folder):
+        with convert_errors(root.base, name):
+            root.write(probe_name, "")
+            root.delete(probe_name)
+        return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
+        probe = root / probe_name
         probe.touch()
         probe.unlink()
     except OSError as error:
