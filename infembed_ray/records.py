@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, overload
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -203,7 +203,11 @@ def _checked(file: Place, row: type[Row], name: str, columns: Mapping[str, str],
         yield row(**{k: v for k, v in taken.items() if v is not None})
 
 
-def data_files(path: Place, name: str, split: str | None = None) -> list[Place]:
+@overload
+def data_files(path: Path, name: str, split: str | None = None) -> list[Path]: ...
+@overload
+def data_files(path: Place, name: str, split: str | None = None) -> list[Place]: ...
+def data_files(path: Place, name: str, split: str | None = None) -> list[Path] | list[Place]:
     """List the data files of a path: the file itself, or all files of a directory in the first format of `FORMATS` present.
 
     Args:

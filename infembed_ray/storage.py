@@ -27,7 +27,7 @@ from typing import Any
 from infembed_ray import __version__, durable
 from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, Place, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.object_store import Entry, Folder, Place, convert_errors, is_uri, listing_digest, scratch
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -227,7 +227,7 @@ class Staging:
 
     path: Path
     remote: Folder | None = None
-    """Its final place, if that is in an object store."""
+    """Its final place, if that is in an object store. Files that workers write there during the run stay."""
     counts: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Other entries of the manifest, such as cost, metrics or the encoder's fingerprint."""
@@ -317,6 +317,7 @@ class Step:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
             elif (self.path / MANIFEST).is_file():
                 raise InputError(f"output={self.root}: another run has just finished this output; run again to use it")
+            before = {} if self.remote is None else self.remote.entries()
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
@@ -324,7 +325,7 @@ class Step:
             durable.replace_json(staging.path / MANIFEST, self._manifest(staging, time.monotonic() - start))
             if self.remote is not None:
                 with convert_errors(self.remote.base, "output"):
-                    _upload(staging.path, self.remote)
+                    _upload(staging.path, self.remote, before)
             durable.publish_directory(staging.path, self.path)
             self._set_latest()
 
@@ -358,14 +359,20 @@ def _scratch_of(remote: Folder) -> Path:
     return scratch() / "outputs" / hashlib.sha256(remote.uri.encode()).hexdigest()[:16]
 
 
-def _upload(directory: Path, remote: Folder) -> None:
-    """Upload an output, its manifest last. Training uploads its states itself."""
+def _upload(directory: Path, remote: Folder, before: Mapping[str, Entry]) -> None:
+    """Upload an output, its manifest last. Training uploads its states and its model itself.
+
+    Args:
+        directory: the output on this machine.
+        remote: its final place.
+        before: what was there when the run began.
+    """
     files = {file.relative_to(directory).as_posix(): file for file in output_files(directory)}
     for name, file in files.items():
         if name != MANIFEST:
             remote.upload(file, name)
-    for name in remote.entries():  # files of an earlier attempt
-        if name not in files and name.split("/")[0] != STATES:
+    for name, entry in remote.entries().items():  # files of an earlier attempt
+        if name not in files and before.get(name) == entry and name.split("/")[0] != STATES:
             remote.delete(name)
     remote.upload(directory / MANIFEST, MANIFEST)
 

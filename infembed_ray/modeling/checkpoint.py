@@ -345,7 +345,7 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
 
 
 def is_own(model: str) -> bool:
-    """Return whether `write` wrote the model, so that it has its template and lengths."""
+    """Return whether `checkpoint_writer.write` wrote the model, so that it has its template and lengths."""
     return bool(_read_json(model, OWN_CONFIG))
 
 
