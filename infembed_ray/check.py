@@ -22,7 +22,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.object_store import is_uri
+from infembed_ray.object_store import SCRATCH, is_uri
 from infembed_ray.progress import counted
 from infembed_ray.storage import STATES, Step, local_path
 
@@ -80,7 +80,7 @@ def _state(step: Step, *reused: Path) -> Iterator[str]:
     place = step.remote.base if step.remote else step.path
     if done := step.found():
         yield f"output {place}: finished on {done.manifest['created']}, so there is nothing to do"
-    elif any(place.exists() for place in (step.partial, *reused)):
+    elif any(place.exists() for place in (step.partial, *reused)) or (step.remote and step.remote.exists()):
         yield f"output {place}: an interrupted run is there, and this run resumes it"
     else:
         yield f"output {place}: new"
@@ -224,7 +224,11 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     without = "" if settings.teacher is None else ", without the teacher"
     yield f"memory: about {_gib(memory.total)} {where} at the peak of a step{without}"
     states = settings.keep_last + settings.keep_best + 1
-    yield _require_space(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)
+    needed = _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
+    if step.remote is None:
+        yield _require_space(step, needed)
+    else:  # the workers' disks are not this machine's
+        yield f"disk: about {_gib(needed)} at most in {SCRATCH} of the node of worker 0, less on others"
 
 
 def _export(settings: ExportSettings) -> Iterator[str]:
