@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Place, errors_at, listing, open_binary
+from infembed_ray.places import Place, errors_at, listing, open_binary
 from infembed_ray.storage import MANIFEST
 
 SCENARIOS = ("positive", "negative_instruction", "negative_query")

@@ -16,7 +16,7 @@ import numpy as np
 
 from infembed_ray import records
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place
 from infembed_ray.records import Record
 
 ITEM_COLUMNS = ("item_id", "instruction", "query", "passages")

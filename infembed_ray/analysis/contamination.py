@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from infembed_ray import records
-from infembed_ray.object_store import Place, listing
+from infembed_ray.places import Place, listing
 
 EXAMPLES = 5
 _ID = re.compile(r"(^|[_-])id$", re.IGNORECASE)

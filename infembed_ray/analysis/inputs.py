@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from infembed_ray import records
-from infembed_ray.object_store import Place, errors_at, open_binary
+from infembed_ray.places import Place, errors_at, open_binary
 from infembed_ray.records import Record
 from infembed_ray.storage import MANIFEST, read_manifest
 

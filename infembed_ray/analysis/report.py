@@ -20,7 +20,7 @@ from infembed_ray.analysis.page import Summary, summarise
 from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.storage import Published, Step, find_input
 

@@ -15,7 +15,7 @@ from infembed_ray.analysis.diversity import Diversity, diversity
 from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place
 from infembed_ray.records import ALIASES, Record
 
 Embed = Callable[[Sequence[str]], np.ndarray]

@@ -19,7 +19,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
-from infembed_ray.object_store import Folder, Place, convert_errors, scratch
+from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.places import Place
 
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""

@@ -34,7 +34,7 @@ from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place, address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 
@@ -229,7 +229,7 @@ class ComputeChunk:
             file, computed = self._ensure(self._chunks[row["id"]])
         except InputError as error:
             return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
-        return {"id": row["id"], "file": storage.address(file), "computed": computed, "fault": ""}
+        return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
 
     def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
         texts = chunk.texts()
@@ -274,7 +274,7 @@ def _compute_chunks(
             if row["fault"]:
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
-            files[chunk] = storage.place_of(row["file"])
+            files[chunk] = place_of(row["file"])
             stored += 0 if row["computed"] else chunk.size
             advance(chunk.size, note=f"{stored} from the store" if stored else "")
     if len(files) < len(distinct):

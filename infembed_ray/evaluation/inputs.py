@@ -19,7 +19,8 @@ from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.object_store import Folder, Place, errors_at, is_uri
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place, address, errors_at
 
 EMBEDDINGS = "embeddings"
 """Folder of the store in the output, if the settings name no other."""
@@ -135,7 +136,7 @@ def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
     return Model(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
-        retriever.model_copy(update={part: storage.address(path) for part, path in paths.items()}),
+        retriever.model_copy(update={part: address(path) for part, path in paths.items()}),
         {f"{prefix}.{part}": path for part, path in paths.items()},
         {f"{prefix}.{part}": name for part, name in names.items()},
     )

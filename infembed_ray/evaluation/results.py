@@ -28,7 +28,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import CONVENTIONS
 from infembed_ray.evaluation.scoring import Scores, means
 from infembed_ray.evaluation.tasks.task import Figure, Task
-from infembed_ray.object_store import Place, errors_at, open_binary, read_text
+from infembed_ray.places import Place, errors_at, open_binary, read_text
 
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.parquet"

@@ -24,8 +24,9 @@ from transformers.utils.hub import extract_commit_hash
 from infembed_ray.config.training import Interaction, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode
-from infembed_ray.object_store import Folder, Place, convert_errors, is_uri
-from infembed_ray.storage import MANIFEST, STATES, fingerprint_files, open_input, resolve, resolve_input
+from infembed_ray.object_store import Folder, convert_errors, is_uri
+from infembed_ray.places import Place, fingerprint_files
+from infembed_ray.storage import MANIFEST, STATES, open_input, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"

@@ -23,10 +23,11 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.evaluation.results import Results
-from infembed_ray.object_store import Folder, Place
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.storage import Published, address, place_of
+from infembed_ray.storage import Published
 from infembed_ray.sweeps import table
 from infembed_ray.sweeps.table import Outcome
 from infembed_ray.sweeps.trials import Trial, combined, inputs, trials

@@ -21,8 +21,8 @@ from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.object_store import Place
-from infembed_ray.storage import address, find_input, fingerprint, fingerprint_files, place_of
+from infembed_ray.places import Place, address, fingerprint_files, place_of
+from infembed_ray.storage import find_input, fingerprint
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files

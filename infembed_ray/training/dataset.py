@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from infembed_ray import durable
-from infembed_ray.object_store import Folder, Place
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address
 from infembed_ray.records import Record, columns_of
-from infembed_ray.storage import address, fingerprint, resolve_input
+from infembed_ray.storage import fingerprint, resolve_input
 
 RECORDS = "records.arrow"
 _ROWS = 1024

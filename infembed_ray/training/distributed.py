@@ -22,10 +22,11 @@ from infembed_ray import ray_compat
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import place_of
 from infembed_ray.progress import say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.records import Record
-from infembed_ray.storage import STATES, place_of
+from infembed_ray.storage import STATES
 from infembed_ray.training.node_files import RAY_TRAIN_LOGS, node_directory
 
 

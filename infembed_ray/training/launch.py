@@ -32,9 +32,9 @@ from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
-from infembed_ray.storage import STATES, Published, Staging, Step, address, find_input
+from infembed_ray.storage import STATES, Published, Staging, Step, find_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
@@ -124,7 +124,7 @@ def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
         InputError: settings do not fit each other, an input does not exist, or the output cannot be written.
     """
     _, inputs = check_all(lambda: _check_settings(settings), lambda: _resolve(settings))
-    return inputs, Step("train", settings, settings.output, inputs.files, inputs.names, uris=True)
+    return inputs, Step("train", settings, settings.output, inputs.files, inputs.names)
 
 
 def _resolve(settings: TrainSettings) -> Inputs:

@@ -18,7 +18,7 @@ from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place
 from infembed_ray.records import MADE_ID, Passage, Record
 from infembed_ray.storage import find_input
 from infembed_ray.training.collectives import from_first, gather_rows, world

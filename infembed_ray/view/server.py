@@ -21,7 +21,7 @@ from starlette.routing import Route
 from infembed_ray.config.view import ViewSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import RESULTS_FILE
-from infembed_ray.object_store import Place, errors_at
+from infembed_ray.places import Place, errors_at
 from infembed_ray.progress import say
 from infembed_ray.records import KEPT_FILE
 from infembed_ray.reporting.page import render

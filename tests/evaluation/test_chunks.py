@@ -8,7 +8,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import chunks
 from infembed_ray.evaluation.chunks import Pairs, Passages, Queries, share, shared
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
-from infembed_ray.object_store import SCRATCH, Folder, read_binary
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import read_binary
 
 
 def corpus(count, batch):

@@ -28,7 +28,8 @@ from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Folder, read_binary
+from infembed_ray.object_store import Folder
+from infembed_ray.places import read_binary
 from infembed_ray.records import columns_of
 from tests.evaluation import published as layouts
 from tests.evaluation.tasks.test_infir import record

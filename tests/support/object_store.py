@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from infembed_ray.object_store import Folder, listing
+from infembed_ray.object_store import Folder
+from infembed_ray.places import listing
 
 BUCKET = "bucket"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}

@@ -8,7 +8,8 @@ from ray.cluster_utils import Cluster
 
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.evaluation import results
-from infembed_ray.object_store import SCRATCH, Folder, read_binary
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import read_binary
 from infembed_ray.records import columns_of
 from infembed_ray.storage import find_input
 from infembed_ray.sweeps.distributed import run

@@ -33,7 +33,8 @@ from infembed_ray.config.training import Template
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers.retriever import Retriever
 from infembed_ray.modeling import checkpoint
-from infembed_ray.object_store import Folder, Place, is_uri
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
 
@@ -190,7 +191,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
     if isinstance(settings, ApiSettings):
         return paths, names | {"model": settings.model}
     for part, model, revision in _models(settings):
-        place = storage.place_of(model)
+        place = place_of(model)
         stored = isinstance(place, Folder) or place.is_dir()
         if part == "adapter" and stored:
             for file in ("adapter_config.json", "adapter_model.safetensors"):

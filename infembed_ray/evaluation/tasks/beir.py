@@ -10,7 +10,8 @@ from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.mteb_layout import with_title
 from infembed_ray.evaluation.tasks.repository import rows
 from infembed_ray.evaluation.tasks.task import Figure, Query, Task
-from infembed_ray.object_store import Place, is_uri
+from infembed_ray.object_store import is_uri
+from infembed_ray.places import Place
 from infembed_ray.storage import open_input
 
 FIGURES = tuple(Figure(measure, measure) for measure in ("nDCG@10", "recall@100", "MAP@1000", "MRR@10"))

@@ -9,7 +9,8 @@ from infembed_ray.evaluation.tasks import beir, bright, followir, mair, mirror, 
 from infembed_ray.evaluation.tasks.checks import checked
 from infembed_ray.evaluation.tasks.registry import find
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.object_store import Place, errors_at, is_uri
+from infembed_ray.object_store import is_uri
+from infembed_ray.places import Place, errors_at
 from infembed_ray.storage import local_path, open_input
 
 _LAYOUTS: Mapping[str, Callable[..., Task]] = {

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import CORPUS
-from infembed_ray.object_store import Folder, Place, scratch
+from infembed_ray.object_store import Folder, scratch
+from infembed_ray.places import Place
 from infembed_ray.progress import track
 
 _FORMAT = 1

@@ -13,7 +13,8 @@ import yaml
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.repository import CARD, Repository
-from infembed_ray.object_store import Place, is_uri
+from infembed_ray.object_store import is_uri
+from infembed_ray.places import Place
 
 Part = tuple[str, str | None]
 """A configuration of a repository and one of its splits; None: all splits."""

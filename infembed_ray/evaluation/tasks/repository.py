@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Place, listing, read_text
+from infembed_ray.places import Place, listing, read_text
 from infembed_ray.records import hidden, raw_rows
 
 CARD = "README.md"

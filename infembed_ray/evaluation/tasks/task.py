@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from infembed_ray.evaluation.metrics import Change, Qrels
-from infembed_ray.object_store import Place
+from infembed_ray.places import Place
 
 CORPUS = pa.schema([("id", pa.string()), ("text", pa.string())])
 
