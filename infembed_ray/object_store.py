@@ -314,8 +314,8 @@ class Folder:
 
     def clear(self) -> None:
         """Delete all objects below this folder."""
-        system, path = self._open()
-        system.delete_dir(path)
+        for name in self.entries():
+            self.delete(name)
 
 
 _CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
