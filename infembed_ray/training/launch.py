@@ -308,8 +308,7 @@ def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], director
         )  # DeepSpeed takes a GPU if it finds one, and warns if it does not
     from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators on import
 
-    with node_directory(settings, directory) as own:
-        train_worker(settings, rows, own, _device(settings))
+    train_worker(settings, rows, node_directory(settings, directory), _device(settings))
 
 
 def _device(settings: TrainSettings) -> torch.device:
