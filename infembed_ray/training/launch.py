@@ -116,12 +116,20 @@ def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
     Raises:
         InputError: settings do not fit each other, an input does not exist, or the output cannot be written.
     """
-    _, inputs = check_all(lambda: _check_settings(settings), lambda: _resolve(settings))
+    inputs = resolve(settings)
     return inputs, Step("train", settings, settings.output, inputs.files, inputs.names, uris=True)
 
 
-def _resolve(settings: TrainSettings) -> Inputs:
-    """Locate everything that the settings name; InputError for what does not exist."""
+def resolve(settings: TrainSettings) -> Inputs:
+    """Check the settings and locate everything that they name.
+
+    Raises:
+        InputError: settings do not fit each other, or an input does not exist.
+    """
+    return check_all(lambda: _check_settings(settings), lambda: _locate(settings))[1]
+
+
+def _locate(settings: TrainSettings) -> Inputs:
     validation = settings.validation
     named = [("model", settings.model)] + ([("teacher", settings.teacher)] if settings.teacher is not None else [])
     records, held, *models = check_all(
