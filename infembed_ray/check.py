@@ -168,10 +168,12 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
         yield f"calls: none, the journals answer all of them{sample}"
     else:
         yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
-        answers = "answers without a bound" if made.answer_tokens is None else f"{made.answer_tokens:,.0f} of answers"
-        yield f"tokens: about {made.prompt_tokens:,.0f} of prompts, and at most {answers}" + (
-            ": set generator.max_tokens and judge.max_tokens" if made.answer_tokens is None else ""
+        bound = (
+            "no bound for answers; set generator.max_tokens and judge.max_tokens"
+            if made.answer_tokens is None
+            else f"at most {made.answer_tokens:,.0f} for answers"
         )
+        yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
         if made.usd is not None:
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
         elif made.answer_tokens is not None:

@@ -302,10 +302,11 @@ def _check_joint_texts(settings: TrainSettings, encoder: InstructionEncoder, sam
 
 def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], directory: Path) -> None:
     """Train as a worker in this process."""
-    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators and logs on import
-
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed takes a GPU if it finds one, and warns if it does not
+    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators on import
+
     train_worker(settings, rows, directory, _device(settings))
 
 
