@@ -94,14 +94,16 @@ class RunFiles:
                 self.upload()
 
 
-def fetch(remote: Folder, directory: Path, names: Collection[str] | None = None) -> None:
+def fetch(remote: Folder | None, directory: Path, names: Collection[str] | None = None) -> None:
     """Download the run's own files, without weights; what the store does not return is left out.
 
     Args:
-        remote: Output of the run in the object store.
+        remote: Output of the run in the object store; None if it is not in one, and there is nothing to download.
         directory: Directory to write.
         names: Files to download; None downloads all.
     """
+    if remote is None:
+        return
     with contextlib.suppress(OSError, ArrowException):
         if names is None:
             found = remote.entries()
