@@ -72,7 +72,7 @@ def running_head(secrets: dict[str, str]) -> Iterator[Head]:
             )
         try:
             address = f"http://127.0.0.1:{ports['dashboard-port']}"
-            _wait_until_up(address, head, log)
+            wait_until_up(address, head, log)
             yield Head(address, environment)
         finally:
             os.killpg(head.pid, signal.SIGKILL)  # SIGTERM would first drain the node, for 30 s
@@ -80,7 +80,7 @@ def running_head(secrets: dict[str, str]) -> Iterator[Head]:
             _wait_until_gone(directory)
 
 
-def _wait_until_up(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_up(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until the job API answers, with 401 to a request without a token."""
     deadline = time.monotonic() + 90
     while (status := _status(f"{address}/api/jobs/")) is None:
