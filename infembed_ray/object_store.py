@@ -180,6 +180,11 @@ class Folder:
         )
         partial.replace(file)
 
+    def open_input(self, name: str) -> Any:
+        """Open an object as a random-access file; threads may read it at the same time."""
+        system, path = self._open()
+        return system.open_input_file(f"{path}/{name}")
+
     def delete(self, name: str) -> None:
         """Delete an object."""
         system, path = self._open()

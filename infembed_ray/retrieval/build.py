@@ -23,17 +23,15 @@ from infembed_ray.progress import track
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import BadRow, partition, sort_shard, spool_file
 from infembed_ray.retrieval.passages import open_passages
-from infembed_ray.retrieval.shards import (
+from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
-    Build,
     ShardFacts,
-    build_shard,
     clear_finished,
     finished_shard,
     mark_finished,
-    write_vectors,
 )
+from infembed_ray.retrieval.shards import Build, build_shard, write_vectors
 from infembed_ray.retrieval.work_directory import ENCODED, WorkDirectory
 
 

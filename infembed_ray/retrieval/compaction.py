@@ -18,17 +18,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
-from infembed_ray.retrieval.shards import (
-    PASSAGES_FILE,
-    VECTORS_FILE,
-    Build,
-    Shard,
-    ShardFacts,
-    build_shard,
-    finished_shard,
-    mark_finished,
-    write_vectors,
-)
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE, ShardFacts, finished_shard, mark_finished
+from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.storage import Step, local_path, read_manifest, resolve
 

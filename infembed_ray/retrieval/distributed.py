@@ -32,7 +32,8 @@ from infembed_ray.retrieval.corpus import BadRow, sort_shard, spool_file
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import IndexFacts, finished, warn_of_changes
 from infembed_ray.retrieval.preflight import check_model, prepare
-from infembed_ray.retrieval.shards import PASSAGES_FILE, Build, ShardFacts, clear_finished
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, ShardFacts, clear_finished
+from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.work_directory import Chunk, WorkDirectory, work_directory
 from infembed_ray.storage import Published, read_manifest
 

@@ -21,7 +21,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.corpus import require_columns
-from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge, verify
+from infembed_ray.retrieval.shard_files import ShardFacts, verify
+from infembed_ray.retrieval.shards import Hit, Shard, merge
 from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
 from infembed_ray.retrieval.work_directory import work_directory
@@ -102,7 +103,7 @@ class IndexFacts:
     def from_json(cls, values: Mapping[str, Any]) -> IndexFacts:
         """Inverse of `as_json`."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        return cls(**{**known, "shards": [ShardFacts(**shard) for shard in values["shards"]]})
+        return cls(**{**known, "shards": [ShardFacts.from_json(shard) for shard in values["shards"]]})
 
     def as_json(self) -> dict[str, Any]:
         """The facts for the manifest, with the totals over the shards."""

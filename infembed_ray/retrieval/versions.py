@@ -13,7 +13,7 @@ from pathlib import Path
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import IndexFacts, change_log
-from infembed_ray.retrieval.shards import verify as verify_shard
+from infembed_ray.retrieval.shard_files import verify as verify_shard
 from infembed_ray.storage import LATEST, MANIFEST, local_path, read_manifest, set_latest
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.shards import PASSAGES_FILE, VECTORS_FILE
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
 from infembed_ray.storage import Step
 
 CHUNK_PASSAGES = 512

@@ -13,7 +13,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards, versions
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index, IndexFacts, finished
-from infembed_ray.retrieval.shards import clear_finished
+from infembed_ray.retrieval.shard_files import clear_finished
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.storage import LATEST, Step, resolve
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards

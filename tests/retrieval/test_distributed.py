@@ -19,7 +19,8 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval import distributed, work_directory
 from infembed_ray.retrieval.distributed import run
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shards import PASSAGES_FILE, shard_of
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
 from infembed_ray.storage import Published, read_manifest, resolve
 from tests.support.files import write_jsonl
@@ -301,6 +302,8 @@ except InputError as error:
 def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     ids = [f"passage-{i}" for i in range(1000)]
     here = [shard_of(i, 7) for i in ids]
-    code = "from infembed_ray.retrieval.shards import PASSAGES_FILE, shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
+    code = (
+        "from infembed_ray.retrieval.shards import shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
+    )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
     assert json.loads(there) == here

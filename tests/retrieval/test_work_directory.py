@@ -6,7 +6,7 @@ import pytest
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.shards import VECTORS_FILE
+from infembed_ray.retrieval.shard_files import VECTORS_FILE
 from infembed_ray.retrieval.work_directory import WorkDirectory, work_directory
 from infembed_ray.storage import Step
 

@@ -1,0 +1,172 @@
+"""The files of a shard: their facts in the manifest, their verification, and this machine's copy of them.
+
+A shard in an object store is copied to a directory that is named by its checksums, once for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infembed_ray import durable
+from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.progress import say
+from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
+
+INDEX_FILE = "index.faiss"
+PASSAGES_FILE = "passages.arrow"
+VECTORS_FILE = "vectors.npy"
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """A shard in the manifest of an index.
+
+    Attributes:
+        name: directory of the shard inside the index.
+        search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
+            types).
+        recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
+        bytes: size of all files.
+        checksums: file name -> its checksums; in older indexes `storage.fingerprint` of the whole file.
+    """
+
+    name: str
+    passages: int
+    factory: str
+    search: Mapping[str, int]
+    recall_at_10: float
+    bytes: int
+    checksums: Mapping[str, FileChecksums | str]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ShardFacts:
+        """Inverse of `asdict`."""
+        facts = cls(**values)
+        read = {name: v if isinstance(v, str) else FileChecksums(**v) for name, v in facts.checksums.items()}
+        return replace(facts, checksums=read)
+
+
+def local_directory(root: Path | Folder, facts: ShardFacts, cache: Path | None = None) -> Path:
+    """Return the directory of this machine with a shard's files; copy them there from an object store.
+
+    Args:
+        root: of the version.
+        cache: directory for copies; None: the scratch directory of this machine.
+
+    Raises:
+        InputError: a file is missing or has another size; a block of a copy has a wrong checksum; or the disk is full.
+    """
+    if isinstance(root, Folder):
+        return _cached(root, facts, cache or scratch())
+    size = 0
+    for name, checksums in facts.checksums.items():
+        with _opened(root, facts, name) as (file, place):
+            size += file.size()
+            if isinstance(checksums, FileChecksums):
+                checksums.require_size(file.size(), place)
+    if size != facts.bytes:
+        raise InputError(f"index={root}: {facts.name} is corrupted ({size} bytes instead of {facts.bytes}); {REMEDY}")
+    return root / facts.name
+
+
+def verify(root: Path | Folder, facts: ShardFacts) -> None:
+    """Read all files of a shard and compare their checksums with the manifest, in bounded memory.
+
+    Raises:
+        InputError: a file is missing or corrupted.
+    """
+    for name, checksums in facts.checksums.items():
+        with _opened(root, facts, name) as (file, place):
+            if isinstance(checksums, FileChecksums):
+                checksums.verify(file, place)
+            elif whole_file_checksum(file) != checksums:
+                raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
+
+
+def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
+    """Return this machine's copy of a shard. One process makes it; the others wait."""
+    key = json.dumps(asdict(facts)["checksums"], sort_keys=True)
+    directory = cache / "shards" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with durable.exclusive_lock(directory / "lock", wait=True):
+            missing = [name for name in facts.checksums if not (directory / name).is_file()]
+            if missing:
+                say(f"index: copying {facts.name} ({facts.bytes} bytes) from {folder} to {directory}")
+            for name in missing:
+                _copy_file(folder, facts, name, directory / name)
+    except OSError as error:
+        raise InputError(
+            f"shard_cache={cache}: cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes; "
+            "free space there, for example by deleting copies of older versions, or give another directory"
+        ) from error
+    return directory
+
+
+def _copy_file(folder: Folder, facts: ShardFacts, name: str, file: Path) -> None:
+    checksums = facts.checksums[name]
+    with _opened(folder, facts, name) as (source, place):
+        if isinstance(checksums, FileChecksums):
+            checksums.copy(source, file, place)
+            return
+        if whole_file_checksum(source) != checksums:
+            raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
+    folder.download(f"{facts.name}/{name}", file)
+
+
+@contextlib.contextmanager
+def _opened(root: Path | Folder, facts: ShardFacts, name: str) -> Iterator[tuple[pa.NativeFile, str]]:
+    """Open a file of a shard; give it and its name for error messages."""
+    place = f"index={root}: {facts.name}/{name}"
+    with _store_errors(root):
+        try:
+            file = f"{facts.name}/{name}"
+            source = pa.OSFile(str(root / file)) if isinstance(root, Path) else root.open_input(file)
+        except FileNotFoundError as error:
+            raise InputError(f"{place} is missing; {REMEDY}") from error
+        with source:
+            yield source, place
+
+
+@contextlib.contextmanager
+def _store_errors(root: Path | Folder) -> Iterator[None]:
+    """Convert errors of a store's client to InputErrors. Errors of this machine's disk have an errno and pass."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(root, Path) or getattr(error, "errno", None) is not None:
+            raise
+        with convert_errors(root.base, "index"):
+            raise
+
+
+def mark_finished(directory: Path, facts: ShardFacts) -> ShardFacts:
+    """Record beside a shard's directory that the shard is finished, so that an interrupted build resumes after it."""
+    durable.replace_json(directory.with_suffix(".json"), asdict(facts))
+    return facts
+
+
+def finished_shard(directory: Path) -> ShardFacts | None:
+    """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
+    record = directory.with_suffix(".json")
+    if record.is_file():
+        facts = ShardFacts.from_json(json.loads(record.read_text(encoding="utf-8")))
+        with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
+            verify(directory.parent, facts)
+            return facts
+    return None
+
+
+def clear_finished(root: Path) -> None:
+    """Remove the records of `mark_finished` from an index whose shards are all finished."""
+    for record in root.glob("*.json"):
+        record.unlink()
