@@ -66,6 +66,7 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     Raises:
         InputError: seeds or prices cannot be read, or the output cannot be written.
     """
+    local_path(settings.output, "output")  # not in an object store yet
     seeds, table = check_all(lambda: Source(settings), lambda: prices.load(settings.prices))
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
