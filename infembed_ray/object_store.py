@@ -158,6 +158,11 @@ class Folder:
         """The last part of the path."""
         return self.base.rsplit("/", 1)[-1]
 
+    @property
+    def parent(self) -> Folder:
+        """The folder that holds this one."""
+        return replace(self, base=self.base.rsplit("/", 1)[0])
+
     def __truediv__(self, name: str) -> Folder:
         return replace(self, base=f"{self.base}/{name}")
 
@@ -176,6 +181,12 @@ class Folder:
             for info in found
             if info.type == filesystems.FileType.File
         }
+
+    def folders(self) -> list[str]:
+        """List the names of the folders directly in this one."""
+        system, path = self._open()
+        found = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
+        return [info.base_name for info in found if info.type == filesystems.FileType.Directory]
 
     def read(self, name: str) -> str | None:
         """Read the text of an object; None if it does not exist."""
@@ -277,11 +288,6 @@ class Folder:
             f"{path}/{name}" if name else path, str(partial), system, filesystems.LocalFileSystem(), chunk_size=_CHUNK
         )
         partial.replace(file)
-
-    def open_input(self, name: str) -> Any:
-        """Open an object as a random-access file; threads may read it at the same time."""
-        system, path = self._open()
-        return system.open_input_file(f"{path}/{name}")
 
     def delete(self, name: str) -> None:
         """Delete an object."""

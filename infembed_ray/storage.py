@@ -151,17 +151,21 @@ def fingerprint_files(files: list[Path], relative_to: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_manifest(path: Path, name: str) -> dict[str, Any]:
-    """Read the manifest of a published output that the setting `name` names.
+def read_manifest(path: Path | Folder, name: str) -> dict[str, Any]:
+    """Read the manifest of a published output that the setting `name` names, on this machine or in an object store.
 
     Raises:
         InputError: the directory is not a published output, or its manifest is damaged.
     """
-    file = path / MANIFEST
-    if not file.is_file():
+    if isinstance(path, Folder):
+        with convert_errors(path.base, name):
+            text = path.read(MANIFEST)
+    else:
+        text = (path / MANIFEST).read_text(encoding="utf-8") if (path / MANIFEST).is_file() else None
+    if text is None:
         raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(text)
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:

@@ -30,11 +30,11 @@ class FileChecksums:
     """Checksums of a file.
 
     Attributes:
-        bytes: size of the file.
+        size: bytes of the file.
         blocks: first 16 hex digits of the SHA-256 of each block, joined.
     """
 
-    bytes: int
+    size: int
     blocks: str
 
     @classmethod
@@ -45,8 +45,8 @@ class FileChecksums:
 
     def require_size(self, size: int, place: str) -> None:
         """Raise InputError unless the file at `place` has this size."""
-        if size != self.bytes:
-            raise InputError(f"{place} is corrupted ({size} bytes instead of {self.bytes}); {REMEDY}")
+        if size != self.size:
+            raise InputError(f"{place} is corrupted ({size} bytes instead of {self.size}); {REMEDY}")
 
     def verify(self, file: pa.NativeFile, place: str) -> None:
         """Read an open file and compare its size and checksums.
@@ -55,7 +55,7 @@ class FileChecksums:
             InputError: they differ; the message names `place`.
         """
         self.require_size(file.size(), place)
-        _map_blocks(self.bytes, lambda start: self._require(_read(file, start), start, place))
+        _map_blocks(self.size, lambda start: self._require(_read(file, start), start, place))
 
     def copy(self, source: pa.NativeFile, path: Path, place: str) -> None:
         """Copy an open file to `path` and verify it while its bytes pass through; `path` appears whole or not at all.
@@ -70,7 +70,7 @@ class FileChecksums:
         partial = path.with_name(f"{path.name}.partial")
         resumed = partial.is_file()
         with partial.open("r+b" if resumed else "w+b") as copy:
-            copy.truncate(self.bytes)
+            copy.truncate(self.size)
 
             def copy_block(start: int) -> None:
                 if not (resumed and _digest(os.pread(copy.fileno(), BLOCK, start)) == self._wanted(start)):
@@ -78,7 +78,7 @@ class FileChecksums:
                     self._require(block, start, place)
                     os.pwrite(copy.fileno(), block, start)
 
-            _map_blocks(self.bytes, copy_block)
+            _map_blocks(self.size, copy_block)
             durable.sync(copy)
         partial.replace(path)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_c
 INDEX_FILE = "index.faiss"
 PASSAGES_FILE = "passages.arrow"
 VECTORS_FILE = "vectors.npy"
+_RECORD = re.compile(r"shard-\d+\.json")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,8 @@ class ShardFacts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ShardFacts:
         """Inverse of `asdict`."""
-        facts = cls(**values)
-        read = {name: v if isinstance(v, str) else FileChecksums(**v) for name, v in facts.checksums.items()}
-        return replace(facts, checksums=read)
+        checksums = {n: v if isinstance(v, str) else FileChecksums(**v) for n, v in values["checksums"].items()}
+        return cls(**{**values, "checksums": checksums})
 
 
 def local_directory(root: Path | Folder, facts: ShardFacts, cache: Path | None = None) -> Path:
@@ -149,24 +151,54 @@ def _store_errors(root: Path | Folder) -> Iterator[None]:
             raise
 
 
-def mark_finished(directory: Path, facts: ShardFacts) -> ShardFacts:
-    """Record beside a shard's directory that the shard is finished, so that an interrupted build resumes after it."""
-    durable.replace_json(directory.with_suffix(".json"), asdict(facts))
+@contextlib.contextmanager
+def shard_directory(root: Path | Folder, name: str) -> Iterator[Path]:
+    """Give the directory of this machine in which to write a shard of the index in `root`.
+
+    For an index in an object store it lies in the scratch directory, until the block ends.
+    """
+    if isinstance(root, Path):
+        (root / name).mkdir(exist_ok=True)
+        yield root / name
+    else:
+        with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch()) as directory:
+            (Path(directory) / name).mkdir()
+            yield Path(directory) / name
+
+
+def mark_finished(root: Path | Folder, directory: Path, facts: ShardFacts) -> ShardFacts:
+    """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store.
+
+    Args:
+        root: of the index.
+        directory: of `shard_directory`.
+    """
+    if isinstance(root, Path):
+        durable.replace_json(root / f"{facts.name}.json", asdict(facts))
+    else:
+        for name in facts.checksums:
+            root.upload(directory / name, f"{facts.name}/{name}")
+        root.write(f"{facts.name}.json", json.dumps(asdict(facts)))
     return facts
 
 
-def finished_shard(directory: Path) -> ShardFacts | None:
+def finished_shard(root: Path | Folder, name: str) -> ShardFacts | None:
     """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
-    record = directory.with_suffix(".json")
+    if isinstance(root, Folder):
+        text = root.read(f"{name}.json")
+        return None if text is None else ShardFacts.from_json(json.loads(text))
+    record = root / f"{name}.json"
     if record.is_file():
         facts = ShardFacts.from_json(json.loads(record.read_text(encoding="utf-8")))
         with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
-            verify(directory.parent, facts)
+            verify(root, facts)
             return facts
     return None
 
 
-def clear_finished(root: Path) -> None:
+def clear_finished(root: Path | Folder) -> None:
     """Remove the records of `mark_finished` from an index whose shards are all finished."""
-    for record in root.glob("*.json"):
-        record.unlink()
+    names = root.entries() if isinstance(root, Folder) else [file.name for file in root.iterdir()]
+    for name in names:
+        if _RECORD.fullmatch(name):
+            root.delete(name) if isinstance(root, Folder) else (root / name).unlink()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.shards import merge, shard_of
 from infembed_ray.retrieval.updates.live_shard import ShardAnswer, ShardQuery
@@ -110,7 +111,8 @@ class Release:
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
-        self._log = ChangeLog(Path(spec.changes), spec.card.metadata, spec.card.dimension)
+        changes = Folder.open(spec.changes, "changes") if is_uri(spec.changes) else Path(spec.changes)
+        self._log = ChangeLog(changes, spec.card.metadata, spec.card.dimension)
         self._faults: list[str | None] = [None] * len(shards)
         self._fault_query: asyncio.Future[None] | None = None
         self._faults_known_at = 0.0
