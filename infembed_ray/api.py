@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from infembed_ray import records as tables
 from infembed_ray.errors import InputError
 from infembed_ray.records import Record
-from infembed_ray.storage import Published, resolve_input
+from infembed_ray.storage import Published, find_input
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -37,7 +37,7 @@ def load_records(path: str | Path, split: str | None = None) -> list[Record]:
     Raises:
         InputError: there is no such file, or a row is invalid.
     """
-    return tables.read(resolve_input(str(path), "records"), Record, "records", split=split)
+    return tables.read(find_input(str(path), "records"), Record, "records", split=split)
 
 
 def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:

@@ -22,7 +22,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.object_store import SCRATCH, is_uri
+from infembed_ray.places import Place
 from infembed_ray.progress import counted
 from infembed_ray.storage import STATES, Step, local_path, resolve_input
 
@@ -71,7 +72,7 @@ def _no_new_directories(settings: Settings) -> Iterator[None]:
                 path.rmdir()
 
 
-def _state(step: Step, *reused: Path | Folder) -> Iterator[str]:
+def _state(step: Step, *reused: Place) -> Iterator[str]:
     """Say where the output will be, and whether it exists.
 
     Args:
@@ -80,7 +81,7 @@ def _state(step: Step, *reused: Path | Folder) -> Iterator[str]:
     place = step.remote.base if step.remote else step.path
     if done := step.found():
         yield f"output {place}: finished on {done.manifest['created']}, so there is nothing to do"
-    elif any(place.exists() if isinstance(place, Path) else place.entries() for place in (step.partial, *reused)):
+    elif any(place.exists() for place in (step.partial, *reused)) or (step.remote and step.remote.exists()):
         yield f"output {place}: an interrupted run is there, and this run resumes it"
     else:
         yield f"output {place}: new"
@@ -160,10 +161,12 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
         yield f"calls: none, the journals answer all of them{sample}"
     else:
         yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
-        answers = "answers without a bound" if made.answer_tokens is None else f"{made.answer_tokens:,.0f} of answers"
-        yield f"tokens: about {made.prompt_tokens:,.0f} of prompts, and at most {answers}" + (
-            ": set generator.max_tokens and judge.max_tokens" if made.answer_tokens is None else ""
+        bound = (
+            "no bound for answers; set generator.max_tokens and judge.max_tokens"
+            if made.answer_tokens is None
+            else f"at most {made.answer_tokens:,.0f} for answers"
         )
+        yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
         if made.usd is not None:
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
         elif made.answer_tokens is not None:
@@ -224,7 +227,11 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     without = "" if settings.teacher is None else ", without the teacher"
     yield f"memory: about {_gib(memory.total)} {where} at the peak of a step{without}"
     states = settings.keep_last + settings.keep_best + 1
-    yield _require_space(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)
+    needed = _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
+    if step.remote is None:
+        yield _require_space(step, needed)
+    else:  # the workers' disks are not this machine's
+        yield f"disk: about {_gib(needed)} at most in {SCRATCH} of the node of worker 0, less on others"
 
 
 def _export(settings: ExportSettings) -> Iterator[str]:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -159,16 +159,40 @@ class Folder:
         return self.base.rsplit("/", 1)[-1]
 
     @property
+    def suffix(self) -> str:
+        """The suffix of the name, as of a `Path`."""
+        return PurePosixPath(self.base).suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix, as of a `Path`."""
+        return PurePosixPath(self.base).stem
+
+    @property
     def parent(self) -> Folder:
         """The folder that holds this one."""
         return replace(self, base=self.base.rsplit("/", 1)[0])
 
     def __truediv__(self, name: str) -> Folder:
-        return replace(self, base=f"{self.base}/{name}")
+        return replace(self, base=f"{self.base}/{name}") if name else self
 
     def _open(self) -> tuple[Any, str]:
         system, path = filesystems.FileSystem.from_uri(self.uri)
         return system, path.strip("/")  # pyarrow may keep a slash at either end of an abfs path
+
+    def is_file(self) -> bool:
+        """Whether this is one object, as of a `Path`."""
+        system, path = self._open()
+        return bool(system.get_file_info(path).type == filesystems.FileType.File)
+
+    def file_system(self) -> tuple[Any, str]:
+        """Return pyarrow's file system of the store, and the path of this folder in it."""
+        return self._open()
+
+    def exists(self) -> bool:
+        """Whether this is an object, or the beginning of the name of one."""
+        system, path = self._open()
+        return bool(system.get_file_info(path).type != filesystems.FileType.NotFound)
 
     def entries(self) -> dict[str, Entry]:
         """List the objects below this folder by relative name; "" is the folder itself, if it is an object."""
@@ -293,6 +317,11 @@ class Folder:
         """Delete an object."""
         system, path = self._open()
         system.delete_file(f"{path}/{name}")
+
+    def clear(self) -> None:
+        """Delete all objects below this folder."""
+        for name in self.entries():
+            self.delete(name)
 
 
 _CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")

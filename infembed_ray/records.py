@@ -7,18 +7,20 @@ set unchanged.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, TextIO, TypeVar, overload
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place, errors_at, listing, open_binary
 from infembed_ray.storage import MANIFEST
 
 SCENARIOS = ("positive", "negative_instruction", "negative_query")
@@ -124,6 +126,8 @@ _SHARD = re.compile(r"(?P<split>\w+)-\d{5}-of-\d{5}")
 """File names on the Hugging Face hub: `train-00000-of-00007`."""
 
 _ROWS_AT_ONCE = 1024
+ROW_GROUP = 10_000
+"""Most rows of a row group that `write` makes: a reader of one row holds one group of each column."""
 _ARROW_FILE = b"ARROW1"
 """First bytes of Arrow's file format. Its streaming format, which `datasets` writes, begins differently."""
 _BLOCK = 1 << 20
@@ -136,20 +140,20 @@ COMPLEMENTS_FILE = "complements.parquet"
 
 
 def read(
-    path: Path, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
+    path: Place, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> list[Row]:
     """Read all rows of a file, a directory of files or a published synthesis output; see `stream`."""
     return list(stream(path, row, name, columns, split))
 
 
 def stream(
-    path: Path, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
+    path: Place, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> Iterator[Row]:
     """Stream validated rows; only their ids stay in memory.
 
     Args:
         path: a file, a directory with `records.parquet`, or a directory of data files in the layout of `datasets` and
-            the Hugging Face hub.
+            the Hugging Face hub; in an object store they are read in place.
         row: `Seed`, `Record` or `Passage`.
         name: setting of the path, for error messages.
         columns: our column name -> the name in the file.
@@ -177,7 +181,7 @@ def stream(
         raise InputError(f"{name}={path}: no row has split={split}; leave split unset to take all rows")
 
 
-def _checked(file: Path, row: type[Row], name: str, columns: Mapping[str, str], seen: set[str]) -> Iterator[Row]:
+def _checked(file: Place, row: type[Row], name: str, columns: Mapping[str, str], seen: set[str]) -> Iterator[Row]:
     """Stream the rows of one file; add their ids to `seen`."""
     names: dict[str, str] = {}
     required = _required(row)
@@ -199,7 +203,11 @@ def _checked(file: Path, row: type[Row], name: str, columns: Mapping[str, str], 
         yield row(**{k: v for k, v in taken.items() if v is not None})
 
 
-def data_files(path: Path, name: str, split: str | None = None) -> list[Path]:
+@overload
+def data_files(path: Path, name: str, split: str | None = None) -> list[Path]: ...
+@overload
+def data_files(path: Place, name: str, split: str | None = None) -> list[Place]: ...
+def data_files(path: Place, name: str, split: str | None = None) -> list[Path] | list[Place]:
     """List the data files of a path: the file itself, or all files of a directory in the first format of `FORMATS` present.
 
     Args:
@@ -210,11 +218,11 @@ def data_files(path: Path, name: str, split: str | None = None) -> list[Path]:
     Raises:
         InputError: no file is readable, or all belong to other splits.
     """
-    if not path.is_dir():
+    if path.is_file():
         return [path]
-    visible = [file for file in sorted(path.rglob("*")) if not hidden(file.relative_to(path))]
+    visible = [file for file in sorted(map(PurePosixPath, listing(path))) if not hidden(file)]
     for suffix in FORMATS:
-        files = [file for file in visible if file.suffix == suffix]
+        files = [path / str(file) for file in visible if file.suffix == suffix]
         if files:
             taken = [file for file in files if split is None or split_of(file) in (None, split)]
             if not taken:
@@ -223,17 +231,17 @@ def data_files(path: Path, name: str, split: str | None = None) -> list[Path]:
     raise InputError(f"{name}={path}: no data files in this directory; give {', '.join(FORMATS)}")
 
 
-def split_of(file: Path) -> str | None:
+def split_of(file: Place) -> str | None:
     """Return the split in a file's name, as on the Hugging Face hub; None if there is none."""
     found = _SHARD.fullmatch(file.stem)
     return found["split"] if found else None
 
 
-def _splits(files: Iterable[Path]) -> set[str]:
+def _splits(files: Iterable[Place]) -> set[str]:
     return {split for split in map(split_of, files) if split is not None}
 
 
-def hidden(path: Path) -> bool:
+def hidden(path: PurePath) -> bool:
     """Whether a file or one of its directories begins with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
@@ -245,13 +253,13 @@ def columns_of(row: Seed | Record | Passage) -> dict[str, Any]:
 
 def write(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as one Parquet file of this schema; columns that a row lacks are null."""
-    pq.write_table(pa.Table.from_pylist([dict(r) for r in rows], schema=schema), path)
+    table = pa.Table.from_pylist([dict(r) for r in rows], schema=schema)
+    pq.write_table(table, path, row_group_size=ROW_GROUP)
 
 
-def read_raw(path: Path) -> list[dict[str, Any]]:
+def read_raw(path: Place) -> list[dict[str, Any]]:
     """Read all rows of a Parquet file that `write` wrote, as dicts."""
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return rows
+    return list(_parquet_rows(path, ""))
 
 
 def _required(row: type[Seed | Record | Passage]) -> list[str]:
@@ -264,7 +272,7 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
     """Stream the rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file, in bounded memory.
 
     Args:
@@ -279,24 +287,27 @@ def raw_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
         raise InputError(
             f"{name}={path}: unknown format {path.suffix or 'without a suffix'}; give {', '.join(_READERS)}"
         )
-    try:
-        yield from reader(path, name)
-    except pa.ArrowException as error:
-        kind = "Arrow" if path.suffix == ".arrow" else "Parquet"
-        raise InputError(
-            f"{name}={path}: not readable as {kind} ({error}); the file may be incomplete; copy it again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}={path}: not UTF-8 ({error.reason}); convert it") from error
+    with errors_at(path, name):
+        try:
+            yield from reader(path, name)
+        except pa.ArrowException as error:
+            kind = "Arrow" if path.suffix == ".arrow" else "Parquet"
+            raise InputError(
+                f"{name}={path}: not readable as {kind} ({error}); the file may be incomplete; copy it again"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{name}={path}: not UTF-8 ({error.reason}); convert it") from error
 
 
-def _parquet_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    for batch in pq.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
+def _parquet_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
+    # By default the reader loads whole row groups ahead: all of a file that has only one.
+    with open_binary(path) as source, pq.ParquetFile(source, buffer_size=_BLOCK, pre_buffer=False) as file:
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+            yield from batch.to_pylist()
 
 
-def _arrow_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    with pa.memory_map(str(path)) as source:
+def _arrow_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
+    with pa.memory_map(str(path)) if isinstance(path, Path) else open_binary(path) as source:
         seekable = source.read(len(_ARROW_FILE)) == _ARROW_FILE
         source.seek(0)
         if seekable:
@@ -308,14 +319,18 @@ def _arrow_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def _json_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
+def _open_text(path: Place, encoding: str = "utf-8", newline: str | None = None) -> TextIO:
+    return io.TextIOWrapper(pa.BufferedInputStream(open_binary(path), _BLOCK), encoding, newline=newline)
+
+
+def _json_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
+    with _open_text(path) as stream:
         array = stream.read(_BLOCK).lstrip().startswith("[")
     yield from _json_array(path, name) if array else _json_lines(path, name)
 
 
-def _json_lines(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
+def _json_lines(path: Place, name: str) -> Iterator[dict[str, Any]]:
+    with _open_text(path) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -328,10 +343,10 @@ def _json_lines(path: Path, name: str) -> Iterator[dict[str, Any]]:
             yield values
 
 
-def _json_array(path: Path, name: str) -> Iterator[dict[str, Any]]:
+def _json_array(path: Place, name: str) -> Iterator[dict[str, Any]]:
     decoder = json.JSONDecoder()
     number, at = 1, 0
-    with path.open(encoding="utf-8") as stream:
+    with _open_text(path) as stream:
         text = stream.read(_BLOCK).lstrip()[1:]
         while True:
             while text[at : at + 1] in (" ", "\t", "\r", "\n", ","):
@@ -353,9 +368,9 @@ def _json_array(path: Path, name: str) -> Iterator[dict[str, Any]]:
             number += 1
 
 
-def _csv_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
+def _csv_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # passages are longer than the default
-    with path.open(encoding="utf-8-sig", newline="") as stream:
+    with _open_text(path, "utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
             for values in reader:
@@ -368,7 +383,7 @@ def _csv_rows(path: Path, name: str) -> Iterator[dict[str, Any]]:
             raise InputError(f"{name}={path}: not CSV after line {reader.line_num} ({error}); correct it") from error
 
 
-_READERS: Mapping[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
+_READERS: Mapping[str, Callable[[Place, str], Iterator[dict[str, Any]]]] = {
     ".parquet": _parquet_rows,
     ".jsonl": _json_lines,
     ".arrow": _arrow_rows,
@@ -381,7 +396,7 @@ FORMATS = tuple(_READERS)
 
 
 def mapping(
-    first: Mapping[str, Any], row: type[Seed | Record | Passage], path: Path, name: str, columns: Mapping[str, str]
+    first: Mapping[str, Any], row: type[Seed | Record | Passage], path: Place, name: str, columns: Mapping[str, str]
 ) -> dict[str, str]:
     """Map our column names to those of a file, for all our columns that the file has.
 

@@ -21,7 +21,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,13 +32,13 @@ from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
 from infembed_ray.leases import lease
 from infembed_ray.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.places import Place, fingerprint_files
 from infembed_ray.progress import say
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 STATES = "states"
 _HISTORY = (MANIFEST, STATES)
-_HASH_BLOCK = 1 << 20
 _ORIGIN = ".uri"
 """File beside a copy of an input, with the URI that it was copied from."""
 
@@ -55,19 +55,27 @@ def local_path(value: str, name: str) -> Path:
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
-def resolve_input(value: str, name: str, parts: Collection[str] | None = None) -> Path:
+def find_input(value: str, name: str) -> Place:
+    """Return the place of an input, without a copy: follow `latest`; InputError as `resolve_input`."""
+    return open_input(value, name) if is_uri(value) else resolve_input(value, name)
+
+
+def resolve_input(
+    value: str, name: str, parts: Collection[str] | None = None, without: Callable[[str], bool] | None = None
+) -> Path:
     """Return the local path of an input: follow `latest`, and download from an object store.
 
     Args:
         value: of the setting.
         name: of the setting.
         parts: files and folders to download from a directory of an object store; None downloads all.
+        without: whether to leave out a file, by its name in the directory.
 
     Raises:
         InputError: there is no such input, or the object store does not return it.
     """
     if is_uri(value):
-        return _download(value, name, parts)
+        return _download(value, name, parts, without)
     path = local_path(value, name)
     if not path.exists():
         raise InputError(f"{name}={value}: no such file or directory")
@@ -78,32 +86,31 @@ def open_input(uri: str, name: str) -> Folder:
     """Open the folder of an object store that a setting names; follow `latest`.
 
     Raises:
-        InputError: the object store does not return it.
+        InputError: the object store does not have it, or does not return it.
     """
     folder = Folder.open(uri, name)
     with convert_errors(folder.base, name):
         if folder.read(MANIFEST) is None and (newest := folder.read(LATEST)):
             folder = folder / newest.strip()
+        if not folder.exists():
+            raise InputError(f"{name}={folder}: no object has this name or begins with it; check the path")
     return folder
 
 
-def _download(uri: str, name: str, parts: Collection[str] | None) -> Path:
+def _download(uri: str, name: str, parts: Collection[str] | None, without: Callable[[str], bool] | None) -> Path:
     """Download an input to a directory whose name depends on its content, except what is already there."""
     folder = open_input(uri, name)
     with convert_errors(folder.base, name):
         entries = {file: entry for file, entry in folder.entries().items() if file.split("/")[0] != STATES}
-        if not entries:
-            raise InputError(f"{name}={folder}: no object has this name or begins with it; check the path")
-        root = (
-            scratch() / "inputs" / hashlib.sha256(f"{folder.uri}\0{listing_digest(entries)}".encode()).hexdigest()[:16]
-        )
+        key = hashlib.sha256(f"{folder.uri}\0{listing_digest(entries)}".encode()).hexdigest()[:16]
+        root = scratch() / "inputs" / key
         root.mkdir(parents=True, exist_ok=True)
         (root / _ORIGIN).write_text(folder.uri, encoding="utf-8")
         copy = root / folder.name
         with durable.exclusive_lock(root / "lock", wait=True):
             for file, entry in entries.items():
                 target = copy / file if file else copy
-                wanted = parts is None or file.split("/")[0] in parts
+                wanted = (parts is None or file.split("/")[0] in parts) and not (without and without(file))
                 if wanted and not (target.is_file() and target.stat().st_size == entry.size):
                     folder.download(file, target)
                     if (size := target.stat().st_size) != entry.size:
@@ -127,28 +134,20 @@ def set_latest(root: Path, identity: str) -> None:
         stream.write(f"{identity}\n".encode())
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Place) -> str:
     """Hash a file, or the names and bytes of a directory's files: the first 16 hex digits of SHA-256.
 
-    The manifest and the training states of a published output are left out: they do not belong to the result.
+    The manifest and the training states of a published output are left out: they do not belong to the result. What is in
+    an object store is not read: sizes and times of the objects stand for their bytes.
     """
+    if isinstance(path, Folder):
+        entries = path.entries()
+        return listing_digest({name: entry for name, entry in entries.items() if name.split("/")[0] not in _HISTORY})
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
         files = [path]
     return fingerprint_files(files, relative_to=path)
-
-
-def fingerprint_files(files: list[Path], relative_to: Path) -> str:
-    """Hash the relative names and the bytes of files: the first 16 hex digits of SHA-256."""
-    digest = hashlib.sha256()
-    for file in files:
-        name = file.relative_to(relative_to).as_posix() if file != relative_to else ""
-        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            while block := stream.read(_HASH_BLOCK):
-                digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def read_manifest(path: Path | Folder, name: str) -> dict[str, Any]:
@@ -236,7 +235,7 @@ class Step:
         stage: str,
         settings: Settings,
         output: str,
-        inputs: Mapping[str, Path],
+        inputs: Mapping[str, Place],
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.stage = stage
@@ -259,7 +258,7 @@ class Step:
         self.remote = None if remote is None else remote / self.identity
         self._uri = None if self.remote is None else self.remote.base
         if remote is not None:
-            _require_conditional_writes(remote)
+            _require_conditional_writes(remote, "output")
 
     @property
     def partial(self) -> Path:
@@ -375,16 +374,16 @@ def _scratch_of(remote: Folder) -> Path:
     return scratch() / "outputs" / hashlib.sha256(remote.uri.encode()).hexdigest()[:16]
 
 
-def _require_conditional_writes(remote: Folder) -> None:
+def _require_conditional_writes(remote: Folder, name: str) -> None:
     """Write and delete an object; InputError if that fails, or if the store ignores conditions."""
-    with convert_errors(remote.base, "output"):
+    with convert_errors(remote.base, name):
         probe = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
         remote.create(probe, b"1")
         ignored = remote.create(probe, b"2") is not None
         remote.delete(probe)
     if ignored:
         raise InputError(
-            f"output={remote}: this store ignores conditional writes (If-None-Match), which keep two runs apart; upgrade "
+            f"{name}={remote}: this store ignores conditional writes (If-None-Match), which keep two runs apart; upgrade "
             "it, or give a directory"
         )
 
@@ -406,8 +405,10 @@ def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry]) -> No
             remote.delete(name)
 
 
-def _origin(path: Path) -> str:
-    """Return the path of an input, or the URI that it was copied from."""
+def _origin(path: Place) -> str:
+    """Return the path of an input, or the URI that it is read or was copied from."""
+    if isinstance(path, Folder):
+        return path.uri
     for root in path.parents:
         if (root / _ORIGIN).is_file():
             base, _, query = (root / _ORIGIN).read_text(encoding="utf-8").partition("?")
@@ -433,8 +434,10 @@ def output_files(directory: Path) -> list[Path]:
     return sorted(path for path in files if path.relative_to(directory).parts[0] != STATES)
 
 
-def require_writable(root: Path, name: str) -> None:
+def require_writable(root: Place, name: str) -> None:
     """Create the directory that the setting `name` names; raise InputError if it cannot be written."""
+    if isinstance(root, Folder):
+        return _require_conditional_writes(root, name)
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time

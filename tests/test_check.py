@@ -14,6 +14,7 @@ from infembed_ray.cli import main
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import SCRATCH, Folder, scratch
 from infembed_ray.quickstart import sample
 from infembed_ray.records import columns_of
 from infembed_ray.storage import STATES
@@ -22,6 +23,7 @@ from infembed_ray.training import launch
 from tests.modeling import backbones
 from tests.serving.indexes import publish_index
 from tests.support.files import write_jsonl
+from tests.support.object_store import upload
 from tests.support.ports import free_port
 from tests.support.stand_in_llm import stand_in
 from tests.synthesis.runs import ROWS
@@ -126,6 +128,31 @@ def test_a_training_shows_steps_memory_and_disk(shown, training: list[str], tmp_
     assert f"output {step.path}: new" in out
     step.partial.joinpath(STATES).mkdir(parents=True)
     assert "this run resumes it" in shown("train", *training, f"output={tmp_path}/out")[1]
+
+
+def test_a_training_in_an_object_store_is_checked_without_its_weights(
+    shown, training: list[str], backbone: str, bucket: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path.with_name(f"{tmp_path.name}-scratch")))
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "output")
+    upload(backbone, folder / "model")
+    upload(training[0].removeprefix("records="), folder / "records.jsonl")
+    before = folder.entries()
+    given = [*training, f"records={folder}/records.jsonl", f"model={folder}/model", f"output={folder}/out"]
+    status, out, err = shown("train", *given)
+    assert (status, err) == (0, [])
+    assert f"output {folder}/out/" in out
+    assert f"records: 33 of {folder}/records.jsonl\n" in out
+    assert folder.entries() == before
+    copied = [file.name for file in scratch().rglob("*") if file.is_file()]
+    assert "config.json" in copied
+    assert not [name for name in copied if name.endswith((".safetensors", ".jsonl"))]
+    step = next(line for line in out.splitlines() if "output s3" in line).split()[2].removesuffix(":")
+    folder.write(f"{step.removeprefix(f'{folder}/')}/states/step-00000001-a/file", "of an interrupted run")
+    assert "this run resumes it" in shown("train", *given)[1]
+    status, _, err = shown("train", *given, f"model={folder}/nothing", "output=s3://no-such-bucket/x")
+    assert status == 2
+    assert "no-such-bucket" in err[0] or "nothing" in err[0]
 
 
 def test_check_and_run_report_the_same_mistakes(shown, training: list[str], tmp_path: Path) -> None:

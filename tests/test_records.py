@@ -1,3 +1,6 @@
+import csv
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -6,6 +9,7 @@ from hypothesis import strategies as st
 
 from infembed_ray import records
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder
 from infembed_ray.records import Passage, Record, Seed
 from tests.support.files import write_jsonl
 
@@ -134,3 +138,52 @@ def test_written_records_read_back_equal(tmp_path_factory, texts):
     records.write(path, records.RECORD, [records.columns_of(r) for r in rows])
     assert records.read(path, Record, "records") == rows
     assert records.read(path.parent, Record, "records") == rows
+
+
+def test_records_in_an_object_store_are_streamed_like_local_ones(bucket, tmp_path):
+    rows = [published_record(id=str(number), query_positive="é" * 2000) for number in range(3000)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    for suffix, writer in ((".arrow", pa.ipc.new_file), (".stream.arrow", pa.ipc.new_stream)):
+        with writer(tmp_path / f"a{suffix}", table.schema) as sink:
+            sink.write_table(table)
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        with (tmp_path / f"a{suffix}").open("w", newline="") as stream:
+            lines = csv.DictWriter(stream, list(rows[0]), delimiter=delimiter)
+            lines.writeheader()
+            lines.writerows(rows)
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 7
+    for file in files:
+        folder.upload(file, f"files/{file.name}")
+        assert records.read(folder / "files" / file.name, Record, "records") == records.read(file, Record, "records")
+
+
+def test_a_folder_of_shards_in_an_object_store_is_one_data_set(bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "rows", [published_record(id=split)])
+        folder.upload(tmp_path / "rows", f"data/{split}-00000-of-00001.jsonl")
+    folder.upload(tmp_path / "rows", ".hidden/x.jsonl")
+    assert [row.id for row in records.read(folder, Record, "records")] == ["test", "train"]
+    assert [row.split for row in records.read(folder, Record, "records", split="train")] == ["train"]
+    with pytest.raises(InputError, match=r"split=dev: records=s3://.* has none; found test, train"):
+        records.read(folder, Record, "records", split="dev")
+
+
+def test_faults_of_a_file_in_an_object_store_are_told_apart(bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    folder.write("a.parquet", "not Parquet")
+    with pytest.raises(InputError, match=r"records=s3://.*/a.parquet: not readable as Parquet"):
+        records.read(folder / "a.parquet", Record, "records")
+    with pytest.raises(InputError, match=r"records=s3://.*/gone.jsonl: the object store failed"):
+        list(records.raw_rows(folder / "gone.jsonl", "records"))
+
+
+def test_row_groups_are_bounded(tmp_path):
+    records.write(tmp_path / "p.parquet", records.PASSAGE, [{"id": str(n), "text": "t"} for n in range(25_000)])
+    metadata = pq.read_metadata(tmp_path / "p.parquet")
+    assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [10_000, 10_000, 5_000]

@@ -10,13 +10,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from infembed_ray import records
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place
 from infembed_ray.records import Record
 
 ITEM_COLUMNS = ("item_id", "instruction", "query", "passages")
@@ -47,7 +47,7 @@ class Agreement:
     high: float | None
 
 
-def read(paths: Sequence[Path], name: str) -> dict[str, dict[str, str]]:
+def read(paths: Sequence[Place], name: str) -> dict[str, dict[str, str]]:
     """Read rater -> item_id -> answer from one or more files about the same items.
 
     Raises:

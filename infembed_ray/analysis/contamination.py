@@ -11,10 +11,10 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from infembed_ray import records
+from infembed_ray.places import Place, listing
 
 EXAMPLES = 5
 _ID = re.compile(r"(^|[_-])id$", re.IGNORECASE)
@@ -52,15 +52,14 @@ class Contamination:
     examples: list[Match]
 
 
-def read(path: Path, name: str) -> Iterator[str]:
+def read(path: Place, name: str) -> Iterator[str]:
     """Yield all strings except ids of a file, or of all files of a directory.
 
     Raises:
         InputError: as `records.raw_rows`.
     """
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    for file in files:
-        for row in records.raw_rows(file, name):
+    for file in sorted(listing(path)):
+        for row in records.raw_rows(path / file, name):
             yield from _strings(row)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from infembed_ray import records
+from infembed_ray.places import Place, errors_at, open_binary
 from infembed_ray.records import Record
 from infembed_ray.storage import MANIFEST, read_manifest
 
@@ -49,7 +49,7 @@ class RecordSet:
         return counts
 
 
-def read(path: Path, name: str) -> RecordSet:
+def read(path: Place, name: str) -> RecordSet:
     """Read a synthesis output (a directory) or a file of records.
 
     Args:
@@ -59,30 +59,36 @@ def read(path: Path, name: str) -> RecordSet:
     Raises:
         InputError: as `records.read`; but a synthesis output without kept records is valid if it has rejected rows.
     """
-    rejected, dead_letter = _rows(path / records.REJECTED_FILE), _rows(path / records.DEAD_LETTER_FILE)
-    file = path / records.KEPT_FILE if path.is_dir() else path
-    nothing_kept = (rejected or dead_letter) and file.is_file() and pq.read_metadata(file).num_rows == 0
-    return RecordSet(
-        kept=[] if nothing_kept else records.read(path, Record, name),
-        rejected=rejected,
-        dead_letter=dead_letter,
-        complements=_rows(path / records.COMPLEMENTS_FILE),
-        provenance={
-            "kept": _provenance(_rows(file) if _is_ours(file) else []),
-            "rejected": _provenance(rejected),
-            "dead_letter": _provenance(dead_letter),
-        },
-        manifest=read_manifest(path, name) if (path / MANIFEST).is_file() else {},
-    )
+    with errors_at(path, name):
+        rejected, dead_letter = _rows(path / records.REJECTED_FILE), _rows(path / records.DEAD_LETTER_FILE)
+        file = path if path.is_file() else path / records.KEPT_FILE
+        nothing_kept = (rejected or dead_letter) and file.is_file() and _metadata(file).num_rows == 0
+        return RecordSet(
+            kept=[] if nothing_kept else records.read(path, Record, name),
+            rejected=rejected,
+            dead_letter=dead_letter,
+            complements=_rows(path / records.COMPLEMENTS_FILE),
+            provenance={
+                "kept": _provenance(_rows(file) if _is_ours(file) else []),
+                "rejected": _provenance(rejected),
+                "dead_letter": _provenance(dead_letter),
+            },
+            manifest=read_manifest(path, name) if (path / MANIFEST).is_file() else {},
+        )
 
 
-def _rows(file: Path) -> Rows:
+def _rows(file: Place) -> Rows:
     return records.read_raw(file) if file.is_file() else []
 
 
-def _is_ours(file: Path) -> bool:
+def _metadata(file: Place) -> pq.FileMetaData:
+    with open_binary(file) as source:
+        return pq.read_metadata(source)
+
+
+def _is_ours(file: Place) -> bool:
     """Return whether synthesis wrote the file; other records may have a `provenance` of another type."""
-    return file.suffix == ".parquet" and pq.read_schema(file).equals(records.RECORD)
+    return file.suffix == ".parquet" and _metadata(file).schema.to_arrow_schema().equals(records.RECORD)
 
 
 def _provenance(rows: Rows) -> Rows:

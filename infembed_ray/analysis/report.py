@@ -20,8 +20,9 @@ from infembed_ray.analysis.page import Summary, summarise
 from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
+from infembed_ray.places import Place
 from infembed_ray.progress import say, track
-from infembed_ray.storage import Published, Step, local_path, resolve_input
+from infembed_ray.storage import Published, Step, find_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -70,7 +71,7 @@ def run(settings: AnalyzeSettings) -> Published:
     return step.published()
 
 
-def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Path], Step]:
+def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
     """Locate the files that the settings name, and identify the run.
 
     Returns:
@@ -86,14 +87,13 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Path], Step]:
     _, (encoder_paths, encoder_names), *paths = check_all(
         lambda: _check_labels(settings),
         lambda: _encoder_identity(settings),
-        *(partial(resolve_input, file, setting) for file, setting in named.values()),
+        *(partial(find_input, file, setting) for file, setting in named.values()),
     )
     files = dict(zip(named, paths, strict=True))
-    local_path(settings.output, "output")  # not in an object store yet
     return files, Step("analyze", settings, settings.output, {**files, **encoder_paths}, encoder_names)
 
 
-def read(settings: AnalyzeSettings, files: Mapping[str, Path]) -> tuple[inputs.RecordSet, Any, list[TextSet], Any]:
+def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> tuple[inputs.RecordSet, Any, list[TextSet], Any]:
     """Read all inputs: the records, the answers of raters, the sets to compare with, and label -> evaluation set.
 
     Raises:
@@ -118,7 +118,7 @@ def _check_labels(settings: AnalyzeSettings) -> None:
         raise InputError(f"compare.{settings.label}: is also the label of the records; choose another label")
 
 
-def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Path], dict[str, str]]:
+def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Place], dict[str, str]]:
     if settings.encoder is None:
         return {}, {}
     from infembed_ray.modeling.checkpoint import locate

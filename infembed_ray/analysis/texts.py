@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from infembed_ray.analysis.diversity import Diversity, diversity
 from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place
 from infembed_ray.records import ALIASES, Record
 
 Embed = Callable[[Sequence[str]], np.ndarray]
@@ -36,7 +36,7 @@ def from_records(label: str, rows: Sequence[Record]) -> TextSet:
     return TextSet(label, {kind: found for kind, found in texts.items() if found})
 
 
-def read(label: str, path: Path, name: str, columns: Mapping[str, str]) -> TextSet:
+def read(label: str, path: Place, name: str, columns: Mapping[str, str]) -> TextSet:
     """Read the texts of another set.
 
     Args:
@@ -51,7 +51,7 @@ def read(label: str, path: Path, name: str, columns: Mapping[str, str]) -> TextS
     for kind in columns:
         if kind not in KINDS:
             raise InputError(f"compare_columns.{kind}: no such kind of text; {nearest(kind, KINDS)}")
-    file = path / records.KEPT_FILE if path.is_dir() else path
+    file = path if path.is_file() else path / records.KEPT_FILE
     if not file.is_file():
         raise InputError(f"{name}={path}: no {records.KEPT_FILE} in this directory; give a file or a synthesis output")
     texts: dict[str, list[str]] = {kind: [] for kind in KINDS}

@@ -19,6 +19,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
+from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.places import Place
 
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""
@@ -30,34 +32,49 @@ _BATCH = 4096
 # ----------------------------------------------------------------------------------------------------- corpora
 
 
-def share(corpus: pa.Table, directory: Path) -> Path:
-    """Write a corpus to a file that all nodes map into memory; return the file, named by its content.
+def share(corpus: pa.Table, directory: Place) -> Place:
+    """Write a corpus to a file that all nodes can map into memory; return the file, named by its content.
 
     Args:
         corpus: (m) `CORPUS`, copied batch by batch.
-        directory: a directory that all nodes see.
+        directory: a directory that all nodes see, or a folder of an object store.
     """
     name = digest(text for batch in _batches(corpus) for column in batch.columns for text in column.to_pylist())
     file = directory / f"{name}.arrow"
-    if not file.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
-        with durable.replacing(file, shared=True) as target, pa.ipc.new_file(target, CORPUS) as writer:
+    copy = _copy_of(file)
+    if not copy.is_file():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with durable.replacing(copy, shared=True) as target, pa.ipc.new_file(target, CORPUS) as writer:
             for batch in _batches(corpus):
                 writer.write_batch(batch)
+    if isinstance(file, Folder) and not file.is_file():
+        file.parent.upload(copy, file.name)
     return file
 
 
+def _copy_of(file: Place) -> Path:
+    """Return the path of a shared corpus on this node: the file, or the node's copy of it."""
+    return scratch() / "shared" / file.name if isinstance(file, Folder) else file
+
+
 @cache
-def shared(file: Path) -> pa.Table:
-    """Map a corpus that `share` wrote into memory.
+def shared(file: Place) -> pa.Table:
+    """Map a corpus that `share` wrote into memory; the first process of a node copies it from an object store.
 
     Raises:
         InputError: this node does not see the file.
     """
+    if isinstance(file, Folder):
+        copy = _copy_of(file)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with convert_errors(str(file), "embeddings"), durable.exclusive_lock(copy.with_suffix(".lock"), wait=True):
+            if not copy.is_file():
+                file.parent.download(file.name, copy)
+        file = copy
     if not file.is_file():
         raise InputError(
             f"embeddings={file.parent.parent}: node {platform.node()} does not see {file.name}, which the driver wrote "
-            "there; give a directory that all nodes share"
+            "there; give a directory that all nodes share, or a folder of an object store"
         )
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
@@ -76,12 +93,12 @@ def _batches(corpus: pa.Table) -> Iterator[pa.RecordBatch]:
 class Passages:
     """Some passages of a shared corpus."""
 
-    corpus: Path
+    corpus: Place
     start: int
     size: int
 
     @classmethod
-    def divide(cls, corpus: Path) -> list[Passages]:
+    def divide(cls, corpus: Place) -> list[Passages]:
         """Divide a corpus, in its order."""
         rows = shared(corpus).num_rows
         return [cls(corpus, start, min(TEXTS, rows - start)) for start in range(0, rows, TEXTS)]
@@ -128,11 +145,11 @@ class Pairs:
     """A query with some passages of a shared corpus."""
 
     query: Query
-    corpus: Path
+    corpus: Place
     rows: tuple[int, ...]
 
     @classmethod
-    def divide(cls, query: Query, corpus: Path, rows: Sequence[int]) -> list[Pairs]:
+    def divide(cls, query: Query, corpus: Place, rows: Sequence[int]) -> list[Pairs]:
         """Divide the pairs of a query and passages, in the order of the corpus, not of a ranking."""
         ordered = sorted(rows)
         return [cls(query, corpus, tuple(ordered[start : start + PAIRS])) for start in range(0, len(ordered), PAIRS)]

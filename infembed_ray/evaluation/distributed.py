@@ -1,9 +1,9 @@
 """`infembed evaluate`: tasks x models on Ray, published as a table.
 
 Texts are in files that all nodes map into memory. Actors write the embeddings of each chunk of texts to the store, a
-directory that all nodes see; searches read them from there in blocks. So the driver and Ray's object store hold neither
-texts nor embeddings. A lost node or driver costs only the chunks in progress, and no other run computes a stored chunk
-again.
+directory that all nodes see or a folder of an object store; searches read them from there in blocks. So the driver and
+Ray's object store hold neither texts nor embeddings. A lost node or driver costs only the chunks in progress, and no other
+run computes a stored chunk again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +34,7 @@ from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
+from infembed_ray.places import Place, address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 
@@ -145,10 +145,10 @@ def _rerank(settings: EvaluateSettings, inputs: Inputs, model: Model, first: Fir
     for task in inputs.tasks:
         found: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
-        for chunk in pairs[task.name]:
+        stored = Store.read_all([(files[chunk], chunk.size) for chunk in pairs[task.name]])
+        for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
-            scores = _stored(files[chunk], chunk.size).tolist()
-            found[chunk.query.id] |= zip(documents, scores, strict=True)
+            found[chunk.query.id] |= zip(documents, scores.tolist(), strict=True)
         yield task, found
 
 
@@ -210,13 +210,13 @@ class ComputeChunk:
     Args:
         model: computes the chunks.
         identity: of its retriever.
-        store: directory of the store.
+        store: place of the store.
         chunks: reference to all chunks; rows are their numbers.
         device, batch_tokens: of the retriever.
     """
 
     def __init__(
-        self, model: Model, identity: str, store: Path, chunks: ray.ObjectRef, device: str, batch_tokens: int
+        self, model: Model, identity: str, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
     ) -> None:
         self._model = model
         self._store = Store(store, identity)
@@ -229,12 +229,12 @@ class ComputeChunk:
             file, computed = self._ensure(self._chunks[row["id"]])
         except InputError as error:
             return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
-        return {"id": row["id"], "file": str(file), "computed": computed, "fault": ""}
+        return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
 
-    def _ensure(self, chunk: Chunk) -> tuple[Path, bool]:
+    def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
-        if self._store.read(file, chunk.size) is not None:
+        if self._store.holds(file, chunk.size):
             return file, False
         array = chunk.compute(self._load())
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
@@ -252,8 +252,8 @@ class ComputeChunk:
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: Model, chunks: Sequence[Chunk], store: Path
-) -> dict[Chunk, Path]:
+    title: str, settings: EvaluateSettings, model: Model, chunks: Sequence[Chunk], store: Place
+) -> dict[Chunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
     if not distinct:
@@ -267,14 +267,14 @@ def _compute_chunks(
         compute=ActorPoolStrategy(size=1 if kind in _ONE_PROCESS else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
-    files: dict[Chunk, Path] = {}
+    files: dict[Chunk, Place] = {}
     stored = 0
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:
         for row in computed.iter_rows():
             if row["fault"]:
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
-            files[chunk] = Path(row["file"])
+            files[chunk] = place_of(row["file"])
             stored += 0 if row["computed"] else chunk.size
             advance(chunk.size, note=f"{stored} from the store" if stored else "")
     if len(files) < len(distinct):
@@ -284,13 +284,18 @@ def _compute_chunks(
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _search(
-    task: Task, queries: tuple[Path, int], corpus: Path, passages: Sequence[tuple[Path, int]], depth: int, device: str
+    task: Task,
+    queries: tuple[Place, int],
+    corpus: Place,
+    passages: Sequence[tuple[Place, int]],
+    depth: int,
+    device: str,
 ) -> dict[str, dict[str, float]]:
     """Rank a task's queries, given the files (and rows) of their embeddings and of those of the passages."""
     restricted = any(task.excluded.values())
     rankings = exact_search(
-        _stored(*queries),
-        (_stored(*file) for file in passages),
+        next(Store.read_all([queries])),
+        Store.read_all(passages),
         shared(corpus)["id"],
         depth,
         candidates=None if task.candidates is None else [task.candidates[query.id] for query in task.queries],
@@ -301,7 +306,7 @@ def _search(
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Path, depth: int) -> Run:
+def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
     """Rank a whole task in one process."""
     ranker = baselines.load(retriever, known=identity)
     assert isinstance(ranker, Ranker)
@@ -316,10 +321,3 @@ def _result(task: ray.ObjectRef) -> Any:
         if isinstance(error.cause, InputError):
             raise error.cause from None
         raise
-
-
-def _stored(file: Path, rows: int) -> np.ndarray:
-    array = Store.read(file, rows)
-    if array is None:
-        raise InputError(f"embeddings={file}: missing or damaged since it was written; run again to replace it")
-    return array

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from infembed_ray import records, storage
@@ -20,9 +19,13 @@ from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place, address, errors_at
 
 EMBEDDINGS = "embeddings"
 """Folder of the store in the output, if the settings name no other."""
+CORPORA = "corpora"
+"""Folder of the store with the shared corpora."""
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
 RANKER_KINDS = ("bm25",)
 
@@ -37,7 +40,7 @@ class Model:
 
     label: str
     retriever: RetrieverSettings
-    inputs: Mapping[str, Path]
+    inputs: Mapping[str, Place]
     names: Mapping[str, str]
 
     @cached_property
@@ -61,14 +64,14 @@ class Inputs:
     """All that an evaluation reads.
 
     Attributes:
-        store: directory of embeddings and scores.
+        store: place of embeddings and scores.
         data: files of the settings' own records.
     """
 
     models: Sequence[Model]
     tasks: Sequence[Task]
-    store: Path
-    data: Mapping[str, Path]
+    store: Place
+    data: Mapping[str, Place]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -77,8 +80,7 @@ class Inputs:
 
     def step(self, settings: EvaluateSettings) -> storage.Step:
         """Return the step that publishes the evaluation of these inputs."""
-        storage.local_path(settings.output, "output")  # not in an object store yet
-        paths, names = dict(self.data), {f"tasks.{task.name}": content_hash(task) for task in self.tasks}
+        paths, names = dict[str, Place](self.data), {f"tasks.{task.name}": content_hash(task) for task in self.tasks}
         for model in self.models:
             paths |= model.inputs
             names |= model.names
@@ -95,7 +97,8 @@ def resolve(settings: EvaluateSettings) -> Inputs:
         lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings)
     )
     for number, task in enumerate(tasks):
-        file = share(task.corpus, store / "corpora")
+        with errors_at(store, "embeddings"):
+            file = share(task.corpus, store / CORPORA)
         tasks[number] = replace(task, corpus=shared(file), corpus_file=file)
     _require_candidates(settings, models, tasks)
     return Inputs(models, tasks, store, data)
@@ -111,9 +114,11 @@ def content_hash(task: Task) -> str:
     return digest([json.dumps(content, sort_keys=True)])
 
 
-def store_of(settings: EvaluateSettings) -> Path:
-    """Return the directory of embeddings and scores; InputError if it cannot be written."""
-    store = storage.local_path(settings.embeddings or f"{settings.output}/{EMBEDDINGS}", "embeddings")
+def store_of(settings: EvaluateSettings) -> Place:
+    """Return the place of embeddings and scores; InputError if it cannot be written."""
+    given = settings.embeddings or settings.output
+    place = Folder.open(given, "embeddings") if is_uri(given) else storage.local_path(given, "embeddings")
+    store = place if settings.embeddings else place / EMBEDDINGS
     storage.require_writable(store, "embeddings")
     return store
 
@@ -131,26 +136,26 @@ def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
     return Model(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
-        retriever.model_copy(update={part: str(path) for part, path in paths.items()}),
+        retriever.model_copy(update={part: address(path) for part, path in paths.items()}),
         {f"{prefix}.{part}": path for part, path in paths.items()},
         {f"{prefix}.{part}": name for part, name in names.items()},
     )
 
 
-def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Path], list[Task]]:
+def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
     """Return the files of the settings' own records, and all tasks."""
     if not settings.tasks and settings.records is None:
         raise InputError("tasks is empty: set tasks=[followir] or another benchmark, or records=<InF-IR records>")
     if settings.distractors is not None and settings.records is None:
         raise InputError(f"distractors={settings.distractors}: needs records; set records or drop the distractors")
     tasks = [catalogue.load(name, settings.data) for name in expand(settings.tasks)]
-    data: dict[str, Path] = {}
+    data: dict[str, Place] = {}
     if settings.records is not None:
-        data["records"] = storage.resolve_input(settings.records, "records")
+        data["records"] = storage.find_input(settings.records, "records")
         rows = records.read(data["records"], records.Record, "records", split=settings.split)
         distractors: Sequence[records.Passage] = ()
         if settings.distractors is not None:
-            data["distractors"] = storage.resolve_input(settings.distractors, "distractors")
+            data["distractors"] = storage.find_input(settings.distractors, "distractors")
             distractors = records.read(data["distractors"], records.Passage, "distractors")
         tasks.append(instruction_following(rows, distractors, settings.max_distractors))
     for name, count in Counter(task.name for task in tasks).items():

@@ -28,6 +28,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import CONVENTIONS
 from infembed_ray.evaluation.scoring import Scores, means
 from infembed_ray.evaluation.tasks.task import Figure, Task
+from infembed_ray.places import Place, errors_at, open_binary, read_text
 
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.parquet"
@@ -124,8 +125,8 @@ def write(directory: Path, results: Results) -> None:
     durable.replace_json(directory / RESULTS_FILE, plain)
 
 
-def read(path: Path, name: str = "results") -> Results:
-    """Read results from the directory of both files.
+def read(path: Place, name: str = "results") -> Results:
+    """Read results from the directory of both files, which may be in an object store.
 
     Args:
         path: a published output of `infembed evaluate` or `infembed sweep`.
@@ -136,7 +137,8 @@ def read(path: Path, name: str = "results") -> Results:
             missing, duplicated or not finite; a mean does not follow from its values.
     """
     file = path / RESULTS_FILE
-    plain = _plain(file, name)
+    with errors_at(path, name):
+        plain = _plain(file, name)
     try:
         summaries = {
             task: TaskSummary(
@@ -150,18 +152,20 @@ def read(path: Path, name: str = "results") -> Results:
         raise InputError(f"{name}={file}: damaged ({in_one_line(error)}); evaluate again") from error
     empty = Results(summaries, models, {}, depth)
     _check_conventions(file, name, conventions, empty.measures)
-    scores, groups = _scores(path / PER_QUERY_FILE, name, empty)
+    with errors_at(path, name):
+        scores, groups = _scores(path / PER_QUERY_FILE, name, empty)
     tasks = {task: replace(summary, groups=groups.get(task, {})) for task, summary in summaries.items()}
     results = replace(empty, tasks=tasks, scores=scores)
     _check_values(path, name, results, stored_means)
     return results
 
 
-def _plain(file: Path, name: str) -> dict[str, Any]:
-    if not file.is_file():
+def _plain(file: Place, name: str) -> dict[str, Any]:
+    text = read_text(file)
+    if text is None:
         raise InputError(f"{name}={file.parent}: no {RESULTS_FILE} there; give an output of infembed evaluate")
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
+        plain = json.loads(text)
     except ValueError as error:
         raise InputError(f"{name}={file}: not valid JSON ({in_one_line(error)}); evaluate again") from error
     found = plain.get("format") if isinstance(plain, dict) else None
@@ -170,7 +174,7 @@ def _plain(file: Path, name: str) -> dict[str, Any]:
     return plain
 
 
-def _check_conventions(file: Path, name: str, found: Mapping[str, str], measures: set[str]) -> None:
+def _check_conventions(file: Place, name: str, found: Mapping[str, str], measures: set[str]) -> None:
     if unknown := sorted(m for m in measures if m.partition("@")[0] not in CONVENTIONS):
         raise InputError(f"{name}={file}: measure {unknown[0]!r} is unknown to this version; evaluate again")
     for kind, expected in conventions_of(measures).items():
@@ -181,7 +185,7 @@ def _check_conventions(file: Path, name: str, found: Mapping[str, str], measures
             )
 
 
-def _scores(file: Path, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
+def _scores(file: Place, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
     """Read all values: model -> task -> figure -> query -> value; and the groups of queries: task -> query -> group."""
     rows = _rows(file, name)
     scores: dict[str, dict[str, dict[str, dict[str, float]]]] = {
@@ -224,11 +228,12 @@ def _write_per_query(file: Path, results: Results) -> None:
                 writer.write_table(pa.concat_tables(tables))
 
 
-def _rows(file: Path, name: str) -> pa.Table:
+def _rows(file: Place, name: str) -> pa.Table:
     if not file.is_file():
         raise InputError(f"{name}={file}: no such file, and {RESULTS_FILE} alone is not enough; evaluate again")
     try:
-        rows = pq.read_table(file).select(PER_QUERY.names).cast(PER_QUERY)
+        with open_binary(file) as source:
+            rows = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY)
     except (pa.ArrowException, KeyError, OSError, ValueError) as error:
         raise InputError(f"{name}={file}: not the values of results ({in_one_line(error)}); evaluate again") from error
     if len(broken := pc.indices_nonzero(pc.invert(pc.fill_null(pc.is_finite(rows["value"]), False)))):
@@ -245,7 +250,7 @@ def _where(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{column} {row[column]!r}" for column in _KEY)
 
 
-def _check_values(path: Path, name: str, results: Results, stored: Any) -> None:
+def _check_values(path: Place, name: str, results: Results, stored: Any) -> None:
     """Check that all models have values for the same queries, and that the stored means follow from them."""
     baseline = next(iter(results.scores.values()), {})
     found = results.figures

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,20 +21,20 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from infembed_ray import durable
 from infembed_ray.config.training import Interaction, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.pooling import PoolingMode
-from infembed_ray.object_store import is_uri
-from infembed_ray.storage import MANIFEST, STATES, fingerprint_files, resolve, resolve_input
+from infembed_ray.object_store import Folder, convert_errors, is_uri
+from infembed_ray.places import Place, fingerprint_files
+from infembed_ray.storage import MANIFEST, STATES, open_input, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"
 """Folder of a checkpoint with its adapters, which are also merged into its weights."""
-_ROUTER_CONFIG = "router_config.json"
-_ROUTES = ("query", "document")
-_SHARED = ("",)
-_POOLING_MODES: dict[str, PoolingMode] = {
+ROUTER_CONFIG = "router_config.json"
+ROUTES = ("query", "document")
+SHARED = ("",)
+POOLING_MODES: dict[str, PoolingMode] = {
     "mean": "mean",
     "lasttoken": "last",
     "cls": "cls",
@@ -52,12 +52,13 @@ class Located:
     """A model that exists.
 
     Attributes:
-        path: absolute directory on this machine, with `latest` followed, or hub name.
+        path: absolute directory, or URI of a folder in an object store, with `latest` followed; or hub name. A process
+            that loads the model gets a directory from `local`.
         inputs, names: its part of the identity of a `storage.Step`; one of them is empty.
     """
 
     path: str
-    inputs: dict[str, Path]
+    inputs: dict[str, Place]
     names: dict[str, str]
 
 
@@ -72,7 +73,9 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
     Raises:
         InputError: there is no such directory, the directory has no model, or the hub does not have the name.
     """
-    path = resolve_input(model, setting) if is_uri(model) else resolve(Path(model).expanduser().absolute()).resolve()
+    if is_uri(model):
+        return _locate_stored(open_input(model, setting), setting)
+    path = resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
         for tower in _towers(str(path)):
             folder = path / tower
@@ -93,6 +96,44 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
         )
     _require_loadable(model, f"{setting}={model}", revision)
     return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
+
+
+def _locate_stored(folder: Folder, setting: str) -> Located:
+    """Check a model in an object store by its listing, its configuration and its tokenizer."""
+    with convert_errors(folder.base, setting):
+        names = {PurePosixPath(name) for name in folder.entries()}
+    path = local(folder.uri, setting, with_weights=False)
+    for tower in _towers(path):
+        if PurePosixPath(tower, "config.json") not in names:
+            raise InputError(f"{setting}={folder}: no config.json in this folder; give the folder of a model")
+        if not any(name.suffix == ".safetensors" and name.parent == PurePosixPath(tower) for name in names):
+            raise InputError(f"{setting}={folder}: no *.safetensors in this folder; convert the weights to safetensors")
+    _require_loadable(path, f"{setting}={folder}")
+    return Located(folder.uri, {setting: folder}, {})
+
+
+def local(model: str, setting: str = "model", with_weights: bool = True) -> str:
+    """Return what this process can load a model from: its directory, with `latest` followed, or its hub name.
+
+    A model in an object store is copied to this node's scratch directory, once for all processes of the node.
+
+    Args:
+        model: directory, URI or hub name.
+        setting: name of the setting.
+        with_weights: False copies the configuration and the tokenizer only.
+
+    Raises:
+        InputError: the object store does not return it.
+    """
+    if is_uri(model):
+        return str(resolve_input(model, setting, without=None if with_weights else is_weights))
+    return str(resolve(Path(model)))
+
+
+def is_weights(file: str) -> bool:
+    """Return whether a file holds the weights of a backbone, by its name: `model-00001-of-00002.safetensors`."""
+    name = PurePosixPath(file)
+    return name.suffix == ".safetensors" and name.stem.startswith("model")
 
 
 def _require_finished(path: Path, setting: str) -> None:
@@ -186,10 +227,10 @@ def fingerprint(model: str, asked: str) -> str:
         model: directory or hub name.
         asked: the options that the model was loaded with, which may differ from its files.
     """
-    root = Path(model)
+    root = Path(local(model))
     if not root.is_dir():
         return f"hub:{model}:{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
-    folders = [root, *root.glob("*_Pooling"), *(root / tower for tower in _towers(model) if tower)]
+    folders = [root, *root.glob("*_Pooling"), *(root / tower for tower in _towers(str(root)) if tower)]
     files = sorted(
         file for folder in folders for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.name != MANIFEST
     )
@@ -209,7 +250,7 @@ class Description:
         finished: whether it is made for embedding, so that its tokenizer needs no EOS.
     """
 
-    towers: Sequence[str] = _SHARED
+    towers: Sequence[str] = SHARED
     pooling: PoolingMode | None = None
     template: Template | None = None
     query_prefix: str | None = None
@@ -305,7 +346,7 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
 
 
 def is_own(model: str) -> bool:
-    """Return whether `write` wrote the model, so that it has its template and lengths."""
+    """Return whether `checkpoint_writer.write` wrote the model, so that it has its template and lengths."""
     return bool(_read_json(model, OWN_CONFIG))
 
 
@@ -315,24 +356,24 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
     Raises:
         InputError: the model has other routes than these two.
     """
-    router = _read_json(model, _ROUTER_CONFIG, revision)
+    router = _read_json(model, ROUTER_CONFIG, revision)
     if not router:
-        return _SHARED
+        return SHARED
     routes = router["structure"]
     kinds = {router["types"][module].rsplit(".", 1)[-1] for route in routes.values() for module in route[:1]}
-    if set(routes) != set(_ROUTES) or kinds != {"Transformer"}:
+    if set(routes) != set(ROUTES) or kinds != {"Transformer"}:
         raise InputError(
             f"model={model}: a Router over {', '.join(routes)} is not supported; give one whose routes "
-            f"{' and '.join(_ROUTES)} start with a Transformer"
+            f"{' and '.join(ROUTES)} start with a Transformer"
         )
-    return tuple(routes[route][0] for route in _ROUTES)
+    return tuple(routes[route][0] for route in ROUTES)
 
 
 def _modules(model: str, listed: list[dict[str, str]]) -> dict[str, str]:
     """Return kind -> folder of the modules of a sentence-transformers directory, with those of its routes."""
     folders = {module["type"].rsplit(".", 1)[-1]: module.get("path", "") for module in listed}
     if "Router" in folders:
-        routed = _read_json(model, _ROUTER_CONFIG)["types"]
+        routed = _read_json(model, ROUTER_CONFIG)["types"]
         folders |= {kind.rsplit(".", 1)[-1]: folder for folder, kind in routed.items()}
     foreign = sorted(set(folders) - {"Router", "Transformer", "Pooling", "Normalize", "CrossAttention"})
     if foreign:
@@ -351,11 +392,11 @@ def _saved_pooling(model: str, folder: str) -> PoolingMode | None:
     modes = [mode for mode in modes if "pooling_mode" in saved or mode.startswith("pooling_mode_")]
     if not modes:
         return None
-    if len(modes) > 1 or modes[0] not in _POOLING_MODES:
+    if len(modes) > 1 or modes[0] not in POOLING_MODES:
         raise InputError(
             f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"
         )
-    return _POOLING_MODES[modes[0]]
+    return POOLING_MODES[modes[0]]
 
 
 def _join(folder: str, name: str) -> str:
@@ -366,84 +407,3 @@ def _read_json(model: str, name: str, revision: str | None = None) -> Any:
     """Read a JSON file of a model, from its directory or from the hub; an empty object if it has none."""
     file = cached(model, name, revision)
     return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-
-
-def write(path: Path, description: Description, backbones: Sequence[Any], tokenizer: Any) -> None:
-    """Write a sentence-transformers directory.
-
-    Args:
-        path: directory to write, created if missing.
-        description: what to write; `towers` follows from the backbones.
-        backbones: one Hugging Face model, or those of queries and passages.
-        tokenizer: their tokenizer.
-    """
-    towers = _SHARED if len(backbones) == 1 else tuple(f"{route}_0_Transformer" for route in _ROUTES)
-    longest = max(description.query_length or 0, description.passage_length or 0)
-    for tower, backbone in zip(towers, backbones, strict=True):
-        _write_tower(path / tower, backbone, tokenizer, longest)
-    pooling = _write_modules(path, towers, description)
-    durable.replace_json(
-        path / pooling / "config.json",
-        {
-            "word_embedding_dimension": int(backbones[0].config.hidden_size),
-            **{key: mode == description.pooling for key, mode in _POOLING_MODES.items() if key.startswith("pooling_")},
-            "include_prompt": True,
-        },
-    )
-    durable.replace_json(
-        path / "config_sentence_transformers.json",
-        {
-            "prompts": {"query": description.query_prefix, "document": description.passage_prefix},
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine",
-            "truncate_dim": description.dimensions,
-        },
-    )
-    own = ("template", "interaction", "query_length", "passage_length")
-    durable.replace_json(path / OWN_CONFIG, {name: getattr(description, name) for name in own})
-
-
-def _write_tower(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    backbone.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
-    if getattr(backbone.config, "is_causal", None) is False:
-        # Without padding, transformers' SDPA ignores `is_causal` of a decoder's config.
-        loading["model_args"] = {"attn_implementation": "eager"}
-    durable.replace_json(folder / "sentence_bert_config.json", loading)
-
-
-def _write_modules(path: Path, towers: Sequence[str], description: Description) -> str:
-    """Write the list of modules, and their folders; return the folder of the pooling."""
-    if len(towers) == 1:
-        pooling = "1_Pooling"
-        modules = {"": "Transformer", pooling: "Pooling", "2_Normalize": "Normalize"}
-    else:
-        pooling = "query_1_Pooling"  # one pooling for both routes
-        modules = {"": "Router", "1_Normalize": "Normalize"}
-        durable.replace_json(
-            path / _ROUTER_CONFIG,
-            {
-                "types": {**dict.fromkeys(towers, _type("Transformer")), pooling: _type("Pooling")},
-                "structure": {route: [tower, pooling] for route, tower in zip(_ROUTES, towers, strict=True)},
-                "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
-            },
-        )
-    if description.interaction == "cross_attention":
-        # This makes sentence-transformers refuse the model, instead of loading the backbone alone.
-        modules["interaction"] = "CrossAttention"
-    listed = [
-        {"idx": i, "name": str(i), "path": folder, "type": _type(kind)}
-        for i, (folder, kind) in enumerate(modules.items())
-    ]
-    durable.replace_json(path / "modules.json", listed)
-    for name in (pooling, *list(modules)[1:]):
-        (path / name).mkdir(exist_ok=True)
-    return pooling
-
-
-def _type(kind: str) -> str:
-    if kind == "CrossAttention":
-        return "infembed_ray.modeling.interaction.CrossAttention"
-    return f"sentence_transformers.models.{kind}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from infembed_ray import progress
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
@@ -26,7 +26,7 @@ from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
 from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat, render
 from infembed_ray.modeling.tokenizer import tokens_before
-from infembed_ray.storage import resolve
+from infembed_ray.object_store import is_uri
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,7 +89,7 @@ class InstructionEncoder(nn.Module):
         """Load a checkpoint of ours, a sentence-transformers directory, or a plain Hugging Face model.
 
         Args:
-            path: directory (an output's `latest` is followed) or hub name.
+            path: directory (an output's `latest` is followed), URI of a folder in an object store, or hub name.
             device, dtype: device and precision of the parameters; on `meta` no weights are read.
             quantized: load the backbone's linear layers in 4 bits (QLoRA's NF4), on a GPU.
             overrides: replacements of what the model says of itself.
@@ -97,7 +97,8 @@ class InstructionEncoder(nn.Module):
         Raises:
             InputError: no such model, a directory without weights, or a model that does not allow an override.
         """
-        path = str(resolve(Path(path)))
+        source, with_weights = str(path), torch.device(device).type != "meta"
+        path = checkpoint.local(source, with_weights=with_weights)
         pooling = overrides.get("pooling", "auto")
         saved = checkpoint.describe(path, with_pooling=pooling == "auto")
         share = overrides.get("share_encoder")
@@ -106,7 +107,6 @@ class InstructionEncoder(nn.Module):
         if dtype == torch.bfloat16:
             warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
         options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
-        with_weights = torch.device(device).type != "meta"
         backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dtype=dtype, **options)
         bidirectional = overrides.get("bidirectional")
         if bidirectional is not None:
@@ -125,7 +125,7 @@ class InstructionEncoder(nn.Module):
                 cross_attention.read(path)
         second = backbones[1] if len(backbones) > 1 else None
         encoder = cls(backbones[0], tokenizer, mode, text, second, cross_attention, dimensions)
-        encoder.source = path
+        encoder.source = source if is_uri(source) else path
         encoder.to(device)
         encoder._loaded = encoder._count_writes()
         return encoder
@@ -402,7 +402,7 @@ class InstructionEncoder(nn.Module):
         if adapters.has(self.backbones):
             adapters.save(self.backbones, path / checkpoint.ADAPTERS)
             adapters.merge(self.backbones)
-        checkpoint.write(
+        checkpoint_writer.write(
             path,
             checkpoint.Description(
                 pooling=self.pooling,

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.modeling.checkpoint import Description
 from infembed_ray.modeling.template import render
+from infembed_ray.object_store import is_uri
 
 FILE = "README.md"
 _MS_MARCO = ("msmarco", "ms_marco", "ms-marco")
@@ -26,12 +27,12 @@ class TrainingData:
     """Training data of a checkpoint.
 
     Attributes:
-        path: path of the records; the card has only its last part.
+        name: last part of the path of the records.
         fingerprint: fingerprint of their contents.
         sources: source of each record.
     """
 
-    path: Path
+    name: str
     fingerprint: str
     sources: Sequence[str]
 
@@ -49,12 +50,12 @@ def write(
     Args:
         path: directory of the checkpoint.
         description: what the checkpoint says of itself.
-        base_model: directory or hub name of the backbone.
+        base_model: directory, URI or hub name of the backbone.
         data: training data.
         settings: settings that affect the result, with `objective`.
         metrics: metrics of the last step.
     """
-    on_hub = not Path(base_model).is_absolute()
+    on_hub = not (Path(base_model).is_absolute() or is_uri(base_model))
     base = base_model if on_hub else Path(base_model).name
     sources = Counter(data.sources)
     non_commercial = any(name in source.lower() for source in sources for name in _MS_MARCO)
@@ -73,7 +74,7 @@ def write(
         description=description,
         text=repr(render(description.template or "instruction_first", "{instruction}", "{query}")),
         data={
-            "file": data.path.name,
+            "file": data.name,
             "fingerprint": data.fingerprint,
             "records": len(data.sources),
             **{f"records from {source}": count for source, count in sorted(sources.items())},

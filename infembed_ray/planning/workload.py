@@ -19,7 +19,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Side
 from infembed_ray.planning.backbones import TOKENS_PER_WORD, as_stand_in, stands_in
 from infembed_ray.records import Record
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage import find_input
 from infembed_ray.training.collate import Batch, collate, token_counts
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import BackboneFlops
@@ -175,7 +175,7 @@ def _existing_records(settings: PlanTrainSettings) -> list[Record] | None:
     """The records of the run; None if they do not exist yet."""
     if settings.records == "" or "://" in settings.records or not Path(settings.records).expanduser().exists():
         return None
-    rows = list(tables.read(resolve_input(settings.records, "records"), Record, "records", split=settings.split))
+    rows = list(tables.read(find_input(settings.records, "records"), Record, "records", split=settings.split))
     if not stands_in(settings.model):
         return rows
     return [replace(row, **{name: as_stand_in(getattr(row, name)) for name in _LENGTHS}) for row in rows]

@@ -19,6 +19,7 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import SCRATCH, Folder, convert_errors, is_uri, scratch
+from infembed_ray.places import Place
 from infembed_ray.progress import track
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import BadRow, partition, partition_files, sorted_passages
@@ -31,7 +32,6 @@ from infembed_ray.retrieval.shard_files import (
     shard_directory,
 )
 from infembed_ray.retrieval.shards import Build, build_shard
-from infembed_ray.retrieval.stored_work import room
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of, shard_name
 
 
@@ -80,32 +80,17 @@ PARTS = 64
 """Most parts of a corpus in an object store, which tasks read at the same time."""
 
 
-def corpus_files(corpus: Path | Folder) -> list[str]:
-    """List the data files of a corpus: paths, or names in a folder of an object store.
-
-    Raises:
-        InputError: there are none.
-    """
-    if isinstance(corpus, Path):
-        return [str(file) for file in records.data_files(corpus, "corpus")]
-    names = [name for name in sorted(corpus.entries()) if not records.hidden(Path(name))]
-    for suffix in records.FORMATS:
-        if files := [name for name in names if Path(name or corpus.name).suffix == suffix]:
-            return files
-    raise InputError(f"corpus={corpus}: no data files there; give {', '.join(records.FORMATS)}")
-
-
-def parts_of(corpus: Folder) -> list[dict[int, str]]:
-    """Divide the data files of a corpus in an object store; returns number -> name of the files of each part."""
-    files = dict(enumerate(corpus_files(corpus)))
+def parts_of(corpus: Folder) -> list[dict[int, Place]]:
+    """Divide the data files of a corpus in an object store; returns number -> file for each part."""
+    files = dict(enumerate(records.data_files(corpus, "corpus")))
     parts = min(PARTS, len(files))
     return [{number: files[number] for number in range(part, len(files), parts)} for part in range(parts)]
 
 
 def partition_part(
-    corpus: Folder, files: Mapping[int, str], settings: IndexSettings, work: Work, part: int
+    files: Mapping[int, Place], settings: IndexSettings, work: Work, part: int
 ) -> tuple[list[int], set[str]]:
-    """Partition some files of a corpus in an object store, which are copied to this machine one at a time.
+    """Partition some files of a corpus.
 
     Returns:
         Passages of each shard, and the names of all columns.
@@ -115,25 +100,12 @@ def partition_part(
         InputError: a file cannot be read, or a column is missing.
     """
     seen: set[str] = set()
-    with room() as directory, work.spool(part) as spool:
-
-        def copies() -> Iterator[tuple[int, Path]]:
-            for number, name in files.items():
-                copy = directory / (name or corpus.name)
-                with convert_errors(str(corpus), "corpus"):
-                    corpus.download(name, copy)
-                yield number, copy
-                copy.unlink()
-
-        try:
-            sizes = partition_files(copies(), settings.columns, settings.metadata, settings.shards, spool, seen)
-        except InputError as error:
-            place = corpus if any(files.values()) else corpus.parent
-            raise type(error)(str(error).replace(str(directory), str(place))) from None
+    with work.spool(part) as spool:
+        sizes = partition_files(files.items(), settings.columns, settings.metadata, settings.shards, spool, seen)
     return sizes, seen
 
 
-def sort_shard(shard: int, files: Sequence[str], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
+def sort_shard(shard: int, files: Sequence[Place], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
     """Sort the passages of a shard by id, unless an interrupted run did.
 
     Args:
@@ -178,7 +150,7 @@ def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, batch_to
 
 
 def write_shard(
-    root: Path | Folder, shard: int, work: Work, chunks: Sequence[Chunk], dimension: int, build: Build
+    root: Place, shard: int, work: Work, chunks: Sequence[Chunk], dimension: int, build: Build
 ) -> ShardFacts:
     """Join the vectors of a shard and build it, unless an interrupted run did.
 
@@ -200,7 +172,7 @@ def sort_here(corpus: Path, settings: IndexSettings, work: Work, sizes: Sequence
     Raises:
         BadRow: an id is duplicate.
     """
-    files = corpus_files(corpus)
+    files = records.data_files(corpus, "corpus")
     try:
         for shard in range(settings.shards):
             sort_shard(shard, files, settings, work, chunk_rows(sum(sizes)))
@@ -214,7 +186,7 @@ def write_shards_here(
     encoder: InstructionEncoder,
     work: Work,
     sizes: Sequence[int],
-    root: Path | Folder,
+    root: Place,
     build: Build,
     settings: IndexSettings,
 ) -> list[ShardFacts]:

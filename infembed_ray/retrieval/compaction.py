@@ -16,8 +16,9 @@ from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address
 from infembed_ray.retrieval import factory as factories
-from infembed_ray.retrieval.index import IndexFacts, change_log, find_version
+from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
@@ -29,7 +30,7 @@ from infembed_ray.retrieval.shard_files import (
 )
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.storage import Published, Step, read_manifest
+from infembed_ray.storage import Published, Step, find_input, read_manifest
 
 AUTO = "auto"
 """In place of an index type: let `factory.choose` choose it."""
@@ -46,7 +47,7 @@ class Compaction:
         retyped: whether the settings differ from those of the base.
     """
 
-    base: Path | Folder
+    base: Place
     version: str
     facts: IndexFacts
     settings: IndexSettings
@@ -67,7 +68,7 @@ class Compaction:
         Raises:
             InputError: there is no index, a change is missing, or FAISS makes no such type.
         """
-        base = find_version(index)
+        base = find_input(index, "index")
         manifest = read_manifest(base, "index")
         facts = IndexFacts.of_manifest(manifest, base)
         log = change_log(base, facts)
@@ -91,8 +92,7 @@ class Compaction:
         """The step that publishes the next version; its identity covers the base and the changes."""
         digest = change_log(self.base, self.facts).digest(self.facts.folded, self.until)
         names = {"version": self.version, "changes": f"{self.until}-{digest}"}
-        output = self.base.parent
-        return Step("index", self.settings, output.uri if isinstance(output, Folder) else str(output), {}, names)
+        return Step("index", self.settings, address(self.base.parent), {}, names)
 
     def published(self) -> Published:
         """The base, where there is nothing to fold in."""
@@ -130,7 +130,7 @@ class Compaction:
         elif output.read(self._record) is not None:
             output.delete(self._record)
 
-    def write_shard(self, number: int, root: Path | Folder, gpu: bool = False) -> ShardFacts:
+    def write_shard(self, number: int, root: Place, gpu: bool = False) -> ShardFacts:
         """Write one shard of the next version; a shard that an interrupted run finished stays.
 
         Args:

@@ -20,6 +20,7 @@ from infembed_ray import durable, records
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place
 from infembed_ray.progress import Advance
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.passages import as_typed, schema, take
@@ -51,7 +52,7 @@ def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType
 
 
 def partition(
-    corpus: Path,
+    corpus: Place,
     columns: Mapping[str, str],
     metadata: Mapping[str, FieldType],
     shards: int,
@@ -77,12 +78,12 @@ def partition(
     seen: set[str] = set()
     files = enumerate(records.data_files(corpus, "corpus"))
     sizes = partition_files(files, columns, metadata, shards, spool, seen, advance)
-    require_passages(str(corpus), sizes, columns, metadata, seen)
+    require_passages(corpus, sizes, columns, metadata, seen)
     return sizes
 
 
 def partition_files(
-    files: Iterable[tuple[int, Path]],
+    files: Iterable[tuple[int, Place]],
     columns: Mapping[str, str],
     metadata: Mapping[str, FieldType],
     shards: int,
@@ -107,7 +108,7 @@ def partition_files(
 
 
 def require_passages(
-    corpus: str, sizes: Sequence[int], columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    corpus: Place, sizes: Sequence[int], columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> None:
     """InputError if a corpus has no rows, or a metadata column is in none of them."""
     if not sum(sizes):
@@ -116,7 +117,7 @@ def require_passages(
 
 
 def require_metadata(
-    corpus: Path | str, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> None:
     """InputError if a metadata column is in no row; `seen` has the columns of all rows."""
     for name in metadata:
@@ -172,7 +173,7 @@ class _Spool:
 
 
 def rows(
-    file: Path, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield (id, text, *metadata) of each row; adds the column names of the file to `seen`."""
     own = {name: theirs for name, theirs in columns.items() if name in _OWN}
@@ -212,7 +213,7 @@ def _text(value: Any) -> str:
 
 
 def sorted_passages(
-    spooled: Sequence[Path], files: Sequence[str], metadata: Mapping[str, FieldType], rows_at_once: int
+    spooled: Sequence[Path], files: Sequence[Place], metadata: Mapping[str, FieldType], rows_at_once: int
 ) -> Iterator[pa.Table]:
     """Yield the passages of a shard by id ascending, `rows_at_once` at a time. Only the ids are held in memory.
 
@@ -231,7 +232,7 @@ def sorted_passages(
         yield from (part.select(wanted) for part in _by_id(table, order, files, rows_at_once))
 
 
-def _by_id(table: pa.Table, order: np.ndarray, files: Sequence[str], rows_at_once: int) -> Iterator[pa.Table]:
+def _by_id(table: pa.Table, order: np.ndarray, files: Sequence[Place], rows_at_once: int) -> Iterator[pa.Table]:
     last: tuple[str, int, int] | None = None
     for start in range(0, len(order), rows_at_once):
         part = take(table, order[start : start + rows_at_once].astype(np.int64))

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
+from infembed_ray import records
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.build import (
     choose_build,
-    corpus_files,
     encode_chunk,
     output_errors,
     partition_corpus,
@@ -48,7 +48,7 @@ from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of, shard_names
 from infembed_ray.retrieval.work_directory import work_directory
-from infembed_ray.storage import Published, open_input, resolve_input
+from infembed_ray.storage import Published
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -66,8 +66,6 @@ def run(settings: IndexSettings) -> Published:
         return done
     warn_of_changes(step)
     encoder = check_model(settings, model)
-    if is_uri(settings.model):  # each actor copies the model to its node
-        model = open_input(settings.model, "model").uri
     _require_gpu_faiss("index", settings.gpus_per_shard)
     with output_errors(settings.output), work_directory(step, settings) as work:
         if isinstance(corpus, Folder):
@@ -138,7 +136,7 @@ def _partition(corpus: Folder, settings: IndexSettings, work: Work) -> list[int]
     if (known := work.sizes()) is not None:
         return known
     work.drop_spool()
-    tasks = [_partition_part.remote(corpus, files, settings, work, part) for part, files in enumerate(parts_of(corpus))]
+    tasks = [_partition_part.remote(files, settings, work, part) for part, files in enumerate(parts_of(corpus))]
     sizes, seen = [0] * settings.shards, set[str]()
     try:
         with track("corpus", len(tasks)) as advance:
@@ -146,7 +144,7 @@ def _partition(corpus: Folder, settings: IndexSettings, work: Work) -> list[int]
                 sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
                 seen |= columns
                 advance()
-        require_passages(str(corpus), sizes, settings.columns, settings.metadata, seen)
+        require_passages(corpus, sizes, settings.columns, settings.metadata, seen)
     except InputError:
         work.delete()
         raise
@@ -156,15 +154,15 @@ def _partition(corpus: Folder, settings: IndexSettings, work: Work) -> list[int]
 
 @ray.remote(num_cpus=1)
 def _partition_part(
-    corpus: Folder, files: Mapping[int, str], settings: IndexSettings, work: Work, part: int
+    files: Mapping[int, Place], settings: IndexSettings, work: Work, part: int
 ) -> tuple[list[int], set[str]]:
     with output_errors(settings.output):
-        return partition_part(corpus, files, settings, work, part)
+        return partition_part(files, settings, work, part)
 
 
-def _sort_shards(corpus: Path | Folder, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> None:
+def _sort_shards(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> None:
     """Sort the passages of each shard by id, one task per shard."""
-    files = [str(corpus / name) if name else str(corpus) for name in corpus_files(corpus)]
+    files = records.data_files(corpus, "corpus")
     missing = [shard for shard in range(settings.shards) if not work.is_sorted(shard)]
     tasks = [_sort_shard.remote(shard, files, settings, work, chunk_rows(sum(sizes))) for shard in missing]
     try:
@@ -178,7 +176,7 @@ def _sort_shards(corpus: Path | Folder, settings: IndexSettings, work: Work, siz
 
 
 @ray.remote(num_cpus=1)
-def _sort_shard(shard: int, files: Sequence[str], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
+def _sort_shard(shard: int, files: Sequence[Place], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
     with output_errors(settings.output):
         sort_shard(shard, files, settings, work, rows_at_once)
 
@@ -197,7 +195,6 @@ class EncodeChunk:
         self.output = output
         self.fault: str | None = None
         try:
-            model = str(resolve_input(model, "model")) if is_uri(model) else model
             self.encoder = InstructionEncoder.from_pretrained(model, dimensions=dimensions, device=device)
         except InputError as error:  # Ray restarts an actor that raises, without end
             self.fault = str(error)
@@ -248,7 +245,7 @@ def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSett
 
 
 def _write_shards(
-    chunks: Sequence[Chunk], work: Work, root: Path | Folder, dimension: int, build: Build, settings: IndexSettings
+    chunks: Sequence[Chunk], work: Work, root: Place, dimension: int, build: Build, settings: IndexSettings
 ) -> list[ShardFacts]:
     """Write all shards, one task per shard; shards that an interrupted run finished stay."""
     task = _write_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
@@ -260,7 +257,7 @@ def _write_shards(
     return _collect(tasks, root)
 
 
-def _collect(tasks: Sequence[Any], root: Path | Folder) -> list[ShardFacts]:
+def _collect(tasks: Sequence[Any], root: Place) -> list[ShardFacts]:
     """Wait for one task per shard; returns the facts in the order of the shards."""
     written = {}
     with track("shards", len(tasks)) as advance:
@@ -273,7 +270,7 @@ def _collect(tasks: Sequence[Any], root: Path | Folder) -> list[ShardFacts]:
 
 @ray.remote
 def _write_shard(
-    root: Path | Folder,
+    root: Place,
     shard: int,
     work: Work,
     chunks: Sequence[Chunk],
@@ -324,7 +321,7 @@ def compact(settings: CompactSettings) -> Published:
 
 
 @ray.remote
-def _compact_shard(work: Compaction, shard: int, root: Path | Folder, threads: int, gpu: bool) -> ShardFacts:
+def _compact_shard(work: Compaction, shard: int, root: Place, threads: int, gpu: bool) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
     with output_errors(str(root.parent)):
         return work.write_shard(shard, root, gpu)

@@ -17,7 +17,7 @@ import numpy as np
 
 from infembed_ray.config.retrieval import FieldType, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.corpus import require_columns
@@ -27,7 +27,7 @@ from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
 from infembed_ray.retrieval.work import shard_names
 from infembed_ray.retrieval.work_directory import work_directory
-from infembed_ray.storage import MANIFEST, Published, Step, open_input, read_manifest, resolve_input
+from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -111,7 +111,7 @@ class IndexFacts:
         return {**asdict(self), "recall_at_10": self.recall_at_10, "bytes": self.bytes}
 
     @classmethod
-    def read(cls, root: Path | Folder, name: str = "index") -> IndexFacts:
+    def read(cls, root: Place, name: str = "index") -> IndexFacts:
         """Read the facts of a published index.
 
         Args:
@@ -124,7 +124,7 @@ class IndexFacts:
         return cls.of_manifest(read_manifest(root, name), root, name)
 
     @classmethod
-    def of_manifest(cls, manifest: Mapping[str, Any], root: Path | Folder, name: str = "index") -> IndexFacts:
+    def of_manifest(cls, manifest: Mapping[str, Any], root: Place, name: str = "index") -> IndexFacts:
         """As `read`, of a manifest that was read already."""
         if "index" not in manifest:
             raise InputError(f"{name}={root}: the output of `{manifest['stage']}`; give one of `infembed index`")
@@ -151,7 +151,7 @@ class Index:
         shards: in the order of `facts.shards`; empty after `Index.describe`.
     """
 
-    def __init__(self, path: Path | Folder, version: str, facts: IndexFacts, shards: Sequence[Shard]) -> None:
+    def __init__(self, path: Place, version: str, facts: IndexFacts, shards: Sequence[Shard]) -> None:
         self.path = path
         self.version = version
         self.facts = facts
@@ -233,7 +233,7 @@ class Index:
         Raises:
             InputError: there is no index, or its format is not supported.
         """
-        root = find_version(str(path))
+        root = find_input(str(path), "index")
         manifest = read_manifest(root, "index")
         return cls(root, manifest["identity"], IndexFacts.of_manifest(manifest, root), [])
 
@@ -246,7 +246,7 @@ class Index:
             )
 
     @property
-    def changes(self) -> Path | Folder:
+    def changes(self) -> Place:
         """Directory of the write-ahead log of its lineage."""
         return changes_of(self.path, self.facts)
 
@@ -286,17 +286,12 @@ class Index:
         ]
 
 
-def find_version(index: str) -> Path | Folder:
-    """Return the version that a path or an object-store URI names; `latest` of an output directory is followed."""
-    return open_input(index, "index") if is_uri(index) else resolve_input(index, "index")
-
-
-def changes_of(root: Path | Folder, facts: IndexFacts) -> Path | Folder:
+def changes_of(root: Place, facts: IndexFacts) -> Place:
     """Directory of the write-ahead log of a published index."""
     return root.parent / CHANGES / facts.lineage
 
 
-def change_log(root: Path | Folder, facts: IndexFacts) -> ChangeLog:
+def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
     return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
 
@@ -317,7 +312,7 @@ def finished(step: Step) -> Published | None:
 def warn_of_changes(step: Step) -> None:
     """Warn if the version that is served has changes that a build will not have."""
     with contextlib.suppress(InputError):  # no version is published yet
-        current = find_version(str(step.root) if step.remote is None else step.remote.parent.uri)
+        current = find_input(address(step.root if step.remote is None else step.remote.parent), "index")
         facts = IndexFacts.read(current)
         segments = change_log(current, facts).last()
         if segments and facts.lineage != step.identity:
@@ -334,7 +329,7 @@ def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettin
     require_columns(settings.columns, settings.metadata)
     names = {"model": encoder.fingerprint(), "format": str(FORMAT)}
     step = Step("index", settings, settings.output, {"corpus": corpus}, names)
-    place = str(step.path) if step.remote is None else step.remote.uri
+    place = address(step.remote or step.path)
     if finished(step):
         return place
     warn_of_changes(step)

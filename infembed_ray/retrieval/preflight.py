@@ -12,47 +12,32 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Folder, convert_errors, is_uri, listing_digest
+from infembed_ray.places import Place
 from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.build import corpus_files
 from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
-from infembed_ray.storage import Step, open_input, resolve_input
+from infembed_ray.storage import Step, find_input
 
 SAMPLE = 10_000
 """Most passages of a file that `count_passages` reads."""
 
 
-def prepare(settings: IndexSettings) -> tuple[Path | Folder, str, Step]:
+def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
     """Locate corpus and model, and identify the build.
 
     Returns:
-        Corpus, which stays in an object store; directory or hub name of the model; and the step.
+        Corpus; directory, URI or hub name of the model; and the step.
 
     Raises:
         InputError: one of them does not exist, a column cannot be, or the output cannot be written.
     """
     _, corpus, model = check_all(
         lambda: require_columns(settings.columns, settings.metadata),
-        lambda: _find_corpus(settings.corpus),
+        lambda: find_input(settings.corpus, "corpus"),
         lambda: locate(settings.model, "model"),
     )
-    names, inputs = {**model.names, "format": str(FORMAT)}, model.inputs
-    if isinstance(corpus, Folder):
-        with convert_errors(str(corpus), "corpus"):
-            names["corpus"] = listing_digest(corpus.entries())
-    else:
-        inputs = {"corpus": corpus, **inputs}
-    return corpus, model.path, Step("index", settings, settings.output, inputs, names)
-
-
-def _find_corpus(corpus: str) -> Path | Folder:
-    if not is_uri(corpus):
-        return resolve_input(corpus, "corpus")
-    folder = open_input(corpus, "corpus")
-    with convert_errors(str(folder), "corpus"):
-        corpus_files(folder)
-    return folder
+    names = {**model.names, "format": str(FORMAT)}
+    return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
 
 
 def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.places import Place
 from infembed_ray.progress import say
 from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
 
@@ -57,7 +58,7 @@ class ShardFacts:
         return cls(**{**values, "checksums": checksums})
 
 
-def local_directory(root: Path | Folder, facts: ShardFacts, cache: Path | None = None) -> Path:
+def local_directory(root: Place, facts: ShardFacts, cache: Path | None = None) -> Path:
     """Return the directory of this machine with a shard's files; copy them there from an object store.
 
     Args:
@@ -80,7 +81,7 @@ def local_directory(root: Path | Folder, facts: ShardFacts, cache: Path | None =
     return root / facts.name
 
 
-def verify(root: Path | Folder, facts: ShardFacts) -> None:
+def verify(root: Place, facts: ShardFacts) -> None:
     """Read all files of a shard and compare their checksums with the manifest, in bounded memory.
 
     Raises:
@@ -126,7 +127,7 @@ def _copy_file(folder: Folder, facts: ShardFacts, name: str, file: Path) -> None
 
 
 @contextlib.contextmanager
-def _opened(root: Path | Folder, facts: ShardFacts, name: str) -> Iterator[tuple[pa.NativeFile, str]]:
+def _opened(root: Place, facts: ShardFacts, name: str) -> Iterator[tuple[pa.NativeFile, str]]:
     """Open a file of a shard; give it and its name for error messages."""
     place = f"index={root}: {facts.name}/{name}"
     with _store_errors(root):
@@ -140,7 +141,7 @@ def _opened(root: Path | Folder, facts: ShardFacts, name: str) -> Iterator[tuple
 
 
 @contextlib.contextmanager
-def _store_errors(root: Path | Folder) -> Iterator[None]:
+def _store_errors(root: Place) -> Iterator[None]:
     """Convert errors of a store's client to InputErrors. Errors of this machine's disk have an errno and pass."""
     try:
         yield
@@ -152,7 +153,7 @@ def _store_errors(root: Path | Folder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shard_directory(root: Path | Folder, name: str) -> Iterator[Path]:
+def shard_directory(root: Place, name: str) -> Iterator[Path]:
     """Give the directory of this machine in which to write a shard of the index in `root`.
 
     For an index in an object store it lies in the scratch directory, until the block ends.
@@ -166,7 +167,7 @@ def shard_directory(root: Path | Folder, name: str) -> Iterator[Path]:
             yield Path(directory) / name
 
 
-def mark_finished(root: Path | Folder, directory: Path, facts: ShardFacts) -> ShardFacts:
+def mark_finished(root: Place, directory: Path, facts: ShardFacts) -> ShardFacts:
     """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store.
 
     Args:
@@ -182,7 +183,7 @@ def mark_finished(root: Path | Folder, directory: Path, facts: ShardFacts) -> Sh
     return facts
 
 
-def finished_shard(root: Path | Folder, name: str) -> ShardFacts | None:
+def finished_shard(root: Place, name: str) -> ShardFacts | None:
     """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
     if isinstance(root, Folder):
         text = root.read(f"{name}.json")
@@ -196,7 +197,7 @@ def finished_shard(root: Path | Folder, name: str) -> ShardFacts | None:
     return None
 
 
-def clear_finished(root: Path | Folder) -> None:
+def clear_finished(root: Place) -> None:
     """Remove the records of `mark_finished` from an index whose shards are all finished."""
     names = root.entries() if isinstance(root, Folder) else [file.name for file in root.iterdir()]
     for name in names:

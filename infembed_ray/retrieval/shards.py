@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
+from infembed_ray.places import Place
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.faiss_import import faiss
@@ -125,7 +125,7 @@ class Shard:
         return build_shard(directory, build)
 
     @classmethod
-    def open(cls, root: Path | Folder, facts: ShardFacts, gpu: bool = False, cache: Path | None = None) -> Shard:
+    def open(cls, root: Place, facts: ShardFacts, gpu: bool = False, cache: Path | None = None) -> Shard:
         """Map a shard of the index in `root`; in an object store, copy it to this machine first.
 
         Args:

@@ -69,7 +69,7 @@ class StoredWork:
 
     def drop_spool(self) -> None:
         """As `Work.drop_spool`."""
-        _delete_all(self.folder / SPOOL)
+        (self.folder / SPOOL).clear()
 
     def is_sorted(self, shard: int) -> bool:
         """As `Work.is_sorted`."""
@@ -121,9 +121,4 @@ class StoredWork:
 
     def delete(self) -> None:
         """As `Work.delete`."""
-        _delete_all(self.folder)
-
-
-def _delete_all(folder: Folder) -> None:
-    for name in folder.entries():
-        folder.delete(name)
+        self.folder.clear()

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place
 from infembed_ray.progress import say
-from infembed_ray.retrieval.index import IndexFacts, change_log, find_version
+from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.shard_files import verify as verify_shard
-from infembed_ray.storage import LATEST, MANIFEST, local_path, read_manifest, set_latest
+from infembed_ray.storage import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def verify(index: str | Path) -> int:
     Raises:
         InputError: it is no index, or a file or a change is missing or corrupted.
     """
-    root = find_version(str(index))
+    root = find_input(str(index), "index")
     facts = IndexFacts.read(root)
     for shard in facts.shards:
         verify_shard(root, shard)
@@ -100,7 +101,7 @@ def verify(index: str | Path) -> int:
     return facts.bytes
 
 
-def _root(output: str | Path) -> Path | Folder:
+def _root(output: str | Path) -> Place:
     if is_uri(str(output)):
         return Folder.open(str(output), "index")
     root = local_path(str(output), "index")
@@ -109,7 +110,7 @@ def _root(output: str | Path) -> Path | Folder:
     return root
 
 
-def _published(root: Path | Folder) -> list[Path] | list[Folder]:
+def _published(root: Place) -> list[Path] | list[Folder]:
     """List the directories with a manifest, without hidden ones."""
     if isinstance(root, Path):
         return [file.parent for file in root.glob(f"[!.]*/{MANIFEST}")]
@@ -117,7 +118,7 @@ def _published(root: Path | Folder) -> list[Path] | list[Folder]:
     return [root / name for name in names if (root / name).read(MANIFEST) is not None]
 
 
-def _current(root: Path | Folder) -> str | None:
+def _current(root: Place) -> str | None:
     if isinstance(root, Folder):
         text = root.read(LATEST)
     else:

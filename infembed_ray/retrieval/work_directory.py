@@ -22,7 +22,7 @@ import pyarrow as pa
 from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.leases import lease
-from infembed_ray.object_store import Folder
+from infembed_ray.places import Place
 from infembed_ray.retrieval import work as shared
 from infembed_ray.retrieval.corpus import spool_file
 from infembed_ray.retrieval.passages import open_passages, write_passages
@@ -114,7 +114,7 @@ class WorkDirectory:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def work_root(step: Step, settings: IndexSettings) -> Path | Folder:
+def work_root(step: Step, settings: IndexSettings) -> Place:
     """Return the place of the work directory of these passages and vectors, which an interrupted build leaves."""
     decides = {
         "inputs": step.contents,

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.object_store import is_uri
+from infembed_ray.places import address
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
@@ -36,7 +37,7 @@ from infembed_ray.serving.arguments import (
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
-from infembed_ray.storage import MANIFEST, open_input, read_manifest, resolve_input
+from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
 SLOW_BYTES_PER_S = 50e6
 """Least rate at which a node is expected to copy or read an index; start-up time-outs grow with the index at this rate."""
@@ -63,7 +64,7 @@ class Plan:
             InputError: there is no such index or model, the index is damaged or another encoder built it, or the API would
                 be open to other machines.
         """
-        from infembed_ray.modeling.checkpoint import locate
+        from infembed_ray.modeling.checkpoint import local, locate
         from infembed_ray.modeling.encoder import InstructionEncoder
         from infembed_ray.serving.encoder.runtime import require_runnable
 
@@ -74,12 +75,13 @@ class Plan:
             for shard in index.facts.shards:
                 local_directory(index.path, shard)
         found = locate(settings.model or index.facts.model, "model")
-        described = InstructionEncoder.from_pretrained(found.path, dimensions=index.facts.dimensions, device="meta")
+        path = local(found.path)
+        described = InstructionEncoder.from_pretrained(path, dimensions=index.facts.dimensions, device="meta")
         fingerprint = described.fingerprint()
         index.require_encoder(fingerprint)
-        require_runnable(described, settings, found.path)
+        require_runnable(described, settings, path)
         card = schema.Model(
-            id=settings.model_name or _model_name(settings.model or index.facts.model, found.path),
+            id=settings.model_name or _model_name(settings.model or index.facts.model, path),
             created=int(time.time()),
             dimension=index.facts.dimension,
             encoder=fingerprint,
@@ -90,19 +92,17 @@ class Plan:
             writable=settings.writable,
             suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
         )
-        model = settings.model or index.facts.model
-        model = open_input(model, "model").uri if is_uri(model) else found.path
         encoder = EncoderArguments(
-            model=model, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
+            model=found.path, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
         )
-        shards = IndexArguments(index=_place(index.path), version=index.version, settings=settings)
+        shards = IndexArguments(index=address(index.path), version=index.version, settings=settings)
         api = ApiArguments(locked=bool(keys), settings=settings)
         release = ReleaseSpec(
             fingerprint=_fingerprint(settings, card, api.locked),
             encoder=encoder.application,
             index=shards.application,
             shards=tuple(facts.name for facts in index.facts.shards),
-            changes=_place(index.changes),
+            changes=address(index.changes),
             card=card,
         )
         return cls(settings, encoder, shards, api, release, index.facts.bytes)
@@ -227,11 +227,6 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
                 "give every row a query and an instruction"
             ) from None
     return read
-
-
-def _place(place: Path | Folder) -> str:
-    """Return the path or the URI of a place, for other processes."""
-    return place.uri if isinstance(place, Folder) else str(place.resolve())
 
 
 def _model_name(given: str, path: str) -> str:

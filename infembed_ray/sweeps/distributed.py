@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,6 +23,8 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.evaluation.results import Results
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.storage import Published
@@ -46,7 +47,6 @@ def run(settings: SweepSettings) -> Published:
     Raises:
         InputError: a trial has bad input (before any work), or trials failed (after all have run).
     """
-    storage.local_path(settings.output, "output")  # not in an object store yet
     planned = trials(settings)
     step = storage.Step("sweep", settings, settings.output, *inputs(settings, planned))
     if done := step.finished():
@@ -54,7 +54,7 @@ def run(settings: SweepSettings) -> Published:
     connect()
     with step.publish() as staging:
         say(f"sweep: {counted(len(planned), 'trial')}, {_at_once(settings, planned)} at once")
-        outcomes, found = _run_trials(settings, planned, staging.path)
+        outcomes, found = _run_trials(settings, planned, (staging.remote or staging.path) / _LOGS)
         markdown = table.as_markdown(outcomes)
         (staging.path / TABLE).write_text(markdown, encoding="utf-8")
         (staging.path / CSV).write_text(table.as_csv(outcomes), encoding="utf-8")
@@ -70,12 +70,10 @@ def run(settings: SweepSettings) -> Published:
     return step.published()
 
 
-def _run_trials(
-    settings: SweepSettings, planned: Sequence[Trial], directory: Path
-) -> tuple[list[Outcome], list[Results]]:
+def _run_trials(settings: SweepSettings, planned: Sequence[Trial], logs: Place) -> tuple[list[Outcome], list[Results]]:
     """Run all trials; return their outcomes, in order, and the results of those that succeeded."""
-    logs = directory / _LOGS
     os.environ |= _QUIET
+    system, path = logs.file_system() if isinstance(logs, Folder) else (None, str(logs))
     with track("sweep", len(planned)) as advance:
         tuner = tune.Tuner(
             tune.with_resources(_run_trial, {"CPU": _DRIVER_CPUS}),
@@ -84,7 +82,8 @@ def _run_trials(
             tune_config=tune.TuneConfig(max_concurrent_trials=_at_once(settings, planned), reuse_actors=True),
             run_config=tune.RunConfig(
                 name=f"{time.time_ns()}",  # a new name for each attempt, because the trials resume by themselves
-                storage_path=str(logs),
+                storage_path=path,
+                storage_filesystem=system,
                 # Retries of a trial whose node was lost; an exception of a trial is its outcome.
                 failure_config=tune.FailureConfig(max_failures=settings.train.max_failures),
                 verbose=0,
@@ -98,10 +97,10 @@ def _run_trials(
         failure = _cause(result.error) if result.error is not None else result.metrics["failure"]
         measures = {}
         if failure is None:
-            found.append(results.read(Path(result.metrics["results"]), trial.name))
+            found.append(results.read(place_of(result.metrics["results"]), trial.name))
             measures = table.measures_of(found[-1].figures[trial.row])
         outcomes.append(Outcome(trial.row, trial.model, trial.seed, measures, failure))
-    shutil.rmtree(logs, ignore_errors=True)
+    logs.clear() if isinstance(logs, Folder) else shutil.rmtree(logs, ignore_errors=True)
     return outcomes, found
 
 
@@ -126,11 +125,16 @@ def _run_trial(config: dict[str, Any]) -> dict[str, Any]:
         if trial.train is not None:
             published = train(trial.train)
             assert published is not None
-            model = str(published.path)
+            model = _place_of(published, trial.train.output)
         done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
-        return {"results": str(done.path), "failure": None}
+        return {"results": _place_of(done, trial.evaluate.output), "failure": None}
     except Exception as error:  # the other trials continue, and the table shows the failure
         return {"failure": _cause(error)}
+
+
+def _place_of(published: Published, output: str) -> str:
+    """Return where other processes find an output."""
+    return address(place_of(output) / published.manifest["identity"])
 
 
 def _at_once(settings: SweepSettings, planned: Sequence[Trial]) -> int:

@@ -21,7 +21,8 @@ from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.storage import fingerprint_files, resolve_input
+from infembed_ray.places import Place, address, fingerprint_files, place_of
+from infembed_ray.storage import find_input, fingerprint
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files
@@ -117,21 +118,18 @@ def trials(settings: SweepSettings) -> list[Trial]:
     return found
 
 
-def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Path], dict[str, str]]:
+def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Place], dict[str, str]]:
     """Return all input of the trials by its setting: files and directories, and hub names.
 
     Input that may differ by row is numbered in the order of the rows.
     """
-    files = {"train.records": resolve_input(settings.train.records, "train.records")}
+    files: dict[str, Place] = {"train.records": find_input(settings.train.records, "train.records")}
     for name in ("records", "distractors"):
         if (value := getattr(settings.evaluate, name)) is not None:
-            files[f"evaluate.{name}"] = resolve_input(value, f"evaluate.{name}")
+            files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
     names = {}
     for task in registry.expand(settings.evaluate.tasks):
-        of_task = catalogue.files(task, settings.evaluate.data)
-        names[f"evaluate.tasks.{task}"] = fingerprint_files(
-            of_task, Path(os.path.commonpath([f.parent for f in of_task]))
-        )
+        names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
     teachers = dict.fromkeys(train.teacher for train in trainings if train.teacher is not None)
@@ -144,6 +142,14 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
         files |= found.inputs
         names |= found.names
     return files, names
+
+
+def _fingerprint_of(files: Sequence[Place]) -> str:
+    """Hash the files that a task is read from; those of an object store are not read."""
+    local = [file for file in files if isinstance(file, Path)]
+    if local:
+        return fingerprint_files(local, Path(os.path.commonpath([file.parent for file in local])))
+    return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
 
 def combined(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
@@ -168,12 +174,12 @@ def combined(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
 
 def _absolute(path: str) -> str:
     """Make a path absolute, because the processes of trials have other working directories."""
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
     """Return the settings with absolute paths, for fields that no row changes; InputError if one does not exist."""
-    resolve_input(settings.train.records, "train.records")
+    find_input(settings.train.records, "train.records")
     train = {"records": _absolute(settings.train.records)}
     if not settings.evaluate.tasks and settings.evaluate.records is None:
         raise InputError(
@@ -184,9 +190,9 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
     for name in ("records", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
             if name != "embeddings":  # may not exist yet
-                resolve_input(path, f"evaluate.{name}")
+                find_input(path, f"evaluate.{name}")
             evaluate[name] = _absolute(path)
-    evaluate.setdefault("embeddings", f"{_absolute(settings.output)}/{EMBEDDINGS}")
+    evaluate.setdefault("embeddings", address(place_of(_absolute(settings.output)) / EMBEDDINGS))
     return settings.model_copy(
         update={
             "train": settings.train.model_copy(update=train),
@@ -229,12 +235,12 @@ def _trial(
     decides = [model, seed, of_model and of_model.identity(), settings.evaluate.identity()]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
-    folder = f"{settings.output.rstrip('/')}/trials/{readable}-{digest}"
+    folder = place_of(settings.output) / "trials" / f"{readable}-{digest}"
     evaluate = EvaluateSettings.from_mapping(
-        settings.evaluate.model_dump() | {"models": {}, "output": f"{folder}/results"}, where="evaluate"
+        settings.evaluate.model_dump() | {"models": {}, "output": address(folder / "results")}, where="evaluate"
     )
     if train is not None:
-        train = train.model_copy(update={"output": f"{folder}/checkpoint"})
+        train = train.model_copy(update={"output": address(folder / "checkpoint")})
     return Trial(row, model, seed, train, evaluate, untrained)
 
 

@@ -1,4 +1,7 @@
-"""Dataset: the records of a run in a memory-mapped Arrow file, which every worker opens by its path."""
+"""Dataset: the records of a run in a memory-mapped Arrow file, which every worker opens by its path.
+
+A node without that path copies the file from an object store, once for all its workers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from infembed_ray import durable
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address
 from infembed_ray.records import Record, columns_of
-from infembed_ray.storage import fingerprint
+from infembed_ray.storage import fingerprint, resolve_input
 
 RECORDS = "records.arrow"
 _ROWS = 1024
@@ -24,14 +29,20 @@ _COLUMNS = [f.name for f in fields(Record)]
 
 
 class Dataset(Sequence[Record]):
-    """Records of a file that `write` wrote; the file is opened on the first read, and a pickle holds only its path."""
+    """Records of a file that `write` wrote; the file is opened on the first read, and a pickle holds only its place."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
+
+    def uploaded(self, folder: Folder) -> Dataset:
+        """Upload the file to a folder of an object store, and return the same records for workers on other nodes."""
+        assert isinstance(self.path, Path)
+        folder.upload(self.path, self.path.name)
+        return Dataset(folder / self.path.name)
 
     @cached_property
     def _batches(self) -> list[pa.RecordBatch]:
-        with pa.memory_map(str(self.path)) as source:
+        with pa.memory_map(str(resolve_input(address(self.path), "records"))) as source:
             reader = pa.ipc.open_file(source)
             return [reader.get_batch(n) for n in range(reader.num_record_batches)]
 
@@ -59,7 +70,7 @@ class Dataset(Sequence[Record]):
                 writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
         return cls(path)
 
-    def __reduce__(self) -> tuple[type[Dataset], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[Dataset], tuple[Place]]:
         return type(self), (self.path,)
 
     def __len__(self) -> int:

@@ -21,16 +21,22 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from infembed_ray import ray_compat
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import place_of
 from infembed_ray.progress import say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.records import Record
 from infembed_ray.storage import STATES
-
-RAY_TRAIN_LOGS = "ray_train"
+from infembed_ray.training.node_files import RAY_TRAIN_LOGS, node_directory
 
 
 def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> None:
-    """Train on a Ray cluster to the end, with `directory` as the output that all workers share.
+    """Train on a Ray cluster to the end.
+
+    Args:
+        settings: Settings of the run.
+        rows: All records, which every node can read.
+        directory: Output that all workers share; unused if `settings.output` is in an object store.
 
     Raises:
         InputError: the cluster lacks resources for the workers, or a worker rejected its input.
@@ -46,6 +52,9 @@ def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> Non
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(
         settings.placement_timeout_s / (1 + settings.max_failures)
     )
+    remote = place_of(settings.output) if is_uri(settings.output) else None
+    logs = remote / RAY_TRAIN_LOGS if isinstance(remote, Folder) else directory / STATES / RAY_TRAIN_LOGS
+    system, path = logs.file_system() if isinstance(logs, Folder) else (None, str(logs))
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"settings": settings.model_dump(), "records": ray.put(rows), "directory": str(directory)},
@@ -60,7 +69,8 @@ def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> Non
         ),
         run_config=RunConfig(
             name=f"{time.time_ns()}",  # a new name for each attempt, because runs resume from our own checkpoints
-            storage_path=str(directory / STATES / RAY_TRAIN_LOGS),
+            storage_path=path,
+            storage_filesystem=system,
             failure_config=FailureConfig(
                 max_failures=settings.max_failures, controller_failure_limit=settings.max_failures
             ),
@@ -73,7 +83,7 @@ def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> Non
         raise _explained(error, settings) from error
     if refused is not None:
         raise InputError(refused)
-    shutil.rmtree(directory / STATES / RAY_TRAIN_LOGS, ignore_errors=True)
+    logs.clear() if isinstance(logs, Folder) else shutil.rmtree(logs, ignore_errors=True)
 
 
 @contextmanager
@@ -148,13 +158,8 @@ def _worker(config: dict[str, Any]) -> str | None:
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     try:
-        train_worker(
-            settings,
-            ray.get(config["records"]),
-            Path(config["directory"]),
-            get_device(),
-            ray_compat.preemption_announced,
-        )
+        with node_directory(settings, Path(config["directory"])) as directory:
+            train_worker(settings, ray.get(config["records"]), directory, get_device(), ray_compat.preemption_announced)
     except InputError as error:
         if dist.is_initialized():
             raise  # the other workers may wait for this one

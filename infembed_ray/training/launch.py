@@ -32,8 +32,9 @@ from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
-from infembed_ray.storage import STATES, Published, Step, fingerprint, resolve_input
+from infembed_ray.storage import STATES, Published, Staging, Step, find_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
@@ -41,9 +42,10 @@ from infembed_ray.training.collate import token_counts
 from infembed_ray.training.collectives import from_first
 from infembed_ray.training.dataset import RECORDS, Dataset
 from infembed_ray.training.losses import MOST_JOINT_TEXTS, NCE, Objective
+from infembed_ray.training.node_files import UPLOAD_S, fetch, node_directory
 from infembed_ray.training.observability import report, trackers
-from infembed_ray.training.observability.events import read_events
-from infembed_ray.training.observability.metrics import read_metrics, read_metrics_from
+from infembed_ray.training.observability.events import EVENTS, read_events
+from infembed_ray.training.observability.metrics import METRICS, read_metrics, read_metrics_from
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.validation import EXPORTED, held_out, held_out_files, overlapping
 
@@ -85,13 +87,18 @@ def _run(settings: TrainSettings, fit: Fit) -> Published:
         done = CheckpointManager(staging.path / STATES, resolved, sampler).require_resumable()
         deepspeed_config.write(settings, staging.path)
         _announce(settings, sampler, len(rows), steps)
+        shared = rows if staging.remote is None else rows.uploaded(staging.remote / STATES)
         try:
-            with _progress(staging.path, steps, done):
-                fit(resolved, rows, staging.path)
+            with _progress(staging, steps, done):
+                fit(resolved, shared, staging.path)
         finally:  # also of a run that failed, whose output directory stays
+            if staging.remote is not None:
+                fetch(staging.remote, staging.path)
             _report(staging.path, settings, len(rows), steps)
-        _describe(staging, inputs, settings, rows)
-        rows.path.unlink()
+        _describe(staging, step, inputs, settings, rows)
+        (staging.path / STATES / RECORDS).unlink()
+        if staging.remote is not None:
+            (staging.remote / STATES).delete(RECORDS)
     return step.published()
 
 
@@ -100,13 +107,13 @@ def _run(settings: TrainSettings, fit: Fit) -> Published:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads: files and hub names by setting, and the settings with resolved paths.
+    """What a run reads: files and hub names by setting, and the settings with resolved paths and URIs.
 
     The paths are absolute, because workers have other working directories.
     """
 
     settings: TrainSettings
-    files: dict[str, Path]
+    files: dict[str, Place]
     names: dict[str, str]
 
 
@@ -125,11 +132,11 @@ def _resolve(settings: TrainSettings) -> Inputs:
     validation = settings.validation
     named = [("model", settings.model)] + ([("teacher", settings.teacher)] if settings.teacher is not None else [])
     records, held, *models = check_all(
-        lambda: resolve_input(settings.records, "records"),
+        lambda: find_input(settings.records, "records"),
         lambda: {} if validation is None else held_out_files(validation),
         *(partial(locate, model, setting) for setting, model in named),
     )
-    files = {"records": records}
+    files: dict[str, Place] = {"records": records}
     names: dict[str, str] = {}
     found: dict[str, Any] = {}
     for (setting, _), model in zip(named, models, strict=True):
@@ -137,7 +144,7 @@ def _resolve(settings: TrainSettings) -> Inputs:
         files |= model.inputs
         names |= model.names
     if validation is not None:
-        found["validation"] = validation.model_copy(update={name: str(file) for name, file in held.items()})
+        found["validation"] = validation.model_copy(update={name: address(file) for name, file in held.items()})
         files |= {f"validation.{name}": file for name, file in held.items()}
     return Inputs(settings.model_copy(update=found), files, names)
 
@@ -156,7 +163,7 @@ def lay_out(
     return rows, sampler, -(-sampler.steps // settings.accumulation)
 
 
-def _dataset(settings: TrainSettings, path: Path, encoder: InstructionEncoder, file: Path) -> Dataset:
+def _dataset(settings: TrainSettings, path: Place, encoder: InstructionEncoder, file: Path) -> Dataset:
     """Write the checked records to the file that the workers open, and compare them with the held-out ones."""
     file.parent.mkdir(exist_ok=True)
     count = None if settings.tokens_per_step is None else partial(token_counts, encoder)
@@ -294,11 +301,15 @@ def _check_joint_texts(settings: TrainSettings, encoder: InstructionEncoder, sam
 
 def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], directory: Path) -> None:
     """Train as a worker in this process."""
-    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators and logs on import
-
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
-    train_worker(settings, rows, directory, _device(settings))
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # DeepSpeed takes a GPU if it finds one, and warns if it does not
+    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators on import
+
+    with node_directory(settings, directory) as own:
+        train_worker(settings, rows, own, _device(settings))
 
 
 def _device(settings: TrainSettings) -> torch.device:
@@ -367,10 +378,10 @@ def _announce(settings: TrainSettings, sampler: Sampler, records: int, steps: in
 
 
 @contextmanager
-def _progress(directory: Path, steps: int, done: int) -> Iterator[None]:
-    """Show progress while the block runs, from the metrics that worker 0 writes."""
+def _progress(staging: Staging, steps: int, done: int) -> Iterator[None]:
+    """Show progress while the block runs, from the metrics that worker 0 writes, or uploads."""
     stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(directory, steps, done, stop), daemon=True)
+    thread = threading.Thread(target=_follow, args=(staging, steps, done, stop), daemon=True)
     thread.start()
     try:
         yield
@@ -379,13 +390,23 @@ def _progress(directory: Path, steps: int, done: int) -> Iterator[None]:
         thread.join()
 
 
-def _follow(directory: Path, steps: int, done: int, stop: threading.Event) -> None:
+def _follow(staging: Staging, steps: int, done: int, stop: threading.Event) -> None:
+    directory = staging.path
+
+    def wait() -> bool:
+        stopping = stop.wait(POLL_S if staging.remote is None else UPLOAD_S)
+        if staging.remote is not None:
+            fetch(staging.remote, directory, (METRICS, EVENTS))
+        return stopping
+
+    if staging.remote is not None:
+        fetch(staging.remote, directory, (METRICS, EVENTS))
     with track("train", steps, done) as advance:
         shown, (_, offset) = done, read_metrics_from(directory, 0)  # these lines are older, or will be removed
         seen = set(read_events(directory))  # events of earlier attempts were shown by those
         stopping = False
         while not stopping:
-            stopping = stop.wait(POLL_S)  # one last look after the end
+            stopping = wait()  # one last look after the end
             for event in read_events(directory):
                 if event not in seen and event.action != "stop":  # the error that ends the run has that message
                     seen.add(event)
@@ -411,19 +432,18 @@ def _report(directory: Path, settings: TrainSettings, records: int, steps: int) 
         say(f"train: warning: {report.REPORT} cannot be written ({in_one_line(error)})")
 
 
-def _describe(staging: Any, inputs: Inputs, settings: TrainSettings, rows: Dataset) -> None:
+def _describe(staging: Staging, step: Step, inputs: Inputs, settings: TrainSettings, rows: Dataset) -> None:
     """Write the facts of the finished run into the manifest and the model card."""
     exported = json.loads((staging.path / EXPORTED).read_text(encoding="utf-8"))
     lines = read_metrics(staging.path)
     last = next((line for line in lines if line["step"] == exported["step"]), {})  # a full disk may have dropped it
     staging.counts |= {"records": len(rows), "steps": lines[-1]["step"] if lines else exported["step"]}
     staging.facts |= {"records": rows.fingerprint, "exported": exported, "final_metrics": last}
-    path = inputs.files["records"]
     model_card.write(
         staging.path,
         describe(str(staging.path)),
         inputs.settings.model,
-        model_card.TrainingData(path, fingerprint(path), [row.source for row in rows]),
+        model_card.TrainingData(inputs.files["records"].name, step.contents["records"], [row.source for row in rows]),
         settings.identity(),
         last,
     )

@@ -49,7 +49,7 @@ def train_worker(
     Args:
         settings: Settings of the run.
         records: All records, in the same order on every worker.
-        directory: Output of the run, shared by all workers.
+        directory: Output of the run, shared by all workers, or if `settings.output` is a URI by those of a node.
         device: Device of this worker.
         preempted: Return whether this worker has a notice that a node of the run will be taken away. If any worker has,
             all save a checkpoint at the end of the step.
@@ -58,8 +58,11 @@ def train_worker(
         InputError: an anomaly stopped the run, or no checkpoint of the last step could be saved.
     """
     trainer = _Trainer(settings, records, directory, device, preempted)
-    trainer.train()
-    trainer.finish()
+    try:
+        trainer.train()
+        trainer.finish()
+    finally:
+        trainer.stop_uploads()
 
 
 @dataclass(frozen=True)
@@ -259,12 +262,19 @@ class _Trainer:
         if self._monitor.stopped is None:
             self._checkpoints.require_saved(self._progress)
         self._engine.close()
+        self.stop_uploads()  # before the model is written
         if self._monitor.stopped is not None:
+            self._checkpoints.upload_run_files()
             raise InputError(self._monitor.stopped)
         if self._rank == 0:
             checkpoint, exported = self._checkpoints.result()
             export(checkpoint, load_encoder(self._settings), self._directory)
             durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
+            self._checkpoints.upload_run_files()
+
+    def stop_uploads(self) -> None:
+        """Stop uploading the logs while they grow."""
+        self._checkpoints.stop_uploads()
 
 
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:

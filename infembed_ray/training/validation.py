@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,8 +18,9 @@ from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.places import Place
 from infembed_ray.records import MADE_ID, Passage, Record
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage import find_input
 from infembed_ray.training.collectives import from_first, gather_rows, world
 
 if TYPE_CHECKING:  # a driver that only checks its input does not import DeepSpeed
@@ -102,10 +102,10 @@ def _with_score(progress: Progress, score: float) -> Progress:
     return replace(progress, score=score, stale=progress.stale + 1)
 
 
-def held_out_files(settings: ValidationSettings) -> dict[str, Path]:
+def held_out_files(settings: ValidationSettings) -> dict[str, Place]:
     """Return setting -> file or directory that it names; InputError if it does not exist."""
     named = {"records": settings.records, "distractors": settings.distractors}
-    return {name: resolve_input(path, f"validation.{name}") for name, path in named.items() if path is not None}
+    return {name: find_input(path, f"validation.{name}") for name, path in named.items() if path is not None}
 
 
 def held_out(settings: ValidationSettings) -> tuple[list[Record], Task]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import rankings, results
+from infembed_ray.places import Place
+from infembed_ray.records import read_raw
 from infembed_ray.view.parquet import open_dataset, scan
 
 QUERIES = 10
@@ -48,13 +48,13 @@ class Differences:
 
     query = DifferencesQuery
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Place) -> None:
         self._results = results.read(directory, "DIR")
         self._queries: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         self._rankings = self._passages = None
         if all((directory / name).is_file() for name in (rankings.RANKINGS_FILE, rankings.PASSAGES_FILE)):
             try:
-                for row in pq.read_table(directory / rankings.QUERIES_FILE).to_pylist():
+                for row in read_raw(directory / rankings.QUERIES_FILE):
                     self._queries[row["task"]][row["query"]] = row
                 self._rankings = open_dataset(directory / rankings.RANKINGS_FILE)
                 self._passages = open_dataset(directory / rankings.PASSAGES_FILE)

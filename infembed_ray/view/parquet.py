@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place
 
 _ROWS_AT_ONCE = 1024
 """Rows of a batch of a scan, which reads 16 batches ahead: with pyarrow's own value it would read most of a file ahead."""
 
 
-def open_dataset(path: Path) -> ds.Dataset:
+def open_dataset(file: Place) -> ds.Dataset:
     """Open a Parquet file for `scan`. Without `pre_buffer=False` a scan would read the whole file ahead."""
-    return ds.dataset(path, format=ds.ParquetFileFormat(pre_buffer=False))
+    system, path = file.file_system() if isinstance(file, Folder) else (None, file)
+    return ds.dataset(path, format=ds.ParquetFileFormat(pre_buffer=False), filesystem=system)
 
 
 def scan(

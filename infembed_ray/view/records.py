@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.places import Place, open_binary
 from infembed_ray.records import COMPLEMENTS_FILE, DEAD_LETTER_FILE, KEPT_FILE, REJECTED_FILE
 from infembed_ray.view.parquet import open_dataset, scan
 
@@ -55,7 +56,7 @@ class RecordsQuery(BaseModel):
 @dataclass(frozen=True)
 class _File:
     kind: str
-    path: Path
+    path: Place
     metadata: pq.FileMetaData
     first: int
     """Number of its first row in the output."""
@@ -74,7 +75,14 @@ class _File:
             return pa.chunked_array([pa.repeat(self.kind, rows)])
         if column not in schema.names:
             return pa.chunked_array([pa.nulls(rows, pa.string())])
-        return pq.read_table(self.path, columns=[column])[column].cast(pa.string())
+        with self.open() as parquet:
+            return parquet.read([column])[column].cast(pa.string())
+
+    @contextmanager
+    def open(self) -> Iterator[pq.ParquetFile]:
+        """Open the file."""
+        with open_binary(self.path) as source:
+            yield pq.ParquetFile(source, metadata=self.metadata)
 
 
 @dataclass(frozen=True)
@@ -110,14 +118,15 @@ class Records:
 
     query = RecordsQuery
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Place) -> None:
         self._files: list[_File] = []
         self.rows = 0
         complements = directory / COMPLEMENTS_FILE
         try:
             for kind, name in FILES.items():
                 if (directory / name).is_file():
-                    file = _File(kind, directory / name, pq.read_metadata(directory / name), self.rows)
+                    with open_binary(directory / name) as source:
+                        file = _File(kind, directory / name, pq.read_metadata(source), self.rows)
                     self._files.append(file)
                     self.rows += file.metadata.num_rows
             self._filters = {name: self._filter(name) for name in FILTERS}
@@ -180,7 +189,7 @@ class Records:
                 continue
             starts = file.groups
             group_of = np.searchsorted(starts, own, side="right") - 1
-            with pq.ParquetFile(file.path, metadata=file.metadata) as parquet:
+            with file.open() as parquet:
                 for group in np.unique(group_of):
                     rows = parquet.read_row_group(int(group)).take(own[group_of == group] - starts[group])
                     yield from ({"kind": file.kind, **row} for row in rows.to_pylist())

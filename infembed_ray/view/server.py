@@ -21,6 +21,7 @@ from starlette.routing import Route
 from infembed_ray.config.view import ViewSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import RESULTS_FILE
+from infembed_ray.places import Place, errors_at
 from infembed_ray.progress import say
 from infembed_ray.records import KEPT_FILE
 from infembed_ray.reporting.page import render
@@ -28,7 +29,7 @@ from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage import find_input
 from infembed_ray.view.differences import Differences
 from infembed_ray.view.records import Records
 
@@ -46,14 +47,14 @@ def run(directory: str, overrides: Sequence[str]) -> None:
     """Show an output in the browser until interrupted.
 
     Args:
-        directory: output of `infembed synthesize`, `infembed evaluate` or `infembed sweep`.
+        directory: output, or its URI in an object store, of `infembed synthesize`, `infembed evaluate` or `infembed sweep`.
         overrides: `key=value` settings of `ViewSettings`.
 
     Raises:
         InputError: it is no such output, or the port is in use.
     """
     settings = ViewSettings.load(None, overrides)
-    app = create_app(open_view(resolve_input(directory, "DIR")))
+    app = create_app(open_view(find_input(directory, "DIR")))
     with _listen(settings.port) as listener:
         say(f"view: http://{HOST}:{listener.getsockname()[1]}/ shows {directory}; stop with Ctrl-C")
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
@@ -61,16 +62,17 @@ def run(directory: str, overrides: Sequence[str]) -> None:
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def open_view(directory: Path) -> View:
+def open_view(directory: Place) -> View:
     """Open an output by the files that it holds.
 
     Raises:
         InputError: it holds neither records nor results, or they are damaged.
     """
-    if (directory / KEPT_FILE).is_file():
-        return Records(directory)
-    if (directory / RESULTS_FILE).is_file():
-        return Differences(directory)
+    with errors_at(directory, "DIR"):
+        if (directory / KEPT_FILE).is_file():
+            return Records(directory)
+        if (directory / RESULTS_FILE).is_file():
+            return Differences(directory)
     raise InputError(
         f"DIR={directory}: holds neither {KEPT_FILE} nor {RESULTS_FILE}; "
         "give an output of infembed synthesize, evaluate or sweep"

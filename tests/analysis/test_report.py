@@ -5,9 +5,13 @@ import pytest
 from infembed_ray.analysis.report import run
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.records import columns_of
 from tests.analysis.samples import publish, record
 from tests.support.files import write_jsonl
+from tests.support.object_store import upload
+
+REPORTED = ("report.json", "annotate.jsonl", "annotate_key.jsonl")
 
 
 def settings(tmp_path, records):
@@ -148,3 +152,29 @@ def test_missing_inputs_are_refused_before_anything_is_written(tmp_path, change,
     with pytest.raises(InputError, match=message):
         run(base.model_copy(update=change))
     assert not (tmp_path / "report").exists()
+
+
+def test_inputs_in_an_object_store_are_analysed_in_place_like_local_ones(tmp_path, bucket, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    answers = [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]
+    upload(publish(tmp_path / "synthesis"), folder / "synthesis")
+    upload(write_jsonl(tmp_path / "other.jsonl", [{"instruction": "only for cooks"}]), folder / "other.jsonl")
+    upload(write_jsonl(tmp_path / "bench" / "b.jsonl", [{"q": "QUERY of a!"}]), folder / "bench/b.jsonl")
+    upload(write_jsonl(tmp_path / "answers.jsonl", answers), folder / "answers.jsonl")
+
+    def reported(place):
+        wanted = AnalyzeSettings(
+            records=f"{place}/synthesis",
+            output=str(tmp_path / "reports"),
+            compare={"other": f"{place}/other.jsonl"},
+            agreement=(f"{place}/answers.jsonl",),
+            evaluations={"bench": f"{place}/bench"},
+            annotate=2,
+        )
+        path = run(wanted).path
+        return {file.name: file.read_bytes() for file in path.iterdir() if file.name in REPORTED}
+
+    assert set(local := reported(tmp_path)) == set(REPORTED)
+    assert reported(folder) == local
+    assert not (tmp_path / "scratch").exists()

@@ -4,9 +4,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from infembed_ray.errors import InputError
 from infembed_ray.evaluation import chunks
 from infembed_ray.evaluation.chunks import Pairs, Passages, Queries, share, shared
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import read_binary
 
 
 def corpus(count, batch):
@@ -80,3 +83,23 @@ def test_a_text_as_query_and_as_passage_has_two_embeddings(small, tmp_path):
     (passage,), (query,) = Passages.divide(share(table, tmp_path)), Queries.divide([Query("q", "same")])
     assert passage.texts() != query.texts()
     assert Queries.divide([Query("q", "same", "under one")])[0].texts() != query.texts()
+
+
+def test_a_corpus_in_an_object_store_is_copied_once_to_each_node(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "embeddings")
+    file = share(corpus(10, 3), folder / "corpora")
+    assert share(corpus(10, 10), folder / "corpora") == file
+    assert read_binary(file) == share(corpus(10, 3), tmp_path).read_bytes()
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "node"))
+    downloads = []
+    monkeypatch.setattr(Folder, "download", lambda *named, of=Folder.download: downloads.append(named) or of(*named))
+    for _ in range(2):  # two processes of a node
+        shared.cache_clear()
+        assert shared(file).equals(corpus(10, 1))
+    assert len(downloads) == 1
+    file.parent.delete(file.name)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "another node"))
+    shared.cache_clear()
+    with pytest.raises(InputError, match=r"embeddings=s3://.*\.arrow: the object store failed"):
+        shared(file)

@@ -28,6 +28,8 @@ from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import Folder
+from infembed_ray.places import read_binary
 from infembed_ray.records import columns_of
 from tests.evaluation import published as layouts
 from tests.evaluation.tasks.test_infir import record
@@ -92,7 +94,7 @@ def settings(files, query_first, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def published(ray_cluster, settings):
+def published(bucket, ray_cluster, settings):  # the cluster's processes get the bucket's environment
     with small_chunks():
         return run(settings)
 
@@ -221,6 +223,27 @@ def test_stored_chunks_are_reused_and_damaged_ones_replaced(published, settings,
     assert {file: file.read_bytes() for file in before} == contents
     after = stored(root)
     assert {file for file in before if after[file] != before[file]} == {gone, cut, infinite}
+
+
+@pytest.mark.ray
+def test_embeddings_in_an_object_store_are_those_of_a_directory_and_are_reused(
+    published, settings, query_first, bucket, tmp_path
+):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "embeddings")
+    change = {"models": {"query first": query_first}, "first_stage": None, "embeddings": folder.uri}
+    with small_chunks():
+        first = run(settings.model_copy(update=change | {"output": str(tmp_path / "first")}))
+        before = folder.entries()
+        (gone, *_), chunks = sorted(name for name in before if name.endswith(".npy")), len(before)
+        folder.delete(gone)
+        again = run(settings.model_copy(update=change | {"output": str(tmp_path / "again")}))
+    for done in (first, again):
+        assert done.manifest["figures"]["query first"] == published.manifest["figures"]["query first"]
+    after = folder.entries()
+    assert len(after) == chunks
+    assert {name for name in after if after[name] != before[name]} <= {gone}
+    for name in after:
+        assert read_binary(folder / name) == (Path(settings.output) / "embeddings" / name).read_bytes()
 
 
 @pytest.mark.ray

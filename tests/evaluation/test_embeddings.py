@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation import embeddings
 from infembed_ray.evaluation.embeddings import Store, digest
+from infembed_ray.object_store import Folder
+from infembed_ray.places import read_binary
 
 texts = st.lists(st.none() | st.text(max_size=4), max_size=4)
 
@@ -64,3 +68,46 @@ def test_arrays_not_finite_or_of_other_height_are_not_read(tmp_path):
     store.write(store.file(["x"]), np.ones(2))
     assert store.read(store.file(["x"]), 3) is None
     assert store.read(store.file(["x"]), 2) is not None
+
+
+def test_arrays_in_an_object_store_are_those_of_a_directory(bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "embeddings")
+    arrays = [np.full((2, 3), number, dtype=np.float32) for number in range(20)]
+    files = []
+    for place in (tmp_path, folder):
+        store = Store(place, "model")
+        files.append([store.file([str(number)]) for number in range(20)])
+        assert not any(store.holds(file, 2) for file in files[-1])
+        for file, array in zip(files[-1], arrays, strict=True):
+            store.write(file, array)
+        assert all(store.holds(file, 2) for file in files[-1])
+        read = list(store.read_all([(file, 2) for file in files[-1]]))
+        np.testing.assert_array_equal(read, arrays)
+    for local, stored in zip(*files, strict=True):
+        assert read_binary(stored) == local.read_bytes()
+
+
+@pytest.mark.parametrize("content", ["", "damaged"])
+def test_an_array_that_is_missing_or_damaged_stops_the_search_that_reads_it(bucket, tmp_path, content):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "embeddings")
+    store = Store(folder, "model")
+    whole, broken = store.file(["whole"]), store.file(["broken"])
+    store.write(whole, np.ones((2, 3)))
+    if content:
+        broken.parent.write(broken.name, content)
+    arrays = store.read_all([(whole, 2), (broken, 2)])
+    with pytest.raises(InputError, match=r"embeddings=s3://.*npy: missing or damaged"):
+        list(arrays)
+
+
+def test_few_arrays_are_read_ahead(tmp_path, monkeypatch):
+    store = Store(tmp_path, "model")
+    files = [store.file([str(number)]) for number in range(50)]
+    for file in files:
+        store.write(file, np.ones((1, 1)))
+    read = []
+    monkeypatch.setattr(embeddings, "read_binary", lambda file: read.append(file) or file.read_bytes())
+    arrays = store.read_all([(file, 1) for file in files])
+    for number in range(1, 20):
+        next(arrays)
+        assert len(read) <= number + embeddings._AHEAD

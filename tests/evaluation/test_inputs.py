@@ -1,14 +1,19 @@
 """Models and tasks of an evaluation are resolved and checked without Ray."""
 
+import numpy as np
 import pytest
 
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.inputs import content_hash, resolve
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import listing
 from infembed_ray.records import columns_of
 from tests.evaluation import published
 from tests.evaluation.tasks.test_infir import record
 from tests.support.files import write_jsonl
+from tests.support.object_store import upload
 
 BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
 
@@ -66,7 +71,7 @@ def test_a_tasks_hash_changes_with_any_of_its_contents(settings):
         ({"records": "/no/such/records.jsonl"}, "records=/no/such/records.jsonl: no such file"),
         ({"distractors": "/no/such/passages.jsonl"}, "distractors=/no/such/passages.jsonl: no such file"),
         ({"split": "nowhere"}, "no row has split=nowhere"),
-        ({"embeddings": "s3://bucket/embeddings"}, "embeddings=s3://bucket/embeddings: must be a path"),
+        ({"embeddings": "ftp://bucket/embeddings"}, "embeddings=ftp://bucket/embeddings: must be a path"),
         ({"rerank": 2000}, "rerank=2000: rankings end at depth=1000"),
         ({"first_stage": "bm26"}, "first_stage=bm26: is not a label of models"),
         (
@@ -87,3 +92,45 @@ def test_distractors_without_text_are_rejected(settings, tmp_path):
     file = str(write_jsonl(tmp_path / "passages.jsonl", [{"id": "1", "body": "words"}]))
     with pytest.raises(InputError, match=r"column text is missing .*columns?"):
         resolve(settings.model_copy(update={"distractors": file}))
+
+
+def test_inputs_in_an_object_store_are_those_of_directories(settings, minilm, bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    own = str(published.beir_like(tmp_path / "own"))
+    local = resolve(settings.model_copy(update={"tasks": (*settings.tasks, own)}))
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "x")
+    for name, place in (("own", own), ("data", settings.data), ("base", minilm)):
+        upload(place, folder / name)
+    for name in ("records", "distractors"):
+        upload(getattr(settings, name), folder / f"{name}.jsonl")
+    stored = resolve(
+        settings.model_copy(
+            update={
+                "tasks": (*settings.tasks, f"{folder}/own"),
+                "data": f"{folder}/data",
+                "models": {**settings.models, "base": f"{folder}/base"},
+                "output": f"{folder}/output",
+                **{name: f"{folder}/{name}.jsonl" for name in ("records", "distractors")},
+            }
+        )
+    )
+    assert [content_hash(task) for task in stored.tasks] == [content_hash(task) for task in local.tasks]
+    assert [task.corpus_file.base for task in stored.tasks] == [
+        f"{folder}/output/embeddings/corpora/{task.corpus_file.name}" for task in local.tasks
+    ]
+    # The driver has the corpora, and what checks the model: no records, no weights.
+    assert not [n for n in listing(tmp_path / "scratch") if n.endswith((".safetensors", ".bin", ".jsonl", ".parquet"))]
+    encoders = [baselines.load(found.models[0].retriever, known="x") for found in (local, stored)]
+    assert np.array_equal(*(encoder.encode_passages(["a passage"]) for encoder in encoders))
+
+
+def test_a_changed_model_in_an_object_store_has_another_identity(minilm, bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "x")
+    upload(minilm, folder)
+    settings = baselines.resolve("x", str(folder))
+    before = baselines.identity(settings)
+    assert baselines.identity(settings) == before
+    config = folder.read("config.json")
+    folder.write("config.json", config + " ")
+    assert baselines.identity(settings) != before

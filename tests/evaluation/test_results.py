@@ -13,6 +13,8 @@ from infembed_ray.evaluation.metrics import CONVENTIONS, Change
 from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.object_store import Folder
+from tests.support.object_store import upload
 
 TASK = Task(
     name="small",
@@ -191,3 +193,12 @@ def test_missing_files_are_rejected(written):
     (written / RESULTS_FILE).unlink()
     with pytest.raises(InputError, match=r"no results\.json there"):
         results.read(written)
+
+
+def test_results_in_an_object_store_are_read_in_place(written, bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "results")
+    upload(written, folder)
+    assert results.read(folder) == made()
+    folder.delete(PER_QUERY_FILE)
+    with pytest.raises(InputError, match=r"results=s3://.*per_query.parquet: no such file"):
+        results.read(folder)

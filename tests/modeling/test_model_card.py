@@ -1,7 +1,6 @@
 """The model card: read by the hub's own reader, and its example run as it stands."""
 
 import re
-from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
@@ -12,7 +11,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 
 
 def written(path, sources, base_model="/somewhere/secret/backbone"):
-    data = model_card.TrainingData(Path("/somewhere/secret/records.jsonl"), "0123456789abcdef", sources)
+    data = model_card.TrainingData("records.jsonl", "0123456789abcdef", sources)
     settings = {"objective": "multi{P,I}", "temperature": 0.05}
     model_card.write(path, describe(str(path)), base_model, data, settings, {"step": 7, "loss": 1.25})
     return ModelCard.load(path / model_card.FILE)

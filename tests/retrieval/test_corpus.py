@@ -39,7 +39,7 @@ def read(corpus: Path, shards: int, directory: Path, **settings: Any) -> list[li
     sizes = partition(corpus, settings.pop("columns", {}), types, shards, directory / "spool")
     found = []
     for shard, size in enumerate(sizes):
-        tables = list(sorted_passages([spool_file(directory / "spool", shard)], [str(corpus)], types, rows_at_once=37))
+        tables = list(sorted_passages([spool_file(directory / "spool", shard)], [corpus], types, rows_at_once=37))
         assert all(len(table) == 37 for table in tables[:-1])
         found.append([row for table in tables for row in table.to_pylist()])
         assert len(found[-1]) == size

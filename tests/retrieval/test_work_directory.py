@@ -41,7 +41,7 @@ def fill(work: Work, corpus: Path, rows: int, shards: int) -> list[int]:
     work.set_sizes(sizes.tolist())
     for shard in range(shards):
         with work.spooled(shard) as spooled:
-            tables = sorted_passages(spooled, [str(file) for file in files], {"year": "integer"}, chunks.CHUNK_PASSAGES)
+            tables = sorted_passages(spooled, files, {"year": "integer"}, chunks.CHUNK_PASSAGES)
             work.write_sorted(shard, schema({"year": "integer"}), tables)
     work.drop_spool()
     return sizes.tolist()

@@ -6,8 +6,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from pyarrow import fs
+
+from infembed_ray.object_store import Folder
+from infembed_ray.places import listing
 
 BUCKET = "bucket"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
@@ -31,3 +35,10 @@ def server() -> Iterator[dict[str, str]]:
         for name in environment:
             del os.environ[name]
         moto.stop()
+
+
+def upload(place: str | Path, folder: Folder) -> None:
+    """Copy a file, or all files of a directory, to a store."""
+    for name in listing(Path(place)):
+        target = folder / name
+        target.parent.upload(Path(place) / name, target.name)

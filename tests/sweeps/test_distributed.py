@@ -1,4 +1,4 @@
-"""A sweep on a Ray cluster: killed, run again, extended, and with a failing trial."""
+"""A sweep on a Ray cluster: killed, run again, extended, with a failing trial, and in an object store."""
 
 import csv
 import os
@@ -8,21 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
+from ray.cluster_utils import Cluster
 
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import read_binary
 from infembed_ray.records import columns_of
+from infembed_ray.storage import find_input
 from infembed_ray.sweeps.distributed import run
 from infembed_ray.sweeps.trials import trials
 from infembed_ray.training.launch import run as train
 from tests.modeling import backbones
 from tests.support.files import write_jsonl
+from tests.support.object_store import upload
 from tests.support.waiting import wait_until
 from tests.training.test_collate import record
 
 pytestmark = pytest.mark.ray
+MEMORY = 80 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +135,60 @@ def test_failing_trial_is_in_the_table_and_others_continue(published, values):
     (table,) = published.path.parent.glob(".*.partial/table.md")
     assert "| too wide | failed |" in table.read_text()
     assert "| uni{P} | " in table.read_text()
+
+
+def stored_settings(place):
+    return SweepSettings.from_mapping(
+        {
+            "train": {
+                "records": f"{place}/records.jsonl",
+                "workers": 2,
+                "cpus_per_worker": 1.5,
+                "records_per_step": 2,
+                "epochs": 1,
+                "instruction_negatives": 1,
+                "validation": {"records": f"{place}/records.jsonl", "every": 1},
+            },
+            "evaluate": {"records": f"{place}/records.jsonl", "actors": 1},
+            "models": {"tiny": f"{place}/model"},
+            "objectives": ["multi{P,I}"],
+            "seeds": [1],
+            "concurrent": 1,
+            "output": f"{place}/output",
+        }
+    )
+
+
+def stored(scratch: Path, pattern: str) -> list[str]:
+    return [file.name for file in scratch.rglob(pattern)]
+
+
+@pytest.mark.slow
+def test_a_sweep_on_nodes_without_a_common_directory_gives_the_same_table(bucket, tmp_path, monkeypatch):
+    local, folder = tmp_path / "local", Folder.open(f"{bucket}/{tmp_path.name}", "output")
+    (local / "model").mkdir(parents=True)
+    backbones.write("llama", local / "model")
+    write_jsonl(local / "records.jsonl", (columns_of(record(n)) for n in range(4)))
+    upload(local, folder)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    nodes = [tmp_path / f"node-{number}" for number in range(2)]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": MEMORY})
+    try:
+        for node in nodes:  # with room for one worker each
+            cluster.add_node(num_cpus=2, object_store_memory=MEMORY, env_vars={SCRATCH: str(node)})
+        ray.init(cluster.address, log_to_driver=False)
+        expected, found = run(stored_settings(local)), run(stored_settings(folder))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    output = find_input(f"{folder}/output", "output")
+    assert found.uri == output.uri
+    for name in ("table.csv", results.PER_QUERY_FILE):
+        assert read_binary(output / name) == (expected.path / name).read_bytes()
+    (model,) = (local / "output/trials").glob("*/checkpoint/*/model.safetensors")
+    (name,) = (name for name in (folder / "output/trials").entries() if name.endswith("/model.safetensors"))
+    assert read_binary(folder / "output/trials" / name) == model.read_bytes()
+    assert not stored(tmp_path / "driver", "*.safetensors")
+    for node in nodes:
+        assert stored(node / "inputs", "model.safetensors")  # the backbone, by the worker of this node
+        assert not stored(node / "training", "*")

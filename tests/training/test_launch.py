@@ -16,6 +16,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import columns_of
+from infembed_ray.storage import Staging
 from infembed_ray.training import launch
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.metrics import StepLog, read_metrics
@@ -191,7 +192,7 @@ def test_progress_of_a_resumed_run_starts_at_its_checkpoint(tmp_path, monkeypatc
     log = StepLog(tmp_path, 0)
     for step in range(1, 8):
         log.write(step=step, **figures)
-    with launch._progress(tmp_path, 9, 4):
+    with launch._progress(Staging(tmp_path), 9, 4):
         time.sleep(0.1)
         StepLog(tmp_path, 4).write(step=5, **figures)
     assert shown == [4, 1]

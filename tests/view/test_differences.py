@@ -13,7 +13,10 @@ from infembed_ray.evaluation.metrics import p_mrr, rank_change, ranks
 from infembed_ray.evaluation.rankings import DEPTH
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import Figure
+from infembed_ray.object_store import Folder
 from infembed_ray.view.differences import PASSAGES, QUERIES, Differences, DifferencesQuery
+from infembed_ray.view.server import open_view
+from tests.support.object_store import upload
 from tests.view.outputs import MODELS, evaluation, followir, write_evaluation
 
 TASK, RUNS = evaluation()
@@ -150,3 +153,12 @@ def test_damaged_rankings_are_named(tmp_path: Path) -> None:
     (tmp_path / "queries.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match="evaluate again"):
         Differences(tmp_path)
+
+
+def test_an_output_in_an_object_store_is_read_in_place(tmp_path: Path, bucket: str, view: Differences) -> None:
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "DIR")
+    upload(write_evaluation(tmp_path / "results", TASK, RUNS), folder)
+    stored = open_view(folder)
+    assert isinstance(stored, Differences)
+    for asked in (DifferencesQuery(), DifferencesQuery(figure=FIGURES[-1], a="three", b="one", page=2)):
+        assert stored.page(asked) == view.page(asked)

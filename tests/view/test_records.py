@@ -10,8 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder
 from infembed_ray.records import KEPT_FILE, REJECTED_FILE
 from infembed_ray.view.records import CHOICES, ROWS, Records, RecordsQuery
+from infembed_ray.view.server import open_view
+from tests.support.object_store import upload
 from tests.view.outputs import synthesis_rows, write_synthesis
 
 ROWS_OF = synthesis_rows()
@@ -134,3 +137,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"not readable .* run the stage again"):
         Records(tmp_path)
+
+
+def test_an_output_in_an_object_store_is_read_in_place(tmp_path: Path, bucket: str, view: Records) -> None:
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "DIR")
+    upload(write_synthesis(tmp_path / "records", ROWS_OF), folder)
+    stored = open_view(folder)
+    assert isinstance(stored, Records)
+    for asked in (RecordsQuery(), RecordsQuery(page=3), RecordsQuery(q="aspirin", source="msmarco")):
+        assert stored.page(asked) == view.page(asked)

@@ -11,7 +11,7 @@ from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.progress import say
-from infembed_ray.storage import Published, Step, local_path, resolve_input
+from infembed_ray.storage import Published, Step, find_input
 
 PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
 
@@ -28,10 +28,9 @@ def run(settings: ReportSettings) -> Published:
     for label in settings.unfiltered:
         if label not in settings.results:
             raise InputError(f"unfiltered={label}: no output has this label; {nearest(label, settings.results)}")
-    paths = {label: resolve_input(value, f"results.{label}") for label, value in settings.results.items()}
+    paths = {label: find_input(value, f"results.{label}") for label, value in settings.results.items()}
     # The position is part of the identity, because it decides the order of the models.
     inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
-    local_path(settings.output, "output")  # not in an object store yet
     step = Step("report", settings, settings.output, inputs)
     if done := step.finished():
         return done

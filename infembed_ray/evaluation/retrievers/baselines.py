@@ -33,7 +33,8 @@ from infembed_ray.config.training import Template
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers.retriever import Retriever
 from infembed_ray.modeling import checkpoint
-from infembed_ray.object_store import is_uri
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
 
@@ -150,7 +151,7 @@ def _absolute(model: str, setting: str) -> str:
         InputError: the value looks like a directory that does not exist.
     """
     if is_uri(model):
-        return str(storage.resolve_input(model, setting))
+        return storage.open_input(model, setting).uri
     path = Path(model).expanduser().absolute()
     if path.is_dir():
         return str(storage.resolve(path).resolve())
@@ -165,7 +166,7 @@ def _is_checkpoint(model: str) -> bool:
     return is_uri(model) or "/" in model or model.startswith((".", "~")) or Path(model).is_dir()
 
 
-def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str, Path], dict[str, str]]:
+def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str, Place], dict[str, str]]:
     """Return a retriever's part of the identity of a `storage.Step`: paths, and names of what is not a path.
 
     Raises:
@@ -186,18 +187,20 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
         from infembed_ray.evaluation.retrievers import bm25
 
         bm25.tokenizer(settings.bm25, where)
-    paths, names = dict[str, Path](), {"retriever": json.dumps(settings.identity(), sort_keys=True)}
+    paths, names = dict[str, Place](), {"retriever": json.dumps(settings.identity(), sort_keys=True)}
     if isinstance(settings, ApiSettings):
         return paths, names | {"model": settings.model}
     for part, model, revision in _models(settings):
-        if part == "adapter" and Path(model).is_dir():
+        place = place_of(model)
+        stored = isinstance(place, Folder) or place.is_dir()
+        if part == "adapter" and stored:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
-                if not (Path(model) / file).is_file():
+                if not (place / file).is_file():
                     raise InputError(f"{where}.adapter={model}: no {file} in this directory; give one that peft wrote")
         if part == "model":
             checkpoint.locate(model, f"{where}.{part}", revision)
-        if Path(model).is_dir():
-            paths[part] = Path(model)
+        if stored:
+            paths[part] = place
         else:
             file = "config.json" if part == "model" else "adapter_config.json"
             commit = checkpoint.commit(model, file, revision, f"{where}.{part}") or revision
@@ -237,6 +240,9 @@ def load(
         InputError: a model, a key or a package is missing.
     """
     own = known or identity(settings)
+    # A model in an object store is copied to this node.
+    copies = {part: checkpoint.local(model) for part, model, _ in _models(settings) if is_uri(model)}
+    settings = settings.model_copy(update=copies)
     if isinstance(settings, EncoderSettings):
         from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
 

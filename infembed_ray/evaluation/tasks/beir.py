@@ -10,6 +10,9 @@ from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.mteb_layout import with_title
 from infembed_ray.evaluation.tasks.repository import rows
 from infembed_ray.evaluation.tasks.task import Figure, Query, Task
+from infembed_ray.object_store import is_uri
+from infembed_ray.places import Place
+from infembed_ray.storage import open_input
 
 FIGURES = tuple(Figure(measure, measure) for measure in ("nDCG@10", "recall@100", "MAP@1000", "MRR@10"))
 _SPLIT = "qrels/test.tsv"
@@ -23,7 +26,7 @@ def read(name: str) -> Task:
     - the split: a header and lines of `query-id`, `corpus-id`, `score`.
 
     Args:
-        name: the directory, for the split `qrels/test.tsv`; or the file of another split.
+        name: the directory, or its URI in an object store, for the split `qrels/test.tsv`; or the file of another split.
 
     Raises:
         InputError: a file or a column is missing, a value is a list, or a score is not a whole number.
@@ -48,20 +51,20 @@ def read(name: str) -> Task:
     )
 
 
-def files(name: str) -> list[Path]:
+def files(name: str) -> list[Place]:
     """Return the files of the corpus, the queries and the split's judgements.
 
     Raises:
         InputError: one of them is missing.
     """
-    given = Path(name).expanduser().absolute()
+    given = open_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
     split = given if given.suffix == ".tsv" else given / _SPLIT
     root = split.parent.parent
     found = [root / "corpus.jsonl", root / "queries.jsonl", split]
     for file in found:
         if not file.is_file():
             raise InputError(
-                f"tasks={name}: no {file.relative_to(root)} in {root}; give a task of the catalogue, or a directory "
+                f"tasks={name}: no {str(file).removeprefix(f'{root}/')} in {root}; give a task of the catalogue, or a directory "
                 f"with corpus.jsonl, queries.jsonl and {_SPLIT}"
             )
     return found

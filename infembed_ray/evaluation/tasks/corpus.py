@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import CORPUS
-from infembed_ray.object_store import scratch
+from infembed_ray.object_store import Folder, scratch
+from infembed_ray.places import Place
 from infembed_ray.progress import track
 
 _FORMAT = 1
@@ -23,7 +24,7 @@ _FORMAT = 1
 _ROWS = 4096
 
 
-def mapped(task: str, files: Sequence[Path], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
+def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
     """Return the corpus of some files, memory-mapped: (m) `CORPUS`, in the order of the files.
 
     It is cached in this machine's scratch directory (`object_store.scratch`), keyed by the names, sizes and times of the
@@ -37,7 +38,7 @@ def mapped(task: str, files: Sequence[Path], documents: Callable[[], Iterator[tu
     Raises:
         InputError: there are no documents, an id is empty, or an id has two texts; and whatever `documents` raises.
     """
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [(str(file), *_size_and_time(file)) for file in files]
     key = hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
     path = scratch() / "corpora" / f"{key}.arrow"
     if not path.is_file():
@@ -48,6 +49,13 @@ def mapped(task: str, files: Sequence[Path], documents: Callable[[], Iterator[tu
             _drop_duplicates(partial, task)
             partial.replace(path)
     return _open(path)
+
+
+def _size_and_time(file: Place) -> tuple[int, int]:
+    if isinstance(file, Folder):
+        entry = file.entries()[""]
+        return entry.size, entry.written
+    return file.stat().st_size, file.stat().st_mtime_ns
 
 
 def _open(path: Path) -> pa.Table:

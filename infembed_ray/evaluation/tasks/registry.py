@@ -13,6 +13,8 @@ import yaml
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.repository import CARD, Repository
+from infembed_ray.object_store import is_uri
+from infembed_ray.places import Place
 
 Part = tuple[str, str | None]
 """A configuration of a repository and one of its splits; None: all splits."""
@@ -42,11 +44,11 @@ class Entry:
     options: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the layout's reader."""
 
-    def repositories(self, root: Path) -> list[Repository]:
+    def repositories(self, root: Place) -> list[Repository]:
         """Return its sources as repositories of a mirror."""
         return [Repository(root, source.repository, self.name) for source in self.sources]
 
-    def files(self, root: Path) -> list[Path]:
+    def files(self, root: Place) -> list[Place]:
         """Return the files of a mirror that it is read from.
 
         Raises:
@@ -58,7 +60,7 @@ class Entry:
                 for name in [split] if split else repository.splits(config):
                     found += repository.files(config, name)
             found.append(repository.path / CARD)
-        return sorted(set(found))
+        return sorted(set(found), key=str)
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,15 @@ def expand(names: Iterable[str]) -> list[str]:
 
 
 def find(name: str) -> Entry | None:
-    """Return the published task of a name, or None if the name is an existing path.
+    """Return the published task of a name, or None if the name is an existing path or a URI.
 
     Raises:
         InputError: it is neither.
     """
     if name in TASKS:
         return TASKS[name]
+    if is_uri(name):
+        return None
     benchmark = name.split("/")[0]
     if benchmark in BENCHMARKS:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])

@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place, listing, read_text
 from infembed_ray.records import hidden, raw_rows
 
 CARD = "README.md"
@@ -35,12 +36,12 @@ class Repository:
     """One repository of a mirror, as a task reads it.
 
     Args:
-        root: directory of the mirror.
+        root: directory of the mirror, or its folder in an object store.
         name: `<owner>/<name>`.
         task: name of the task, for error messages.
     """
 
-    def __init__(self, root: Path, name: str, task: str) -> None:
+    def __init__(self, root: Place, name: str, task: str) -> None:
         self.root = root
         self.name = name
         self.task = task
@@ -60,10 +61,15 @@ class Repository:
         Raises:
             InputError: it is not in the mirror.
         """
-        card = self.path / CARD
-        if not card.is_file():
+        card = read_text(self.path / CARD)
+        if card is None:
             raise InputError(f"tasks={self.task}: data={self.root} has no {self.name}/{CARD}; {self._remedy}")
-        return configs(card.read_text(encoding="utf-8"), f"tasks={self.task}: {card}")
+        return configs(card, f"tasks={self.task}: {self.path / CARD}")
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """The files that it has, with their sizes."""
+        return listing(self.path)
 
     def splits(self, config: str) -> Sequence[str]:
         """Return the splits of a configuration.
@@ -78,7 +84,7 @@ class Repository:
             )
         return list(self.configs[config])
 
-    def files(self, config: str, split: str | None = None) -> list[Path]:
+    def files(self, config: str, split: str | None = None) -> list[Place]:
         """Return the files of a split. A configuration's only split need not be named.
 
         In a mirror with a manifest, the files are those that it lists, so an incomplete corpus is never read.
@@ -95,17 +101,15 @@ class Repository:
                 )
             split = splits[0]
         recorded = self.recorded["files"]
-        present = (file.relative_to(self.path) for file in self.path.rglob("*") if file.is_file())
-        visible = (file.as_posix() for file in present if not hidden(file))
+        visible = (name for name in self._sizes if not hidden(PurePosixPath(name)))
         names = matching(self.configs[config][split], recorded or visible)
         if not names:
             raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self._remedy}")
         for name in recorded and names:
-            file = self.path / name
-            size = file.stat().st_size if file.is_file() else None
+            size = self._sizes.get(name)
             if size != recorded[name]["size"]:
                 fault = "is missing" if size is None else f"has {size} bytes, not {recorded[name]['size']}"
-                raise InputError(f"tasks={self.task}: {file} {fault}; {self._remedy}")
+                raise InputError(f"tasks={self.task}: {self.path / name} {fault}; {self._remedy}")
         return [self.path / name for name in names]
 
     def rows(
@@ -130,7 +134,7 @@ class Repository:
 
 
 def rows(
-    files: Iterable[Path], task: str, columns: Sequence[str], lists: Sequence[str] = ()
+    files: Iterable[Place], task: str, columns: Sequence[str], lists: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, and check their columns.
 
@@ -162,17 +166,17 @@ def rows(
             yield values
 
 
-def manifest(root: Path) -> dict[str, Any]:
+def manifest(root: Place) -> dict[str, Any]:
     """Read a mirror's manifest: repository -> `revision` and `files`; empty if there is none.
 
     Raises:
         InputError: the manifest is damaged or of another format.
     """
-    file = root / MANIFEST
-    if not file.is_file():
+    text = read_text(root / MANIFEST)
+    if text is None:
         return {}
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(text)
         if values["format"] != FORMAT:
             raise InputError(
                 f"data={root}: {MANIFEST} has format {values['format']}, not {FORMAT}; delete it and fetch again"

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from infembed_ray.evaluation.metrics import Change, Qrels
+from infembed_ray.places import Place
 
 CORPUS = pa.schema([("id", pa.string()), ("text", pa.string())])
 
@@ -61,7 +62,7 @@ class Task:
     """Query id -> documents that are never ranked for it."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Further facts for the result file: repositories, revisions, counts."""
-    corpus_file: Path = Path()
+    corpus_file: Place = Path()
     """File of the corpus that all nodes can map into memory, once it is shared (`chunks.share`)."""
 
     def has_candidates(self, depth: int) -> bool:

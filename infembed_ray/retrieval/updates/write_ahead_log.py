@@ -32,7 +32,7 @@ import pyarrow as pa
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
+from infembed_ray.places import Place
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.retrieval.updates.segments import LocalSegments, Segments, StoredSegments, segment_name
@@ -88,7 +88,7 @@ class ChangeLog:
         dimension: of the vectors.
     """
 
-    def __init__(self, directory: Path | Folder, metadata: Mapping[str, FieldType], dimension: int) -> None:
+    def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int) -> None:
         self.directory = directory
         self.metadata = metadata
         self.dimension = dimension

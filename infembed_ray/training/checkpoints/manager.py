@@ -1,9 +1,9 @@
 """Training checkpoints of a run: saved completely or not at all, verified when loaded, deleted when newer ones exist.
 
-Checkpoints can be kept in an object store too. Each worker uploads the files that it wrote in the background; worker 0
-uploads the marker when all files are there. The next save waits for the upload once its own files are on disk, so that at
-most one checkpoint is being uploaded. A run downloads the newest checkpoint if it is only in the store, and then the
-run's own files too.
+Checkpoints can be kept in an object store too, and then each node has a directory of its own. Each worker uploads the files
+that it wrote in the background; worker 0 uploads the marker when all files are there. The next save waits for the upload
+once its own files are on disk, so that at most one checkpoint is being uploaded. Each node downloads what it lacks of the
+newest checkpoint; worker 0 downloads the run's own files too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.progress import say
 from infembed_ray.storage import STATES
-from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, step_of
+from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
 from infembed_ray.training.checkpoints.upload import Upload
-from infembed_ray.training.collectives import from_all, from_first, world
+from infembed_ray.training.collectives import from_all, from_first, local_world, world
+from infembed_ray.training.node_files import RunFiles
 from infembed_ray.training.observability.events import Event, append_event
 from infembed_ray.training.sampler import Sampler
 
@@ -36,7 +37,8 @@ class CheckpointManager:
     """The checkpoints of one run.
 
     Args:
-        directory: Directory of the checkpoints, shared by all workers; its parent is the run's output.
+        directory: Directory of the checkpoints, shared by all workers; its parent is the run's output. If that is in an
+            object store, by all workers of a node.
         settings: Settings of the run. If `output` is a URI of an object store, checkpoints are copied there.
         sampler: Data order of the run.
     """
@@ -49,6 +51,14 @@ class CheckpointManager:
         self._attempt = from_first(secrets.token_hex(4))
         self._valid: list[Checkpoint] = []  # newest first
         self._upload: Upload | None = None
+        self._run_files: RunFiles | None = None
+        if self._remote is not None and world()[0] == 0:
+            self._run_files = RunFiles(directory.parent, self._remote)
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """(rank, number) of this worker among those of its directory; the first one cleans it up."""
+        return world() if self._remote is None else local_world()
 
     @cached_property
     def _course(self) -> Course:
@@ -60,7 +70,7 @@ class CheckpointManager:
         markers = {tag: path.read_text(encoding="utf-8") if path.is_file() else None for tag, path in found.items()}
         if self._remote is not None:
             folder = self._remote / STATES
-            for tag in {name.split("/")[0] for name in folder.entries()}:
+            for tag in {name.split("/")[0] for name in folder.entries() if is_tag(name)}:
                 markers[tag] = markers.get(tag) or folder.read(f"{tag}/{MARKER}")
         checkpoints = [(tag, Checkpoint.parse(tag, marker)) for tag, marker in markers.items()]
         return sorted(checkpoints, key=lambda c: (step_of(c[0]), c[1] is not None, c[0]), reverse=True)
@@ -92,7 +102,7 @@ class CheckpointManager:
             Progress of the checkpoint, or that of a new run.
         """
         first = world()[0] == 0
-        if first:
+        if self._share[0] == 0:
             for leftover in self.directory.glob(f"{_RESHARDED}*"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
         found = from_first(self._found() if first else [])  # a file system may show other workers an older listing
@@ -109,6 +119,8 @@ class CheckpointManager:
         if first:
             if self._remote is not None and found:
                 self._download_run_files()  # before the warnings, which are appended to the events of the earlier run
+            if self._run_files is not None:
+                self._run_files.follow()
             next_step = f"resumes from step {progress.step}" if self._valid else "starts from the beginning"
             for line in skipped:
                 self._warn(progress.step, f"{line}; the run {next_step}")
@@ -116,7 +128,7 @@ class CheckpointManager:
 
     def _first_fault(self, checkpoint: Checkpoint) -> str | None:
         """Return what is wrong with a checkpoint's files, or None; each worker verifies its part of them."""
-        rank, workers = world()
+        rank, workers = self._share
         faults = (self._fault(checkpoint, name) for name in sorted(checkpoint.files)[rank::workers])
         fault: str | OSError | None
         try:
@@ -145,7 +157,7 @@ class CheckpointManager:
             engine.load(self.directory, checkpoint.tag)
             return
         path = self.directory / f"{_RESHARDED}{self._attempt}"
-        first = world()[0] == 0
+        first = self._share[0] == 0
         try:
             if first:
                 engine.reshard(self.directory / checkpoint.tag, path / checkpoint.tag)
@@ -191,9 +203,11 @@ class CheckpointManager:
         error = from_first(error)
         if error is None:
             self._saved(checkpoint, list(written.files))
-        elif first:
-            free = shutil.disk_usage(self.directory).free
+            return
+        free = shutil.disk_usage(self.directory).free
+        if self._share[0] == 0:
             shutil.rmtree(self.directory / tag, ignore_errors=True)
+        if first:
             self._warn(
                 progress.step,
                 f"the checkpoint of step {progress.step} was not saved: {error}, {free} bytes free; training continues "
@@ -206,9 +220,9 @@ class CheckpointManager:
         self._valid.insert(0, checkpoint)
         self._delete_old()
         if self._remote is not None:
-            keep = {c.tag for c in self._valid} if world()[0] == 0 else None
+            keep = {c.tag for c in self._valid}
             timeout_s = self._settings.collective_timeout_s
-            self._upload = Upload(self._remote, self.directory, checkpoint, own_files, keep, timeout_s)
+            self._upload = Upload(self._remote, self.directory, checkpoint, own_files, self._run_files, keep, timeout_s)
 
     def _is_saved(self, progress: Progress) -> bool:
         return bool(self._valid) and self._valid[0].progress.step == progress.step
@@ -218,7 +232,7 @@ class CheckpointManager:
         best = max(self._settings.keep_best, int(self._settings.validation is not None))  # one of them is exported
         keep = {c.tag for c in self._valid[: self._settings.keep_last] + self._by_score()[:best]}
         self._valid = [c for c in self._valid if c.tag in keep]
-        if world()[0] == 0:
+        if self._share[0] == 0:
             for old in self.directory.glob("step-*"):
                 if old.name not in keep:
                     (old / MARKER).unlink(missing_ok=True)  # first, so that a half-deleted checkpoint is incomplete
@@ -277,6 +291,16 @@ class CheckpointManager:
                 return self.directory / checkpoint.tag, checkpoint.progress
             self._warn(checkpoint.progress.step, f"checkpoint {checkpoint.tag} is not exported: {fault}")
         raise InputError(f"output={self.directory.parent}: all checkpoints are damaged; check the disk and run again")
+
+    def stop_uploads(self) -> None:
+        """Stop uploading the run's own files while they grow."""
+        if self._run_files is not None:
+            self._run_files.stop()
+
+    def upload_run_files(self) -> None:
+        """Upload the run's own files that have changed, if the output is in an object store."""
+        if self._run_files is not None:
+            self._run_files.upload()
 
     def _by_score(self) -> list[Checkpoint]:
         """Return the valid checkpoints with a score, best first, the newer of equals first."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from pyarrow import ArrowException
 
 from infembed_ray.object_store import Folder
-from infembed_ray.storage import STATES, output_files
-from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, step_of
+from infembed_ray.storage import STATES
+from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, is_tag, step_of
+from infembed_ray.training.node_files import RunFiles
 
 _POLL_S = 0.5
 
@@ -24,8 +25,9 @@ class Upload:
         directory: Local directory of the checkpoints.
         checkpoint: Checkpoint to upload.
         own_files: Files that this worker wrote.
-        keep: On worker 0, tags of the checkpoints to keep in the store. Worker 0 waits for all files, uploads the run's
-            own files, then the marker, and deletes older checkpoints. None on the other workers.
+        run_files: On worker 0, the run's own files; None on the other workers. Worker 0 waits for the files of all
+            workers, uploads the run's own files, then the marker, and deletes older checkpoints.
+        keep: Tags of the checkpoints to keep in the store.
         timeout_s: How long worker 0 waits for the files of the others.
     """
 
@@ -35,13 +37,15 @@ class Upload:
         directory: Path,
         checkpoint: Checkpoint,
         own_files: list[str],
-        keep: set[str] | None,
+        run_files: RunFiles | None,
+        keep: set[str],
         timeout_s: float,
     ) -> None:
         self.checkpoint = checkpoint
         self._remote = remote
         self._directory = directory
         self._own_files = own_files
+        self._run_files = run_files
         self._keep = keep
         self._timeout_s = timeout_s
         self._cancelled = threading.Event()
@@ -64,9 +68,8 @@ class Upload:
             tag = self.checkpoint.tag
             for name in self._own_files:
                 folder.upload(self._directory / tag / name, f"{tag}/{name}")
-            if self._keep is not None and self._wait_for_files(folder / tag):
-                for file in output_files(self._directory.parent):
-                    self._remote.upload(file, file.relative_to(self._directory.parent).as_posix())
+            if self._run_files is not None and self._wait_for_files(folder / tag):
+                self._run_files.upload()
                 folder.write(f"{tag}/{MARKER}", json.dumps(self.checkpoint.marker))
                 self._delete_old(folder, self._keep)
         except (OSError, ArrowException) as error:
@@ -85,7 +88,7 @@ class Upload:
 
     def _delete_old(self, folder: Folder, keep: set[str]) -> None:
         """Delete checkpoints up to this one that are not to be kept. Later ones belong to a run that is ahead."""
-        tags = {name: name.split("/")[0] for name in folder.entries()}
+        tags = {name: name.split("/")[0] for name in folder.entries() if is_tag(name)}
         old = [n for n, tag in tags.items() if tag not in keep and step_of(tag) <= self.checkpoint.progress.step]
         for name in sorted(old, key=lambda name: not name.endswith(MARKER)):  # markers first: see MARKER
             folder.delete(name)

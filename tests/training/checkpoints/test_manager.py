@@ -58,6 +58,7 @@ class Run:
         dies_after: Steps after which all workers die.
         full: Step whose checkpoint finds the disk of worker 1 full.
         unreachable: Whether the store does not answer worker 1 when it verifies a checkpoint.
+        apart: Whether each worker has a directory of its own, as on nodes without a common file system.
         before: Function that worker 0 calls first, and its arguments.
     """
 
@@ -66,6 +67,7 @@ class Run:
     dies_after: int | None = None
     full: int | None = None
     unreachable: bool = False
+    apart: bool = False
     before: tuple = ()
 
 
@@ -98,13 +100,17 @@ def train(run, model, rank, workers):
     if run.before and rank == 0:
         do, *arguments = run.before
         do(*arguments)
-    run.directory.mkdir(parents=True, exist_ok=True)
+    directory = run.directory / str(rank) if run.apart else run.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    on_node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    of_all = {name: os.environ[name] for name in on_node if name in os.environ}
+    os.environ |= on_node if run.apart else {}
     look = CheckpointManager._fault
     if run.unreachable and rank == 1:
         CheckpointManager._fault = no_answer
     settings = settings_of(model, workers=workers, **run.changes)
     try:
-        train_worker(settings, [record(n) for n in range(RECORDS)], run.directory, torch.device("cpu"), preempted)
+        train_worker(settings, [record(n) for n in range(RECORDS)], directory, torch.device("cpu"), preempted)
     except Died:
         return "died"
     except (InputError, OSError) as error:
@@ -112,6 +118,7 @@ def train(run, model, rank, workers):
     finally:
         limit_files(resource.RLIM_INFINITY)
         CheckpointManager._fault = look
+        os.environ |= of_all
     return None
 
 
@@ -206,7 +213,7 @@ def copy_and(damage, source, target):
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
+def runs(tiny, bucket, tmp_path_factory):
     """Train all runs of this module in few processes, because starting a process costs more than training."""
     root = tmp_path_factory.mktemp("runs")
     lora = {"lora": Lora(rank=4, target_modules=("Wqkv",), dropout=0.0), "learning_rate": 1e-2}
@@ -225,6 +232,10 @@ def runs(tiny, tmp_path_factory):
     for damage in DAMAGES:
         directory = root / damage.__name__
         more.append(Run(directory, before=(copy_and, damage, root / "died/2", directory)))
+    for name in ("apart", "apart-then-one"):
+        stored = {"zero_stage": 2, "output": f"{bucket}/{root.name}/{name}"}
+        died.append(Run(root / name, stored, dies_after=2, apart=True))
+    more.append(Run(root / "apart", died[-2].changes, apart=True, before=(shutil.rmtree, root / "apart/1/states")))
     more.append(Run(root / "full", full=3))
     last = [Run(root / "full at the end", full=4)]
     last += [Run(root / "full at the end", unreachable=True), Run(root / "full at the end")]
@@ -238,6 +249,7 @@ def runs(tiny, tmp_path_factory):
     for stage in STAGES:
         directory = root / f"two to one/{stage}"
         fewer.append(Run(directory, {"zero_stage": stage}, before=(copy, root / f"died/{stage}", directory)))
+    fewer.append(Run(root / "another machine", died[-1].changes))
     *ended, refused = run_all(tiny, 1, [*fewer, Run(root / "tied", tied)])
     assert ended == [None] * len(fewer)
     assert (
@@ -288,6 +300,19 @@ def test_run_resumes_with_another_number_of_workers(runs, stage):
         np.testing.assert_allclose(losses(directory), losses(runs / "two/2"), rtol=1e-6)
         assert_same_weights(directory, runs / "two/2", tolerance=2e-6)
         assert {path.name.split("-")[0] for path in (directory / "states").iterdir()} == {"step"}
+
+
+@pytest.mark.integration
+def test_nodes_without_a_common_directory_resume_from_the_store(runs, bucket, tmp_path, monkeypatch):
+    """Two nodes, one of them lost; and one new machine that reshards what two nodes have saved."""
+    monkeypatch.setenv("INFEMBED_SCRATCH", str(tmp_path))
+    for name, directory, tolerance in (("apart", "apart/0", 0.0), ("apart-then-one", "another machine", 2e-6)):
+        np.testing.assert_allclose(losses(runs / directory), losses(runs / "two/2"), rtol=1e-6 if tolerance else 0)
+        exported = resolve_input(f"{bucket}/{runs.name}/{name}", "output")
+        assert_same_weights(exported, runs / "two/2", tolerance)
+        assert losses(exported) == losses(runs / directory)
+    assert steps(runs / "apart/0") == [3, 4]
+    assert sorted(int(path.name.split("-")[1]) for path in (runs / "apart/1/states").iterdir()) == [3, 4]
 
 
 @pytest.mark.parametrize("stage", LORA_STAGES)

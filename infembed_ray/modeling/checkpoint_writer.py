@@ -1,0 +1,91 @@
+"""Writes model directories, which `checkpoint` describes and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infembed_ray import durable
+from infembed_ray.modeling.checkpoint import OWN_CONFIG, POOLING_MODES, ROUTER_CONFIG, ROUTES, SHARED, Description
+
+
+def write(path: Path, description: Description, backbones: Sequence[Any], tokenizer: Any) -> None:
+    """Write a sentence-transformers directory.
+
+    Args:
+        path: directory to write, created if missing.
+        description: what to write; `towers` follows from the backbones.
+        backbones: one Hugging Face model, or those of queries and passages.
+        tokenizer: their tokenizer.
+    """
+    towers = SHARED if len(backbones) == 1 else tuple(f"{route}_0_Transformer" for route in ROUTES)
+    longest = max(description.query_length or 0, description.passage_length or 0)
+    for tower, backbone in zip(towers, backbones, strict=True):
+        _write_tower(path / tower, backbone, tokenizer, longest)
+    pooling = _write_modules(path, towers, description)
+    durable.replace_json(
+        path / pooling / "config.json",
+        {
+            "word_embedding_dimension": int(backbones[0].config.hidden_size),
+            **{key: mode == description.pooling for key, mode in POOLING_MODES.items() if key.startswith("pooling_")},
+            "include_prompt": True,
+        },
+    )
+    durable.replace_json(
+        path / "config_sentence_transformers.json",
+        {
+            "prompts": {"query": description.query_prefix, "document": description.passage_prefix},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+            "truncate_dim": description.dimensions,
+        },
+    )
+    own = ("template", "interaction", "query_length", "passage_length")
+    durable.replace_json(path / OWN_CONFIG, {name: getattr(description, name) for name in own})
+
+
+def _write_tower(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    backbone.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
+    if getattr(backbone.config, "is_causal", None) is False:
+        # Without padding, transformers' SDPA ignores `is_causal` of a decoder's config.
+        loading["model_args"] = {"attn_implementation": "eager"}
+    durable.replace_json(folder / "sentence_bert_config.json", loading)
+
+
+def _write_modules(path: Path, towers: Sequence[str], description: Description) -> str:
+    """Write the list of modules, and their folders; return the folder of the pooling."""
+    if len(towers) == 1:
+        pooling = "1_Pooling"
+        modules = {"": "Transformer", pooling: "Pooling", "2_Normalize": "Normalize"}
+    else:
+        pooling = "query_1_Pooling"  # one pooling for both routes
+        modules = {"": "Router", "1_Normalize": "Normalize"}
+        durable.replace_json(
+            path / ROUTER_CONFIG,
+            {
+                "types": {**dict.fromkeys(towers, _type("Transformer")), pooling: _type("Pooling")},
+                "structure": {route: [tower, pooling] for route, tower in zip(ROUTES, towers, strict=True)},
+                "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
+            },
+        )
+    if description.interaction == "cross_attention":
+        # This makes sentence-transformers refuse the model, instead of loading the backbone alone.
+        modules["interaction"] = "CrossAttention"
+    listed = [
+        {"idx": i, "name": str(i), "path": folder, "type": _type(kind)}
+        for i, (folder, kind) in enumerate(modules.items())
+    ]
+    durable.replace_json(path / "modules.json", listed)
+    for name in (pooling, *list(modules)[1:]):
+        (path / name).mkdir(exist_ok=True)
+    return pooling
+
+
+def _type(kind: str) -> str:
+    if kind == "CrossAttention":
+        return "infembed_ray.modeling.interaction.CrossAttention"
+    return f"sentence_transformers.models.{kind}"

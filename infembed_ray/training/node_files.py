@@ -1,0 +1,105 @@
+"""Files of a run whose output is in an object store, so that its nodes need no directory in common.
+
+Each node works in a directory of its own. Worker 0 uploads the run's own files (logs, and in the end the model) while
+they grow, and the driver downloads the logs to show progress. Checkpoints are uploaded by `checkpoints.upload`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+import shutil
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from pyarrow import ArrowException
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.modeling.checkpoint import is_weights
+from infembed_ray.object_store import Folder, is_uri, scratch
+from infembed_ray.storage import STATES, output_files
+from infembed_ray.training.collectives import local_world
+
+RAY_TRAIN_LOGS = "ray_train"
+UPLOAD_S = 10.0
+"""Seconds between two uploads of the logs."""
+_BYTES_PER_S = 1e6
+"""Large logs are uploaded less often, so that they take at most this much."""
+
+
+@contextlib.contextmanager
+def node_directory(settings: TrainSettings, shared: Path) -> Iterator[Path]:
+    """Yield this worker's directory of the run: `shared`, or if the output is in an object store one of its node.
+
+    The node's directory is deleted at the end, unless the run failed and may resume from it.
+    """
+    if not is_uri(settings.output):
+        yield shared
+        return
+    run = hashlib.sha256(settings.output.encode()).hexdigest()[:16]
+    directory = scratch() / "training" / f"{run}-{platform.node()}"  # a scratch directory may be a shared one
+    (directory / STATES).mkdir(parents=True, exist_ok=True)
+    yield directory
+    if local_world()[0] == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class RunFiles:
+    """Uploads a run's own files: all that changed, but no checkpoints.
+
+    Args:
+        directory: Directory of the run on this node.
+        remote: Output of the run in the object store.
+    """
+
+    def __init__(self, directory: Path, remote: Folder) -> None:
+        self._directory = directory
+        self._remote = remote
+        self._uploaded: dict[Path, tuple[int, int]] = {}
+        self._uploading = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def follow(self) -> None:
+        """Upload the files while they grow, in a thread, until `stop`."""
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def upload(self) -> None:
+        """Upload the files that have changed."""
+        with self._uploading:
+            for file in output_files(self._directory):
+                state = (file.stat().st_size, file.stat().st_mtime_ns)
+                if self._uploaded.get(file) != state:
+                    self._remote.upload(file, file.relative_to(self._directory).as_posix())
+                    self._uploaded[file] = state
+
+    def stop(self) -> None:
+        """Stop following the files, before large ones are written; `upload` uploads those."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(UPLOAD_S + sum(size for size, _ in self._uploaded.values()) / _BYTES_PER_S):
+            with contextlib.suppress(OSError, ArrowException):  # the next upload tries again
+                self.upload()
+
+
+def fetch(remote: Folder, directory: Path, names: Collection[str] | None = None) -> None:
+    """Download the run's own files, without weights; what the store does not return is left out.
+
+    Args:
+        remote: Output of the run in the object store.
+        directory: Directory to write.
+        names: Files to download; None downloads all.
+    """
+    with contextlib.suppress(OSError, ArrowException):
+        if names is None:
+            found = remote.entries()
+            names = [n for n in found if n.split("/")[0] not in (STATES, RAY_TRAIN_LOGS) and not is_weights(n)]
+    for name in names or ():
+        with contextlib.suppress(OSError, ArrowException):
+            remote.download(name, directory / name)
