@@ -43,7 +43,8 @@ import torch
 
 from infembed_ray import records
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval.shards import Shard, ShardFacts
+from infembed_ray.retrieval.shard_files import ShardFacts
+from infembed_ray.retrieval.shards import Shard
 
 SHARED = material.REAL.parents[1]
 K = 10
@@ -103,7 +104,7 @@ def shard(directory: Path, name: str, passages: list[str], vectors: np.ndarray) 
         facts = Shard.write(directory / name, ids, passages, vectors)
         print(f"{name}: {facts.factory} built in {time.perf_counter() - began:.0f} s", flush=True)
         saved.write_text(json.dumps(asdict(facts)))
-    return ShardFacts(**json.loads(saved.read_text()))
+    return ShardFacts.from_json(json.loads(saved.read_text()))
 
 
 def recall(opened: Shard, vectors: np.ndarray, queries: np.ndarray) -> float:

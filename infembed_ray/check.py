@@ -25,8 +25,9 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.object_store import SCRATCH, is_uri
+from infembed_ray.places import Place
 from infembed_ray.progress import counted
-from infembed_ray.storage import STATES, Step, local_path
+from infembed_ray.storage import STATES, Step, local_path, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.evaluation.inputs import Inputs
@@ -79,7 +80,7 @@ def _no_new_directories(settings: Settings) -> Iterator[None]:
                 path.rmdir()
 
 
-def _state(step: Step, *reused: Path) -> Iterator[str]:
+def _state(step: Step, *reused: Place) -> Iterator[str]:
     """Say where the output will be, and whether it exists.
 
     Args:
@@ -361,7 +362,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     from infembed_ray.retrieval.build import choose_build
     from infembed_ray.retrieval.work_directory import work_root
 
-    corpus, model, step = preflight.prepare(settings)
+    _, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
     yield from _state(step, work)
     if step.found():
@@ -369,6 +370,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
         return
     if settings.gpus_per_shard and not on_a_cluster():
         factory.require_gpu_faiss()
+    corpus = resolve_input(settings.corpus, "corpus")
     (passages, more), encoder = check_all(
         lambda: preflight.count_passages(corpus, settings), lambda: preflight.check_model(settings, model)
     )
@@ -380,7 +382,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     text = sum(file.stat().st_size for file in data_files(corpus, "corpus"))
     shard = estimate(build.factory, encoder.dimension, each, -(-text // passages))
     encoded = passages * encoder.dimension * _WEIGHT_BYTES
-    if not more:
+    if not more and isinstance(work, Path):
         yield _require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
 
 

@@ -206,6 +206,12 @@ class Folder:
             if info.type == filesystems.FileType.File
         }
 
+    def folders(self) -> list[str]:
+        """List the names of the folders directly in this one."""
+        system, path = self._open()
+        found = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
+        return [info.base_name for info in found if info.type == filesystems.FileType.Directory]
+
     def read(self, name: str) -> str | None:
         """Read the text of an object; None if it does not exist."""
         system, path = self._open()

@@ -27,7 +27,7 @@ from infembed_ray.planning.shard_estimate import ShardEstimate, estimate
 from infembed_ray.planning.tables import gib, table, usd
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import IndexFacts
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage import find_input
 from infembed_ray.training.observability.flops import peak_flops
 
 _TAIL = 0.01
@@ -143,7 +143,7 @@ def _with_index(settings: PlanServeSettings) -> tuple[PlanServeSettings, dict[st
     """Take size, layout and model from the index that the settings name, and what its build measured."""
     if not settings.index:
         return settings, {}
-    facts = IndexFacts.read(resolve_input(settings.index, "index"))
+    facts = IndexFacts.read(find_input(settings.index, "index"))
     largest = max(facts.shards, key=lambda shard: shard.passages)
     own = {
         "passages": max(1, facts.passages),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.index import IndexFacts, change_log
-from infembed_ray.storage import local_path, resolve
+from infembed_ray.storage import find_input
 
 
 def run(action: str, directory: str, version: str | None = None) -> None:
@@ -23,7 +23,7 @@ def run(action: str, directory: str, version: str | None = None) -> None:
         _list(directory)
     elif action == "use":
         versions.use(directory, version or "")
-        say(f"index use: {resolve(local_path(directory, 'index'))}")
+        say(f"index use: {find_input(directory, 'index')}")
         say("index use: run `infembed serve` on it to switch a running API to it")
     else:
         _verify(directory)
@@ -44,7 +44,7 @@ def _list(directory: str) -> None:
 
 def _verify(directory: str) -> None:
     size = versions.verify(directory)
-    root = resolve(local_path(directory, "index"))
+    root = find_input(directory, "index")
     facts = IndexFacts.read(root)
     log = change_log(root, facts)
     say(f"index verify: {root}: whole, {size} bytes in {counted(len(facts.shards), 'shard')}")

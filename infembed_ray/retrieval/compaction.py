@@ -15,22 +15,22 @@ from pathlib import Path
 from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
-from infembed_ray.retrieval.shards import (
+from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
-    Build,
-    Shard,
     ShardFacts,
-    build_shard,
     finished_shard,
     mark_finished,
-    write_vectors,
+    shard_directory,
 )
+from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.storage import Step, local_path, read_manifest, resolve
+from infembed_ray.storage import Published, Step, find_input, read_manifest
 
 AUTO = "auto"
 """In place of an index type: let `factory.choose` choose it."""
@@ -41,13 +41,13 @@ class Compaction:
     """One compaction.
 
     Attributes:
-        base, version, facts: directory, identity and facts of the version to start from.
+        base, version, facts: place, identity and facts of the version to start from.
         settings: that the next version is built with.
         until: sequence of the last change to fold in.
         retyped: whether the settings differ from those of the base.
     """
 
-    base: Path
+    base: Place
     version: str
     facts: IndexFacts
     settings: IndexSettings
@@ -68,12 +68,9 @@ class Compaction:
         Raises:
             InputError: there is no index, a change is missing, or FAISS makes no such type.
         """
-        path = local_path(index, "index")
-        if not path.is_dir():
-            raise InputError(f"index={index}: no such directory; give the output of `infembed index`")
-        base = resolve(path)
-        facts = IndexFacts.read(base)
+        base = find_input(index, "index")
         manifest = read_manifest(base, "index")
+        facts = IndexFacts.of_manifest(manifest, base)
         log = change_log(base, facts)
         log.check(facts.folded)
         settings = IndexSettings.from_mapping(manifest["settings"], where=f"index={base}: settings of the build")
@@ -83,9 +80,8 @@ class Compaction:
         changed = {name: value if value != AUTO else None for name, value in given.items() if value is not None}
         asked = settings.model_copy(update=changed)
         work = cls(base, manifest["identity"], facts, asked, log.last(), asked != settings)
-        if work._begun.is_file():
-            return replace(work, until=json.loads(work._begun.read_text(encoding="utf-8"))["until"])
-        return work
+        begun = work._begun()
+        return work if begun is None else replace(work, until=begun)
 
     @property
     def changes(self) -> int:
@@ -96,47 +92,73 @@ class Compaction:
         """The step that publishes the next version; its identity covers the base and the changes."""
         digest = change_log(self.base, self.facts).digest(self.facts.folded, self.until)
         names = {"version": self.version, "changes": f"{self.until}-{digest}"}
-        return Step("index", self.settings, str(self.base.parent), {}, names)
+        return Step("index", self.settings, address(self.base.parent), {}, names)
+
+    def published(self) -> Published:
+        """The base, where there is nothing to fold in."""
+        manifest = read_manifest(self.base, "index")
+        if isinstance(self.base, Folder):
+            return Published(Path(self.base.name), manifest, fresh=False, uri=self.base.base)
+        return Published(self.base, manifest, fresh=False)
 
     @property
-    def _begun(self) -> Path:
-        """File with `until` of a compaction that has begun: one that restarted with newer changes might never end."""
-        return self.base.parent / f".{self.version}.compaction"
+    def _record(self) -> str:
+        """Name of the file with `until` of a compaction that has begun: one that restarted with newer changes might never end."""
+        return f".{self.version}.compaction"
+
+    def _begun(self) -> int | None:
+        output = self.base.parent
+        if isinstance(output, Folder):
+            text = output.read(self._record)
+        else:
+            text = (output / self._record).read_text("utf-8") if (output / self._record).is_file() else None
+        return None if text is None else json.loads(text)["until"]
 
     def begin(self) -> None:
         """Record the compaction; a later one of this version continues it."""
-        durable.replace_json(self._begun, {"until": self.until})
+        output, until = self.base.parent, {"until": self.until}
+        if isinstance(output, Folder):
+            output.write(self._record, json.dumps(until))
+        else:
+            durable.replace_json(output / self._record, until)
 
     def end(self) -> None:
         """Remove the record: the compaction is finished or cannot be."""
-        self._begun.unlink(missing_ok=True)
+        output = self.base.parent
+        if isinstance(output, Path):
+            (output / self._record).unlink(missing_ok=True)
+        elif output.read(self._record) is not None:
+            output.delete(self._record)
 
-    def write_shard(self, number: int, root: Path, gpu: bool = False) -> ShardFacts:
+    def write_shard(self, number: int, root: Place, gpu: bool = False) -> ShardFacts:
         """Write one shard of the next version; a shard that an interrupted run finished stays.
 
         Args:
-            root: directory of the next version.
+            root: of the next version.
             gpu: train on the GPUs of this process.
 
         Raises:
             InputError: a file of the base or a change is damaged; no type fits the memory; recall is below the floor.
             OSError: the disk is full.
         """
-        directory = root / self.facts.shards[number].name
-        if done := finished_shard(directory):
+        name = self.facts.shards[number].name
+        if done := finished_shard(root, name):
             return done
         base = Shard.open(self.base, self.facts.shards[number])
         log = change_log(self.base, self.facts)
         live = LiveShard(base, log, number, len(self.facts.shards), self.facts.folded, self.until)
-        directory.mkdir(exist_ok=True)
-        columns = schema(self.facts.metadata)
-        write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
-        vectors = (vectors for _, vectors in live.content())
-        write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
         settings = self.settings
+        build = Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards)
+        with shard_directory(root, name) as directory:
+            columns = schema(self.facts.metadata)
+            write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
+            vectors = (vectors for _, vectors in live.content())
+            write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
+            return mark_finished(root, directory, self._built(directory, build))
+
+    def _built(self, directory: Path, build: Build) -> ShardFacts:
         try:
-            build = Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards)
-            return mark_finished(directory, build_shard(directory, build))
+            return build_shard(directory, build)
         except InputError as error:
             self.end()  # the next attempt takes newer changes, which may help
             raise InputError(

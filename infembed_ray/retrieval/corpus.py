@@ -1,13 +1,14 @@
 """Read a corpus: validate its rows, partition them into shards, sort each shard by id.
 
-The corpus is read once, in bounded memory (`SPOOL_BYTES`): `partition` appends rows to one file per shard, and `sort_shard`
-sorts one file, which also finds duplicate ids.
+The corpus is read once, in bounded memory (`SPOOL_BYTES`): `partition` appends rows to one file per shard, and
+`sorted_passages` sorts a shard, which also finds duplicate ids.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from infembed_ray import durable, records
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place
 from infembed_ray.progress import Advance
 from infembed_ray.records import Passage
-from infembed_ray.retrieval.passages import as_typed, schema, take, write_passages
+from infembed_ray.retrieval.passages import as_typed, schema, take
 from infembed_ray.retrieval.shards import shard_of
 
 SPOOL_BYTES = 64 << 20
@@ -29,7 +31,6 @@ SPOOL_BYTES = 64 << 20
 _OWN = ("id", "text")
 _ROW_BYTES = 100
 """Approximate memory of a row besides its text."""
-_ROWS_AT_ONCE = 1 << 14
 _PROGRESS_ROWS = 10_000
 
 
@@ -51,7 +52,7 @@ def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType
 
 
 def partition(
-    corpus: Path,
+    corpus: Place,
     columns: Mapping[str, str],
     metadata: Mapping[str, FieldType],
     shards: int,
@@ -74,28 +75,49 @@ def partition(
         BadRow: an id or a text is empty, or a value has another type.
         InputError: a file cannot be read, or a column is missing.
     """
+    seen: set[str] = set()
+    files = enumerate(records.data_files(corpus, "corpus"))
+    sizes = partition_files(files, columns, metadata, shards, spool, seen, advance)
+    require_passages(corpus, sizes, columns, metadata, seen)
+    return sizes
+
+
+def partition_files(
+    files: Iterable[tuple[int, Place]],
+    columns: Mapping[str, str],
+    metadata: Mapping[str, FieldType],
+    shards: int,
+    spool: Path,
+    seen: set[str],
+    advance: Advance = lambda *_: None,
+) -> list[int]:
+    """As `partition`, of some files of a corpus with their numbers; adds the names of their columns to `seen`."""
     require_columns(columns, metadata)
     shutil.rmtree(spool, ignore_errors=True)
     spool.mkdir(parents=True)
-    files = records.data_files(corpus, "corpus")
     spooled_schema = pa.schema([*schema(metadata), ("_file", pa.int32()), ("_row", pa.int64())])
     with _Spool(spool, shards, spooled_schema) as spooled:
-        seen: set[str] = set()
-        for number, file in enumerate(files):
+        for number, file in files:
             place = 0
             for place, row in enumerate(rows(file, columns, metadata, seen), start=1):
                 spooled.append(shard_of(row[0], shards), (*row, number, place))
                 if place % _PROGRESS_ROWS == 0:
                     advance(_PROGRESS_ROWS)
             advance(place % _PROGRESS_ROWS)
-        if not sum(spooled.rows):
-            raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
-        require_metadata(corpus, columns, metadata, seen)
         return spooled.rows
 
 
+def require_passages(
+    corpus: Place, sizes: Sequence[int], columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+) -> None:
+    """InputError if a corpus has no rows, or a metadata column is in none of them."""
+    if not sum(sizes):
+        raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
+    require_metadata(corpus, columns, metadata, seen)
+
+
 def require_metadata(
-    corpus: Path, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> None:
     """InputError if a metadata column is in no row; `seen` has the columns of all rows."""
     for name in metadata:
@@ -151,7 +173,7 @@ class _Spool:
 
 
 def rows(
-    file: Path, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield (id, text, *metadata) of each row; adds the column names of the file to `seen`."""
     own = {name: theirs for name, theirs in columns.items() if name in _OWN}
@@ -190,28 +212,30 @@ def _text(value: Any) -> str:
     return text
 
 
-def sort_shard(spooled: Path, files: Sequence[Path], metadata: Mapping[str, FieldType], passages: Path) -> None:
-    """Write the passages of a shard, sorted by id. Only the ids are held in memory.
+def sorted_passages(
+    spooled: Sequence[Path], files: Sequence[Place], metadata: Mapping[str, FieldType], rows_at_once: int
+) -> Iterator[pa.Table]:
+    """Yield the passages of a shard by id ascending, `rows_at_once` at a time. Only the ids are held in memory.
 
     Args:
-        spooled: file that `partition` wrote.
-        files: of the corpus, in the order in which `partition` read them.
-        passages: file to write.
+        spooled: files of the shard that `partition_files` wrote, one for each part of the corpus.
+        files: of the corpus, in the order of their numbers.
 
     Raises:
         BadRow: an id is duplicate.
     """
-    with pa.memory_map(str(spooled)) as source:
-        table = pa.ipc.open_file(source).read_all()
+    with contextlib.ExitStack() as sources:
+        parts = [pa.ipc.open_file(sources.enter_context(pa.memory_map(str(file)))).read_all() for file in spooled]
+        table = pa.concat_tables(parts)
         order = pc.sort_indices(table.column("id")).to_numpy() if len(table) else np.empty(0, np.int64)
-        wanted = schema(metadata)
-        write_passages(passages, wanted, (part.select(wanted.names) for part in _by_id(table, order, files)))
+        wanted = schema(metadata).names
+        yield from (part.select(wanted) for part in _by_id(table, order, files, rows_at_once))
 
 
-def _by_id(table: pa.Table, order: np.ndarray, files: Sequence[Path]) -> Iterator[pa.Table]:
+def _by_id(table: pa.Table, order: np.ndarray, files: Sequence[Place], rows_at_once: int) -> Iterator[pa.Table]:
     last: tuple[str, int, int] | None = None
-    for start in range(0, len(order), _ROWS_AT_ONCE):
-        part = take(table, order[start : start + _ROWS_AT_ONCE].astype(np.int64))
+    for start in range(0, len(order), rows_at_once):
+        part = take(table, order[start : start + rows_at_once].astype(np.int64))
         for place in zip(*(part.column(name).to_pylist() for name in ("id", "_file", "_row")), strict=True):
             if last is not None and place[0] == last[0]:
                 _, file, row = max(last, place)

@@ -1,18 +1,19 @@
 """`infembed index` and `infembed index compact` on Ray.
 
-The driver reads the corpus once and partitions it into one file per shard, by a hash of the passage ids. Tasks sort each file
-by id, so the order of the rows leaves no trace. Ray Data actors encode chunks of a shard, each to a file of its own. One task
-per shard joins the vectors and builds the index. Finished files stay: an interrupted or failed build resumes with the missing
-chunks and shards, also with another index type or recall floor.
+The corpus is read once and partitioned into one file per shard, by a hash of the passage ids: by the driver, or by tasks if it
+is in an object store. Tasks sort each file by id, so the order of the rows leaves no trace. Ray Data actors encode chunks of a
+shard, each to a file of its own. One task per shard joins the vectors and builds the index. Finished files stay: an interrupted
+or failed build resumes with the missing chunks and shards, also with another index type or recall floor.
+
+For an output in an object store, tasks and actors write there; nothing passes through the driver.
 
 A build starts a lineage. Changes made to the served version through the API are not in it; the driver prints a warning.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -20,21 +21,34 @@ from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
 from infembed_ray import records
-from infembed_ray.config.retrieval import CompactSettings, FieldType, IndexSettings
+from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.build import choose_build, encode_chunk, output_errors, partition_corpus, write_shard
+from infembed_ray.retrieval.build import (
+    choose_build,
+    encode_chunk,
+    output_errors,
+    partition_corpus,
+    partition_part,
+    parts_of,
+    sort_shard,
+    write_shard,
+)
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.corpus import BadRow, sort_shard, spool_file
+from infembed_ray.retrieval.corpus import BadRow, require_passages
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import IndexFacts, finished, warn_of_changes
 from infembed_ray.retrieval.preflight import check_model, prepare
-from infembed_ray.retrieval.shards import PASSAGES_FILE, Build, ShardFacts, clear_finished
-from infembed_ray.retrieval.work_directory import Chunk, WorkDirectory, work_directory
-from infembed_ray.storage import Published, read_manifest
+from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished
+from infembed_ray.retrieval.shards import Build
+from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of, shard_names
+from infembed_ray.retrieval.work_directory import work_directory
+from infembed_ray.storage import Published
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -54,13 +68,18 @@ def run(settings: IndexSettings) -> Published:
     encoder = check_model(settings, model)
     _require_gpu_faiss("index", settings.gpus_per_shard)
     with output_errors(settings.output), work_directory(step, settings) as work:
-        sizes = partition_corpus(corpus, settings, work)
+        if isinstance(corpus, Folder):
+            connect()
+            sizes = _partition(corpus, settings, work)
+        else:
+            sizes = partition_corpus(corpus, settings, work)
         build = choose_build(settings, sizes, encoder.dimension)
         connect()
-        _sort_shards(corpus, settings, work)
-        chunks = [chunk for shard, size in enumerate(sizes) for chunk in work.chunks(shard, size, sum(sizes))]
+        _sort_shards(corpus, settings, work, sizes)
+        chunks = chunks_of(sizes)
         with step.publish() as staging:
-            root = staging.path.resolve()  # actors and tasks have other working directories
+            root = staging.remote or staging.path.resolve()  # actors and tasks have other working directories
+            staging.resumed |= shard_names(settings.shards)
             what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}"
             say(f"index: {what}, {model}")
             _encode(chunks, work, model, settings)
@@ -70,7 +89,7 @@ def run(settings: IndexSettings) -> Published:
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
-        shutil.rmtree(work.root)
+        work.delete()
     return step.published()
 
 
@@ -112,33 +131,54 @@ def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 # ---------------------------------------------------------------------------------------------------- the corpus
 
 
-def _sort_shards(corpus: Path, settings: IndexSettings, work: WorkDirectory) -> None:
+def _partition(corpus: Folder, settings: IndexSettings, work: Work) -> list[int]:
+    """Partition a corpus in an object store, one task per part, unless an interrupted run did."""
+    if (known := work.sizes()) is not None:
+        return known
+    work.drop_spool()
+    tasks = [_partition_part.remote(files, settings, work, part) for part, files in enumerate(parts_of(corpus))]
+    sizes, seen = [0] * settings.shards, set[str]()
+    try:
+        with track("corpus", len(tasks)) as advance:
+            for _, (counts, columns) in _as_completed(tasks):
+                sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
+                seen |= columns
+                advance()
+        require_passages(corpus, sizes, settings.columns, settings.metadata, seen)
+    except InputError:
+        work.delete()
+        raise
+    work.set_sizes(sizes)
+    return sizes
+
+
+@ray.remote(num_cpus=1)
+def _partition_part(
+    files: Mapping[int, Place], settings: IndexSettings, work: Work, part: int
+) -> tuple[list[int], set[str]]:
+    with output_errors(settings.output):
+        return partition_part(files, settings, work, part)
+
+
+def _sort_shards(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> None:
     """Sort the passages of each shard by id, one task per shard."""
     files = records.data_files(corpus, "corpus")
-    tasks = []
-    for shard in range(settings.shards):
-        work.shard(shard).mkdir(exist_ok=True)
-        target = work.shard(shard) / PASSAGES_FILE
-        if not target.is_file():
-            spooled = spool_file(work.spool, shard)
-            tasks.append(_sort_shard.remote(spooled, files, settings.metadata, target, settings.output))
+    missing = [shard for shard in range(settings.shards) if not work.is_sorted(shard)]
+    tasks = [_sort_shard.remote(shard, files, settings, work, chunk_rows(sum(sizes))) for shard in missing]
     try:
         with track("sort", settings.shards, settings.shards - len(tasks)) as advance:
             for _ in _as_completed(tasks):
                 advance()
     except BadRow:
-        work.sizes.unlink()  # cancelled tasks may still write below the directory
-        shutil.rmtree(work.root, ignore_errors=True)
+        work.delete()
         raise
-    shutil.rmtree(work.spool, ignore_errors=True)
+    work.drop_spool()
 
 
 @ray.remote(num_cpus=1)
-def _sort_shard(
-    spooled: Path, files: Sequence[Path], metadata: Mapping[str, FieldType], passages: Path, output: str
-) -> None:
-    with output_errors(output):
-        sort_shard(spooled, files, metadata, passages)
+def _sort_shard(shard: int, files: Sequence[Place], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
+    with output_errors(settings.output):
+        sort_shard(shard, files, settings, work, rows_at_once)
 
 
 # -------------------------------------------------------------------------------------------------------- vectors
@@ -147,7 +187,10 @@ def _sort_shard(
 class EncodeChunk:
     """A Ray Data actor that loads the model once and encodes chunks, each to its file."""
 
-    def __init__(self, model: str, dimensions: int | None, batch_tokens: int, device: str, output: str) -> None:
+    def __init__(
+        self, work: Work, model: str, dimensions: int | None, batch_tokens: int, device: str, output: str
+    ) -> None:
+        self.work = work
         self.batch_tokens = batch_tokens
         self.output = output
         self.fault: str | None = None
@@ -160,23 +203,21 @@ class EncodeChunk:
         """Encode one chunk.
 
         Args:
-            chunk: columns `file`, `passages`, `start`, `count`.
+            chunk: the fields of a `Chunk`.
 
         Returns:
             `passages`, how many were encoded, and `fault`, why they cannot be encoded, or None.
         """
         try:
             if self.fault is None:
-                passages, file = Path(chunk["passages"]), Path(chunk["file"])
-                start, count = int(chunk["start"]), int(chunk["count"])
                 with output_errors(self.output):
-                    encode_chunk(self.encoder, passages, start, count, file, self.batch_tokens)
+                    encode_chunk(self.encoder, self.work, Chunk(**chunk), self.batch_tokens)
         except InputError as error:
             self.fault = str(error)
         return {"passages": 0 if self.fault else int(chunk["count"]), "fault": self.fault}
 
 
-def _encode(chunks: Sequence[Chunk], work: WorkDirectory, model: str, settings: IndexSettings) -> None:
+def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSettings) -> None:
     """Encode the chunks that have no file yet."""
     missing = work.missing(chunks)
     total = sum(chunk.count for chunk in chunks)
@@ -187,10 +228,10 @@ def _encode(chunks: Sequence[Chunk], work: WorkDirectory, model: str, settings: 
         if not missing:
             return
         device = "cuda" if settings.gpus_per_actor else "cpu"
-        items = [chunk.as_item() for chunk in missing]
+        items = [asdict(chunk) for chunk in missing]
         encoded = ray.data.from_items(items, override_num_blocks=min(len(items), _MAX_BLOCKS)).map(
             EncodeChunk,
-            fn_constructor_args=(model, settings.dimensions, settings.batch_tokens, device, settings.output),
+            fn_constructor_args=(work, model, settings.dimensions, settings.batch_tokens, device, settings.output),
             compute=ActorPoolStrategy(size=settings.actors),
             num_gpus=settings.gpus_per_actor,
         )
@@ -204,25 +245,19 @@ def _encode(chunks: Sequence[Chunk], work: WorkDirectory, model: str, settings: 
 
 
 def _write_shards(
-    chunks: Sequence[Chunk],
-    work: WorkDirectory,
-    root: Path,
-    dimension: int,
-    build: Build,
-    settings: IndexSettings,
+    chunks: Sequence[Chunk], work: Work, root: Place, dimension: int, build: Build, settings: IndexSettings
 ) -> list[ShardFacts]:
     """Write all shards, one task per shard; shards that an interrupted run finished stay."""
     task = _write_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
     threads = max(1, int(settings.cpus_per_shard))
     tasks = []
     for shard in range(settings.shards):
-        source = work.shard(shard)
-        files = [chunk.file for chunk in chunks if chunk.shard == shard]
-        tasks.append(task.remote(root / source.name, source, files, dimension, build, threads, settings.output))
+        own = [chunk for chunk in chunks if chunk.shard == shard]
+        tasks.append(task.remote(root, shard, work, own, dimension, build, threads, settings.output))
     return _collect(tasks, root)
 
 
-def _collect(tasks: Sequence[Any], root: Path) -> list[ShardFacts]:
+def _collect(tasks: Sequence[Any], root: Place) -> list[ShardFacts]:
     """Wait for one task per shard; returns the facts in the order of the shards."""
     written = {}
     with track("shards", len(tasks)) as advance:
@@ -235,11 +270,18 @@ def _collect(tasks: Sequence[Any], root: Path) -> list[ShardFacts]:
 
 @ray.remote
 def _write_shard(
-    directory: Path, work: Path, files: Sequence[Path], dimension: int, build: Build, threads: int, output: str
+    root: Place,
+    shard: int,
+    work: Work,
+    chunks: Sequence[Chunk],
+    dimension: int,
+    build: Build,
+    threads: int,
+    output: str,
 ) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
     with output_errors(output):
-        return write_shard(directory, work, files, dimension, build)
+        return write_shard(root, shard, work, chunks, dimension, build)
 
 
 # ----------------------------------------------------------------------------------------------------- compaction
@@ -255,7 +297,7 @@ def compact(settings: CompactSettings) -> Published:
     work = Compaction.open(settings.index, settings.factory, settings.memory_gib, settings.recall_floor)
     if not work.changes and not work.retyped:
         say(f"index compact: no changes since {work.version}")
-        return Published(work.base, read_manifest(work.base, "index"), fresh=False)
+        return work.published()
     step = work.step()
     if done := finished(step):
         work.end()
@@ -263,7 +305,8 @@ def compact(settings: CompactSettings) -> Published:
     _require_gpu_faiss("index compact", settings.gpus_per_shard)
     work.begin()
     with output_errors(str(step.root)), step.publish() as staging:
-        root = staging.path.resolve()
+        root = staging.remote or staging.path.resolve()
+        staging.resumed |= shard_names(len(work.facts.shards))
         changes = counted(work.changes, "segment")
         say(f"index compact: {work.version} and {changes} of changes, {counted(len(work.facts.shards), 'shard')}")
         connect()
@@ -278,7 +321,7 @@ def compact(settings: CompactSettings) -> Published:
 
 
 @ray.remote
-def _compact_shard(work: Compaction, shard: int, root: Path, threads: int, gpu: bool) -> ShardFacts:
+def _compact_shard(work: Compaction, shard: int, root: Place, threads: int, gpu: bool) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
     with output_errors(str(root.parent)):
         return work.write_shard(shard, root, gpu)

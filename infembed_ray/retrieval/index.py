@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,14 +17,17 @@ import numpy as np
 
 from infembed_ray.config.retrieval import FieldType, IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.corpus import require_columns
-from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge, verify
+from infembed_ray.retrieval.shard_files import ShardFacts, verify
+from infembed_ray.retrieval.shards import Hit, Shard, merge
 from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
+from infembed_ray.retrieval.work import shard_names
 from infembed_ray.retrieval.work_directory import work_directory
-from infembed_ray.storage import MANIFEST, Published, Step, local_path, read_manifest, resolve, resolve_input
+from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -102,24 +104,28 @@ class IndexFacts:
     def from_json(cls, values: Mapping[str, Any]) -> IndexFacts:
         """Inverse of `as_json`."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        return cls(**{**known, "shards": [ShardFacts(**shard) for shard in values["shards"]]})
+        return cls(**{**known, "shards": [ShardFacts.from_json(shard) for shard in values["shards"]]})
 
     def as_json(self) -> dict[str, Any]:
         """The facts for the manifest, with the totals over the shards."""
         return {**asdict(self), "recall_at_10": self.recall_at_10, "bytes": self.bytes}
 
     @classmethod
-    def read(cls, root: Path, name: str = "index") -> IndexFacts:
+    def read(cls, root: Place, name: str = "index") -> IndexFacts:
         """Read the facts of a published index.
 
         Args:
-            root: directory of the version.
+            root: directory of the version, or its folder in an object store.
             name: setting with the path, for error messages.
 
         Raises:
             InputError: it is no index, its format is not supported, or its manifest is damaged.
         """
-        manifest = read_manifest(root, name)
+        return cls.of_manifest(read_manifest(root, name), root, name)
+
+    @classmethod
+    def of_manifest(cls, manifest: Mapping[str, Any], root: Place, name: str = "index") -> IndexFacts:
+        """As `read`, of a manifest that was read already."""
         if "index" not in manifest:
             raise InputError(f"{name}={root}: the output of `{manifest['stage']}`; give one of `infembed index`")
         written = manifest["index"].get("format", 1)
@@ -140,12 +146,12 @@ class Index:
     """An index; `Index.build` makes one, and `Index.open` opens one.
 
     Attributes:
-        path: directory of the version.
+        path: directory of the version; in an object store, its folder.
         version: identity; the same corpus, encoder and settings give the same version.
         shards: in the order of `facts.shards`; empty after `Index.describe`.
     """
 
-    def __init__(self, path: Path, version: str, facts: IndexFacts, shards: Sequence[Shard]) -> None:
+    def __init__(self, path: Place, version: str, facts: IndexFacts, shards: Sequence[Shard]) -> None:
         self.path = path
         self.version = version
         self.facts = facts
@@ -174,7 +180,8 @@ class Index:
             corpus: texts, whose ids are "0", "1", ...; `Passage`s; mappings with id, text and metadata; or the path of a
                 file or directory of such rows.
             encoder: as `InstructionEncoder.from_pretrained` loaded it. Save an encoder that you changed, and load it again.
-            path: directory for the published index; None: a temporary one, which is deleted with the `Index`.
+            path: directory or object-store URI for the published index; None: a temporary directory, which is deleted
+                with the `Index`.
             metadata: columns for filters and hits -> their type.
             shards: a hash of its id assigns a passage.
             factory: index type of all shards, as `faiss.index_factory` spells it; None: chosen by count and memory.
@@ -203,17 +210,17 @@ class Index:
 
     @classmethod
     def open(cls, path: str | Path, encoder_fingerprint: str | None = None) -> Index:
-        """Open a published index and verify all files.
+        """Open a published index; in an object store, copy its shards to this machine and verify them.
 
         Args:
-            path: a version, or an output directory whose `latest` names one.
+            path: a version, or an output directory whose `latest` names one; a path or an object-store URI.
             encoder_fingerprint: of the encoder that will query it; None skips the check.
 
         Raises:
             InputError: there is no index, another encoder built it, its format is not supported, or a file is missing
-                or corrupted.
+                or has another size.
         """
-        index = cls._of(resolve_input(str(path), "index"))
+        index = cls.describe(path)
         index.shards = [Shard.open(index.path, shard) for shard in index.facts.shards]
         if encoder_fingerprint is not None:
             index.require_encoder(encoder_fingerprint)
@@ -221,17 +228,14 @@ class Index:
 
     @classmethod
     def describe(cls, path: str | Path) -> Index:
-        """Read the facts of a published index; its shards are neither opened nor downloaded.
+        """Read the facts of a published index; its shards are neither opened nor copied.
 
         Raises:
             InputError: there is no index, or its format is not supported.
         """
-        return cls._of(resolve_input(str(path), "index", [MANIFEST]))
-
-    @classmethod
-    def _of(cls, root: Path) -> Index:
-        facts = IndexFacts.read(root)
-        return cls(root, read_manifest(root, "index")["identity"], facts, [])
+        root = find_input(str(path), "index")
+        manifest = read_manifest(root, "index")
+        return cls(root, manifest["identity"], IndexFacts.of_manifest(manifest, root), [])
 
     def require_encoder(self, fingerprint: str) -> None:
         """Raise InputError unless this encoder built the index."""
@@ -242,7 +246,7 @@ class Index:
             )
 
     @property
-    def changes(self) -> Path:
+    def changes(self) -> Place:
         """Directory of the write-ahead log of its lineage."""
         return changes_of(self.path, self.facts)
 
@@ -282,19 +286,19 @@ class Index:
         ]
 
 
-def changes_of(root: Path, facts: IndexFacts) -> Path:
+def changes_of(root: Place, facts: IndexFacts) -> Place:
     """Directory of the write-ahead log of a published index."""
     return root.parent / CHANGES / facts.lineage
 
 
-def change_log(root: Path, facts: IndexFacts) -> ChangeLog:
+def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
     return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
 
 
 def finished(step: Step) -> Published | None:
     """The version that an earlier run of the step published, or None. A damaged one is moved aside first."""
-    if (step.path / MANIFEST).is_file():
+    if step.remote is None and (step.path / MANIFEST).is_file():
         try:
             for shard in IndexFacts.read(step.path).shards:
                 verify(step.path, shard)
@@ -308,7 +312,7 @@ def finished(step: Step) -> Published | None:
 def warn_of_changes(step: Step) -> None:
     """Warn if the version that is served has changes that a build will not have."""
     with contextlib.suppress(InputError):  # no version is published yet
-        current = resolve(step.root)
+        current = find_input(address(step.root if step.remote is None else step.remote.parent), "index")
         facts = IndexFacts.read(current)
         segments = change_log(current, facts).last()
         if segments and facts.lineage != step.identity:
@@ -318,28 +322,30 @@ def warn_of_changes(step: Step) -> None:
             )
 
 
-def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettings) -> Path:
-    """Publish an index of a corpus, unless it is there; returns its directory."""
+def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettings) -> str:
+    """Publish an index of a corpus, unless it is there; returns its directory or URI."""
     from infembed_ray.retrieval import build as steps  # late: opening an index needs no torch
 
     require_columns(settings.columns, settings.metadata)
-    local_path(settings.output, "output")  # not in an object store yet
     names = {"model": encoder.fingerprint(), "format": str(FORMAT)}
     step = Step("index", settings, settings.output, {"corpus": corpus}, names)
+    place = address(step.remote or step.path)
     if finished(step):
-        return step.path
+        return place
     warn_of_changes(step)
     with steps.output_errors(settings.output), work_directory(step, settings) as work:
         sizes = steps.partition_corpus(corpus, settings, work)
         build = steps.choose_build(settings, sizes, encoder.dimension)
-        steps.sort_here(corpus, settings, work)
+        steps.sort_here(corpus, settings, work, sizes)
         with step.publish() as staging:
-            shards = steps.write_shards_here(encoder, work, sizes, staging.path.resolve(), build, settings)
+            staging.resumed |= shard_names(settings.shards)
+            root = staging.remote or staging.path.resolve()
+            shards = steps.write_shards_here(encoder, work, sizes, root, build, settings)
             facts = IndexFacts.of_build(encoder, settings.model, settings, shards, step.identity)
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
-        shutil.rmtree(work.root)
-    return step.path
+        work.delete()
+    return place
 
 
 @contextlib.contextmanager

@@ -12,29 +12,29 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.places import Place
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
-from infembed_ray.storage import Step, local_path, resolve_input
+from infembed_ray.storage import Step, find_input
 
 SAMPLE = 10_000
 """Most passages of a file that `count_passages` reads."""
 
 
-def prepare(settings: IndexSettings) -> tuple[Path, str, Step]:
+def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
     """Locate corpus and model, and identify the build.
 
     Returns:
-        Corpus, directory or hub name of the model, and the step.
+        Corpus; directory, URI or hub name of the model; and the step.
 
     Raises:
         InputError: one of them does not exist, a column cannot be, or the output cannot be written.
     """
-    _, corpus, model, _ = check_all(
+    _, corpus, model = check_all(
         lambda: require_columns(settings.columns, settings.metadata),
-        lambda: resolve_input(settings.corpus, "corpus"),
+        lambda: find_input(settings.corpus, "corpus"),
         lambda: locate(settings.model, "model"),
-        lambda: local_path(settings.output, "output"),  # not in an object store yet
     )
     names = {**model.names, "format": str(FORMAT)}
     return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)

@@ -6,12 +6,10 @@ that do not store the vectors unchanged have them in a third file.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import heapq
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +21,13 @@ import pyarrow.compute as pc
 from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place
 from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.passages import batches, open_passages, row_of, schema, write_passages
 from infembed_ray.retrieval.searcher import Searcher, calibrate
-from infembed_ray.storage import fingerprint
-
-INDEX_FILE = "index.faiss"
-PASSAGES_FILE = "passages.arrow"
-VECTORS_FILE = "vectors.npy"
+from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, VECTORS_FILE, ShardFacts, local_directory
 
 _ROWS_AT_ONCE = 1 << 14
 _NO_METADATA: Mapping[str, Any] = {}
@@ -79,28 +75,6 @@ class Build:
     recall_floor: float = 0.0
     gpu: bool = False
     shards: int = 1
-
-
-@dataclass(frozen=True)
-class ShardFacts:
-    """A shard in the manifest of an index.
-
-    Attributes:
-        name: directory of the shard inside the index.
-        search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
-            types).
-        recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
-        bytes: size of all files.
-        checksums: file name -> `storage.fingerprint`.
-    """
-
-    name: str
-    passages: int
-    factory: str
-    search: Mapping[str, int]
-    recall_at_10: float
-    bytes: int
-    checksums: Mapping[str, str]
 
 
 class Shard:
@@ -151,17 +125,17 @@ class Shard:
         return build_shard(directory, build)
 
     @classmethod
-    def open(cls, root: Path, facts: ShardFacts, gpu: bool = False) -> Shard:
-        """Verify and map a shard of the index in `root`.
+    def open(cls, root: Place, facts: ShardFacts, gpu: bool = False, cache: Path | None = None) -> Shard:
+        """Map a shard of the index in `root`; in an object store, copy it to this machine first.
 
         Args:
             gpu: search on the GPUs of this process; graphs are searched on CPUs.
+            cache: directory for the copy; None: the scratch directory of this machine.
 
         Raises:
-            InputError: a file is missing, or its checksum is wrong.
+            InputError: a file is missing or has another size, or a block of the copy has a wrong checksum.
         """
-        verify(root, facts)
-        directory = root / facts.name
+        directory = local_directory(root, facts, cache)
         index = faiss.read_index(str(directory / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
         originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
         return cls(Searcher(index, originals, facts.search, gpu), open_passages(directory / PASSAGES_FILE))
@@ -275,45 +249,5 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
         search=parameters,
         recall_at_10=recall,
         bytes=sum((directory / name).stat().st_size for name in names),
-        checksums={name: fingerprint(directory / name) for name in names},
+        checksums={name: FileChecksums.measure(directory / name) for name in names},
     )
-
-
-def mark_finished(directory: Path, facts: ShardFacts) -> ShardFacts:
-    """Record beside a shard's directory that the shard is finished, so that an interrupted build resumes after it."""
-    durable.replace_json(directory.with_suffix(".json"), asdict(facts))
-    return facts
-
-
-def finished_shard(directory: Path) -> ShardFacts | None:
-    """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
-    record = directory.with_suffix(".json")
-    if record.is_file():
-        facts = ShardFacts(**json.loads(record.read_text(encoding="utf-8")))
-        with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
-            verify(directory.parent, facts)
-            return facts
-    return None
-
-
-def clear_finished(root: Path) -> None:
-    """Remove the records of `mark_finished` from an index whose shards are all finished."""
-    for record in root.glob("*.json"):
-        record.unlink()
-
-
-def verify(root: Path, facts: ShardFacts) -> None:
-    """Compare the checksums of a shard's files with the manifest, in bounded memory.
-
-    Raises:
-        InputError: a file is missing or corrupted.
-    """
-    for name, checksum in facts.checksums.items():
-        file = root / facts.name / name
-        if not file.is_file():
-            raise InputError(f"index={root}: {facts.name}/{name} is missing; restore it or build the index again")
-        if fingerprint(file) != checksum:
-            raise InputError(
-                f"index={root}: {facts.name}/{name} is corrupted (its checksum differs from the manifest); "
-                "restore it or build the index again"
-            )

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.places import Place
 from infembed_ray.progress import say
 from infembed_ray.retrieval.index import IndexFacts, change_log
-from infembed_ray.retrieval.shards import verify as verify_shard
-from infembed_ray.storage import LATEST, MANIFEST, local_path, read_manifest, set_latest
+from infembed_ray.retrieval.shard_files import verify as verify_shard
+from infembed_ray.storage import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Version:
 
 
 def versions(output: str | Path) -> list[Version]:
-    """All usable versions in an output directory, the oldest first.
+    """All usable versions in an output, a directory or an object-store URI, the oldest first.
 
     Raises:
         InputError: there is no such directory.
@@ -42,14 +44,14 @@ def versions(output: str | Path) -> list[Version]:
     root = _root(output)
     current = _current(root)
     found = []
-    for directory in (file.parent for file in root.glob(f"[!.]*/{MANIFEST}")):
+    for directory in _published(root):
         try:
-            facts = IndexFacts.read(directory)
+            manifest = read_manifest(directory, "index")
+            facts = IndexFacts.of_manifest(manifest, directory)
         except InputError as fault:  # the output of another stage, or an old format
             say(f"index versions: left out: {fault}")
             continue
-        created = str(read_manifest(directory, "index").get("created", ""))
-        found.append(Version(directory.name, created, facts, directory.name == current))
+        found.append(Version(directory.name, str(manifest.get("created", "")), facts, directory.name == current))
     return sorted(found, key=lambda version: (version.created, version.facts.folded, version.id))
 
 
@@ -57,20 +59,24 @@ def use(output: str | Path, version: str) -> None:
     """Verify a version and point `latest` at it.
 
     Args:
-        output: output directory of `infembed index`.
+        output: output of `infembed index`: a directory or an object-store URI.
         version: its id, or an unambiguous prefix of it.
 
     Raises:
         InputError: there is no such version, or one of its files or changes is missing or corrupted; `latest` is kept.
     """
     root = _root(output)
-    known = [found.id for found in versions(root)]
+    known = [found.id for found in versions(output)]
     meant = [version] if version in known else [id for id in known if id.startswith(version)] if version else []
     if len(meant) != 1:
         fault = "several versions begin with it" if meant else "no such version"
         raise InputError(f"version={version}: {fault} in {root}; it has {', '.join(meant or known) or 'none'}")
-    verify(root / meant[0])
-    set_latest(root, meant[0])
+    if isinstance(root, Folder):
+        verify((root / meant[0]).uri)
+        root.write(LATEST, f"{meant[0]}\n")
+    else:
+        verify(root / meant[0])
+        set_latest(root, meant[0])
 
 
 def verify(index: str | Path) -> int:
@@ -85,9 +91,7 @@ def verify(index: str | Path) -> int:
     Raises:
         InputError: it is no index, or a file or a change is missing or corrupted.
     """
-    root = _root(index)
-    if not (root / MANIFEST).is_file() and (current := _current(root)):
-        root = root / current
+    root = find_input(str(index), "index")
     facts = IndexFacts.read(root)
     for shard in facts.shards:
         verify_shard(root, shard)
@@ -97,13 +101,26 @@ def verify(index: str | Path) -> int:
     return facts.bytes
 
 
-def _root(output: str | Path) -> Path:
+def _root(output: str | Path) -> Place:
+    if is_uri(str(output)):
+        return Folder.open(str(output), "index")
     root = local_path(str(output), "index")
     if not root.is_dir():
         raise InputError(f"index={output}: no such directory; give the output of `infembed index`")
     return root
 
 
-def _current(root: Path) -> str | None:
-    pointer = root / LATEST
-    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+def _published(root: Place) -> list[Path] | list[Folder]:
+    """List the directories with a manifest, without hidden ones."""
+    if isinstance(root, Path):
+        return [file.parent for file in root.glob(f"[!.]*/{MANIFEST}")]
+    names = [name for name in root.folders() if not name.startswith(".")]
+    return [root / name for name in names if (root / name).read(MANIFEST) is not None]
+
+
+def _current(root: Place) -> str | None:
+    if isinstance(root, Folder):
+        text = root.read(LATEST)
+    else:
+        text = (root / LATEST).read_text(encoding="utf-8") if (root / LATEST).is_file() else None
+    return None if text is None else text.strip()

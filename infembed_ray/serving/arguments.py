@@ -69,6 +69,7 @@ class IndexArguments(_Arguments):
         "shard_replicas",
         "gpus_per_shard",
         "cpus_per_shard",
+        "shard_cache",
         "max_queue",
         "request_timeout_s",
     }

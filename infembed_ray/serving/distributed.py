@@ -38,7 +38,8 @@ from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.service import Query
 
 START_TIMEOUT_S = 600.0
-"""Time for replicas to start: a large model is read and warmed up, and a node may have to be added first."""
+"""Time for replicas to start: a large model is read and warmed up, and a node may have to be added first. `Plan.reading_s` is
+added for the index."""
 READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0
@@ -158,7 +159,7 @@ def _start_applications(plan: Plan, missing: set[str]) -> None:
     for name in names:
         ray_compat.start_application(applications[name](), name, None, LoggingConfig(**LOGGING))
     for name in names:
-        _wait_until_running(name)
+        _wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
 
 
 def _roll_back(previous: tuple[ApiArguments, ReleaseSpec] | None, started: Iterable[str]) -> None:
@@ -318,7 +319,7 @@ def _check_with_query(plan: Plan) -> None:
     handles = [serve.get_deployment_handle(shard, app_name=release.index) for shard in release.shards]
     calls = [handle.search_many.remote([ShardQuery(embedded.vectors, 1)]) for handle in handles]
     for shard, call in zip(release.shards, calls, strict=True):
-        (answer,) = call.result(timeout_s=READY_TIMEOUT_S)
+        (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
         if isinstance(answer, BaseException):
             raise RuntimeError(f"{release.index}: {shard} does not answer: {in_one_line(answer)}") from answer
 
@@ -340,15 +341,15 @@ def _current_release() -> tuple[ApiArguments, ReleaseSpec] | None:
     return served
 
 
-def _wait_until_running(name: str) -> None:
+def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
     """Wait for an application, with progress lines.
 
     Raises:
         InputError: a replica raised it.
-        StartError: the application failed or did not start within `START_TIMEOUT_S`.
+        StartError: the application failed or did not start in time.
     """
     started = time.monotonic()
-    deadline, progress_at = started + START_TIMEOUT_S, started + PROGRESS_S
+    deadline, progress_at = started + timeout_s, started + PROGRESS_S
     while (found := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
         if (
             found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)

@@ -19,10 +19,12 @@ from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import is_uri
+from infembed_ray.places import address
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.serving import schema
 from infembed_ray.serving.arguments import (
     APPLICATION,
@@ -35,8 +37,10 @@ from infembed_ray.serving.arguments import (
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
-from infembed_ray.storage import MANIFEST, open_input, read_manifest, resolve_input
+from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
+SLOW_BYTES_PER_S = 50e6
+"""Least rate at which a node is expected to copy or read an index; start-up time-outs grow with the index at this rate."""
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve's processes."""
 
@@ -50,6 +54,7 @@ class Plan:
     index: IndexArguments
     api: ApiArguments
     release: ReleaseSpec
+    index_bytes: int
 
     @classmethod
     def resolve(cls, settings: ServeSettings) -> Plan:
@@ -59,22 +64,24 @@ class Plan:
             InputError: there is no such index or model, the index is damaged or another encoder built it, or the API would
                 be open to other machines.
         """
-        from infembed_ray.modeling.checkpoint import locate
+        from infembed_ray.modeling.checkpoint import local, locate
         from infembed_ray.modeling.encoder import InstructionEncoder
         from infembed_ray.serving.encoder.runtime import require_runnable
 
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)
-        # A replica copies its own shard from an object store and checks it, so no node needs room for the whole index.
-        remote = open_input(settings.index, "index").uri if is_uri(settings.index) else None
-        index = Index.describe(remote) if remote else Index.open(settings.index)
+        index = Index.describe(settings.index)
+        if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
+            for shard in index.facts.shards:
+                local_directory(index.path, shard)
         found = locate(settings.model or index.facts.model, "model")
-        described = InstructionEncoder.from_pretrained(found.path, dimensions=index.facts.dimensions, device="meta")
+        path = local(found.path)
+        described = InstructionEncoder.from_pretrained(path, dimensions=index.facts.dimensions, device="meta")
         fingerprint = described.fingerprint()
         index.require_encoder(fingerprint)
-        require_runnable(described, settings, found.path)
+        require_runnable(described, settings, path)
         card = schema.Model(
-            id=settings.model_name or _model_name(settings.model or index.facts.model, found.path),
+            id=settings.model_name or _model_name(settings.model or index.facts.model, path),
             created=int(time.time()),
             dimension=index.facts.dimension,
             encoder=fingerprint,
@@ -85,22 +92,25 @@ class Plan:
             writable=settings.writable,
             suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
         )
-        model = settings.model
-        model = open_input(model, "model").uri if model is not None and is_uri(model) else found.path
         encoder = EncoderArguments(
-            model=model, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
+            model=found.path, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
         )
-        shards = IndexArguments(index=remote or str(index.path.resolve()), version=index.version, settings=settings)
+        shards = IndexArguments(index=address(index.path), version=index.version, settings=settings)
         api = ApiArguments(locked=bool(keys), settings=settings)
         release = ReleaseSpec(
             fingerprint=_fingerprint(settings, card, api.locked),
             encoder=encoder.application,
             index=shards.application,
             shards=tuple(facts.name for facts in index.facts.shards),
-            changes=str(index.changes.resolve()),
+            changes=address(index.changes),
             card=card,
         )
-        return cls(settings, encoder, shards, api, release)
+        return cls(settings, encoder, shards, api, release, index.facts.bytes)
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds to add to time-outs of the start, in which a node copies or reads up to the whole index."""
+        return self.index_bytes / SLOW_BYTES_PER_S
 
     @property
     def url(self) -> str:
@@ -239,11 +249,6 @@ def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
         raise InputError(
             f"host={settings.host}: open to other machines without API keys; "
             f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
-        )
-    if settings.writable and is_uri(settings.index):
-        raise InputError(
-            f"writable=true: index={settings.index} is in an object store, which cannot hold the write-ahead log; copy the "
-            "index to a directory that all nodes share and serve that, or set writable=false"
         )
     if (
         settings.gpus_per_shard and not on_a_cluster()

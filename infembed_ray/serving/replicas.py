@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -25,10 +26,10 @@ from ray.serve.handle import DeploymentHandle
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
-from infembed_ray.retrieval.index import Index, changes_of
+from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardAnswer, ShardQuery
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from infembed_ray.serving import startup
 from infembed_ray.serving.arguments import (
     APPLICATION,
@@ -46,7 +47,7 @@ from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.service import Document, Query, ReplicaLost
-from infembed_ray.storage import MANIFEST, resolve_input
+from infembed_ray.storage import resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.serving.encoder.engine import EncodingEngine
@@ -55,6 +56,8 @@ OPEN_TIMEOUT_S = 60.0
 """Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
 POLL_S = 0.1
 """Seconds between two reads of the write-ahead log by a shard, and between two probes of a new release."""
+STORE_POLL_S = 1.0
+"""Seconds between two reads of a log in an object store, which bills each request."""
 STUCK_POLL_S = 1.0
 """Seconds between two reads of a damaged log."""
 CLIENT_ERRORS = (QueueFull, DeadlineExceeded, EmptySequence)
@@ -137,9 +140,14 @@ class ShardSearch:
                 f"{arguments.version}; start `serve` again"
             )
         facts = described.facts
-        root = resolve_input(arguments.index, "index", [MANIFEST, facts.shards[number].name])
-        changes = ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
-        base = Shard.open(root, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
+        cache = arguments.settings.shard_cache
+        base = Shard.open(
+            described.path,
+            facts.shards[number],
+            gpu=arguments.settings.gpus_per_shard > 0,
+            cache=Path(cache).expanduser() if cache else None,
+        )
+        changes = change_log(described.path, facts)
         self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
         self._changes = changes.directory
         self._fault: str | None = None
@@ -183,6 +191,7 @@ class ShardSearch:
     def _follow_log(self) -> None:
         """Apply changes as they are appended to the log. A damaged change blocks those after it; it is logged once."""
         logged = ""
+        poll_s = POLL_S if isinstance(self._changes, Path) else STORE_POLL_S
         while True:
             try:
                 self._shard.refresh()
@@ -194,7 +203,7 @@ class ShardSearch:
                 if str(error) != logged:
                     logged = str(error)
                     log.error("the shard applies no further changes and serves its current documents: %s", logged)
-            time.sleep(POLL_S if self._fault is None else STUCK_POLL_S)
+            time.sleep(poll_s if self._fault is None else STUCK_POLL_S)
 
 
 class MetricsPage:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from infembed_ray.config.retrieval import FieldType
-from infembed_ray.retrieval.shards import Build, Hit, Shard, ShardFacts, shard_of
+from infembed_ray.retrieval.shard_files import ShardFacts
+from infembed_ray.retrieval.shards import Build, Hit, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Put
 

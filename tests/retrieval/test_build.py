@@ -1,9 +1,19 @@
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import numpy as np
+import pytest
+from obstore.exceptions import GenericError
+
+from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.build import output_errors
+from infembed_ray.object_store import Folder
+from infembed_ray.retrieval.build import output_errors, partition_part, parts_of, sort_shard
+from infembed_ray.retrieval.corpus import BadRow
+from infembed_ray.retrieval.work import chunks_of
+from infembed_ray.retrieval.work_directory import WorkDirectory
+from tests.support.files import write_jsonl
 
 
 def test_only_file_system_errors_name_the_output() -> None:
@@ -14,5 +24,50 @@ def test_only_file_system_errors_name_the_output() -> None:
     ):
         with pytest.raises(type(error)), output_errors("out"):
             raise error
-    with pytest.raises(InputError, match=r"output=out: cannot be written \(full\)"), output_errors("out"):
+    with pytest.raises(InputError, match=r"output=out: cannot be written \(No space"), output_errors("out"):
         raise OSError(28, "full")
+    uri = "s3://bucket/index"
+    for error in (OSError("AWS Error NO_SUCH_KEY"), FileNotFoundError("Path does not exist"), GenericError("refused")):
+        with pytest.raises(InputError, match=rf"output={uri}: the object store failed \({error}\)"), output_errors(uri):
+            raise error
+    with pytest.raises(InputError, match=r"INFEMBED_SCRATCH=/.*: cannot be written \(No space"), output_errors(uri):
+        raise OSError(28, "full")
+    with pytest.raises(TimeoutError), output_errors(uri):
+        raise TimeoutError("a task took long")
+
+
+def test_a_corpus_in_an_object_store_is_partitioned_in_parts(bucket: str, tmp_path: Path) -> None:
+    corpus = Folder.open(f"{bucket}/partitioned", "corpus")
+    rows = [{"id": f"p{n}", "text": f"text {n}", "year": n} for n in range(100)]
+    for number in range(5):
+        corpus.upload(write_jsonl(tmp_path / "part.jsonl", rows[number::5]), f"deep/{number}.jsonl")
+    corpus.write("README.md", "not data")
+    corpus.write(".hidden.jsonl", "not data")
+    settings = IndexSettings(corpus=corpus.uri, model="m", output="o", shards=2, metadata={"year": "integer"})
+    files = [corpus / f"deep/{number}.jsonl" for number in range(5)]
+    assert parts_of(corpus) == [{number: file} for number, file in enumerate(files)]
+    (tmp_path / "work").mkdir()
+    work = WorkDirectory(tmp_path / "work")
+    parts = [partition_part(some, settings, work, part) for part, some in enumerate(parts_of(corpus))]
+    assert [seen for _, seen in parts] == [{"id", "text", "year"}] * 5
+    sizes = np.sum([counts for counts, _ in parts], axis=0).tolist()
+    found = []
+    for shard in range(2):
+        sort_shard(shard, files, settings, work, 512)
+        found += [work.passages(chunk).to_pylist() for chunk in chunks_of(sizes) if chunk.shard == shard]
+    assert sorted((row for rows in found for row in rows), key=lambda row: row["year"]) == rows
+
+
+def test_a_bad_row_of_a_corpus_in_an_object_store_is_named_by_its_uri(bucket: str, tmp_path: Path) -> None:
+    corpus = Folder.open(f"{bucket}/bad-rows", "corpus")
+    corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "b", "text": " "}\n')
+    settings = IndexSettings(corpus=corpus.uri, model="m", output="o", shards=2)
+    work = WorkDirectory(tmp_path)
+    file = corpus / "a.jsonl"
+    with pytest.raises(BadRow, match=rf"^corpus={file}: row 2: column text is empty"):
+        partition_part({0: file}, settings, work, 0)
+    corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
+    with pytest.raises(BadRow, match=rf"^corpus={corpus}/a.jsonl: row 2: id a is a duplicate"):
+        partition_part({0: file}, settings, work, 0)
+        for shard in range(2):
+            sort_shard(shard, [file], settings, work, 512)

@@ -16,8 +16,7 @@ import pytest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import corpus as corpus_module
-from infembed_ray.retrieval.corpus import partition, sort_shard, spool_file
-from infembed_ray.retrieval.passages import open_passages
+from infembed_ray.retrieval.corpus import partition, sorted_passages, spool_file
 from infembed_ray.retrieval.shards import shard_of
 
 TYPES: dict[str, FieldType] = {"year": "integer", "lang": "string"}
@@ -40,8 +39,9 @@ def read(corpus: Path, shards: int, directory: Path, **settings: Any) -> list[li
     sizes = partition(corpus, settings.pop("columns", {}), types, shards, directory / "spool")
     found = []
     for shard, size in enumerate(sizes):
-        sort_shard(spool_file(directory / "spool", shard), [corpus], types, directory / "passages.arrow")
-        found.append(open_passages(directory / "passages.arrow").to_pylist())
+        tables = list(sorted_passages([spool_file(directory / "spool", shard)], [corpus], types, rows_at_once=37))
+        assert all(len(table) == 37 for table in tables[:-1])
+        found.append([row for table in tables for row in table.to_pylist()])
         assert len(found[-1]) == size
     return found
 
@@ -51,7 +51,6 @@ def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
     tmp_path: Path, spool_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus_module, "SPOOL_BYTES", spool_bytes)
-    monkeypatch.setattr(corpus_module, "_ROWS_AT_ONCE", 37)
     rows = rows_of(500)
     shards = read(write_lines(tmp_path / "corpus.jsonl", rows), 3, tmp_path)
     for number, found in enumerate(shards):

@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 
 from infembed_ray.cli import main
-from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval import distributed, work_directory
-from infembed_ray.retrieval.distributed import run
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.retrieval import distributed, work
+from infembed_ray.retrieval.distributed import compact, run
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shards import PASSAGES_FILE, shard_of
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, ShardFacts
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
+from infembed_ray.retrieval.versions import verify
 from infembed_ray.storage import Published, read_manifest, resolve
 from tests.support.files import write_jsonl
+from tests.support.waiting import wait_until
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
@@ -53,8 +57,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> IndexSett
 
 
 @pytest.fixture(scope="module")
-def made(settings: IndexSettings, ray_cluster: None) -> Published:
-    """An index of an uninterrupted build."""
+def made(settings: IndexSettings, bucket: str, ray_cluster: None) -> Published:
+    """An index of an uninterrupted build. The cluster starts after the bucket, whose address its workers inherit."""
     return run(settings)
 
 
@@ -106,14 +110,14 @@ def files_of(root: Path) -> dict[str, bytes]:
 def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     tmp_path: Path, made: Published, settings: IndexSettings, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_directory, "CHUNK_PASSAGES", 4)
+    monkeypatch.setattr(work, "CHUNK_PASSAGES", 4)
     output = tmp_path / "index"
     settings = settings.model_copy(update={"output": str(output)})
     sent: list[str] = []
     from_items = distributed.ray.data.from_items
 
     def spied(items: list[dict[str, Any]], **options: Any) -> Any:
-        sent.extend(item["file"] for item in items)
+        sent.extend(work.Chunk(**item).name for item in items)
         return from_items(items, **options)
 
     monkeypatch.setattr(distributed.ray.data, "from_items", spied)
@@ -135,7 +139,7 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
 
     def blocked(place: Path) -> None:
         """Fail as on a full disk: `place` cannot be written."""
-        if place.name == work_directory.ENCODED:
+        if place.name == work.ENCODED:
             place.touch()
         else:
             place.mkdir()
@@ -145,10 +149,10 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
         assert not (output / "latest").exists()
         place.unlink() if place.is_file() else place.rmdir()
 
-    blocked(room / "shard-00000" / work_directory.ENCODED)
+    blocked(room / "shard-00000" / work.ENCODED)
     everything = set(sent)
     assert len(sent) == len(everything) >= 8
-    encoded = {str(file) for file in room.glob("*/*/*.npy")}
+    encoded = {file.relative_to(room).as_posix() for file in room.glob("*/*/*.npy")}
     sent.clear()
     blocked(room / "shard-00002" / "vectors.npy")
     assert set(sent) == everything - encoded
@@ -162,6 +166,7 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
 
     monkeypatch.setattr(distributed.ray.data, "from_items", None)  # no chunk is encoded again
     interrupted(_as_completed=up_to_the_first)
+    wait_until(lambda: len(list(output.glob(".*.partial/shard-*.json"))) == 3)  # tasks of the interrupted run go on
     shutil.copytree(output, tmp_path / "other")
     (finished,) = output.glob(".*.partial/shard-00000/index.faiss")
     inode, written = finished.stat().st_ino, finished.stat().st_mtime_ns
@@ -194,6 +199,58 @@ def test_faults_found_by_workers_are_one_line(
     next(encoder.backbone.parameters()).data.fill_(float("nan"))
     encoder.save_pretrained(tmp_path / "broken")
     refuse(r"model=.*broken: its embedding of passage \S+ is not finite", model=str(tmp_path / "broken"))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_build_in_an_object_store_resumes_to_the_same_bytes_without_a_shared_directory(
+    made: Published, settings: IndexSettings, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "CHUNK_PASSAGES", 4)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    corpus, rows = Folder.open(f"{bucket}/build/corpus", "corpus"), rows_of(PASSAGES)
+    for number in range(3):
+        part = write_corpus(tmp_path / "part.jsonl", ({"kind": row["topic"], **row} for row in rows[number::3]))
+        corpus.upload(Path(part), f"{number}.jsonl")
+    stored = settings.model_copy(update={"corpus": corpus.uri, "output": f"{bucket}/build/index"})
+    output = Folder.open(stored.output, "output")
+    sent: list[str] = []
+    from_items = distributed.ray.data.from_items
+
+    def first_half(items: list[dict[str, Any]], **options: Any) -> Any:
+        sent.extend(work.Chunk(**item).name for item in items)
+        return from_items(items[: len(items) // 2] if interrupted else items, **options)
+
+    monkeypatch.setattr(distributed.ray.data, "from_items", first_half)
+    interrupted = True
+
+    def lose_power(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for step in ("_sort_shards", "_write_shards"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(distributed, step, lose_power)
+            run(stored)
+        assert output.read("latest") is None
+    interrupted, everything = False, list(sent)
+    sent.clear()
+    published = run(stored)
+    assert sent == everything[len(everything) // 2 :]
+    index = Index.describe(stored.output)
+    assert published.uri == str(index.path)
+    assert [s.checksums for s in index.facts.shards] == [
+        ShardFacts.from_json(s).checksums for s in made.manifest["index"]["shards"]
+    ]
+    assert published.manifest["counts"] == made.manifest["counts"]
+    assert not any(name.startswith(".") for name in output.entries())
+    on_the_driver = [file for file in (tmp_path / "driver").rglob("*") if file.suffix in (".arrow", ".npy", ".faiss")]
+    assert on_the_driver == []
+    assert not run(stored).fresh
+
+    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append([Delete("esp-0")])
+    compacted = compact(CompactSettings(index=stored.output))
+    assert compacted.manifest["counts"] == {"passages": len(PASSAGES) - 1, "shards": 3, "changes": 1}
+    verify(stored.output)
 
 
 @pytest.mark.ray
@@ -301,6 +358,8 @@ except InputError as error:
 def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
     ids = [f"passage-{i}" for i in range(1000)]
     here = [shard_of(i, 7) for i in ids]
-    code = "from infembed_ray.retrieval.shards import PASSAGES_FILE, shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
+    code = (
+        "from infembed_ray.retrieval.shards import shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
+    )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
     assert json.loads(there) == here

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.records import Passage
-from infembed_ray.retrieval import build, work_directory
+from infembed_ray.retrieval import build, work
 from infembed_ray.retrieval.index import Index, IndexFacts, warn_of_changes
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
@@ -215,14 +216,14 @@ def test_rows_have_metadata_and_the_same_rows_are_not_indexed_again(
 def test_an_interrupted_build_in_process_encodes_only_the_missing_chunks(
     encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_directory, "CHUNK_PASSAGES", 2)
+    monkeypatch.setattr(work, "CHUNK_PASSAGES", 2)
     encoded: list[int] = []
     encode_chunk = build.encode_chunk
 
     def up_to_two(*arguments: Any) -> None:
         if len(encoded) == 2:
             raise KeyboardInterrupt
-        encoded.append(arguments[2])
+        encoded.append(arguments[2].start)
         encode_chunk(*arguments)
 
     monkeypatch.setattr(build, "encode_chunk", up_to_two)
@@ -234,6 +235,49 @@ def test_an_interrupted_build_in_process_encodes_only_the_missing_chunks(
     assert encoded == [4]
     assert [hit.id for hit in index.search(encoder.encode_queries("glaciers"), k=1)[0]] == ["1"]
     assert not list(tmp_path.glob(".*.encoded"))
+
+
+def files_of(index: Index) -> dict[str, bytes]:
+    root = index.path
+    if isinstance(root, Path):
+        return {str(file.relative_to(root)): file.read_bytes() for file in root.glob("shard-*/*")}
+    return {name: root.open_input(name).read() for name in root.entries() if name != MANIFEST}
+
+
+@pytest.mark.integration
+def test_an_index_in_an_object_store_has_the_same_bytes_and_resumes(
+    encoder: Any, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    monkeypatch.setattr(work, "CHUNK_PASSAGES", 2)
+    rows = [{"id": f"p{n}", "text": text, "day": date(2024, 1, n + 1)} for n, text in enumerate(PASSAGES)]
+    local = Index.build(rows, encoder, tmp_path / "local", metadata={"day": "date"}, shards=2, factory="IVF1,SQ8")
+    encoded: list[int] = []
+    encode_chunk = build.encode_chunk
+
+    def up_to_two(*arguments: Any) -> None:
+        if len(encoded) == 2:
+            raise KeyboardInterrupt
+        encoded.append(arguments[2].start)
+        encode_chunk(*arguments)
+
+    given: dict[str, Any] = {"metadata": {"day": "date"}, "shards": 2, "factory": "IVF1,SQ8"}
+    monkeypatch.setattr(build, "encode_chunk", up_to_two)
+    with pytest.raises(KeyboardInterrupt):
+        Index.build(rows, encoder, f"{bucket}/built", **given)
+    folder = Folder.open(f"{bucket}/built", "output")
+    assert folder.read(LATEST) is None
+    encoded.clear()
+    stored = Index.build(rows, encoder, f"{bucket}/built", **given)
+    assert len(encoded) == 1
+    assert files_of(stored) == files_of(local)
+    assert stored.version == local.version
+    assert [name for name in folder.entries() if "encoded" in name] == []
+    assert Index.build(rows, encoder, f"{bucket}/built", **given).version == stored.version  # encodes nothing
+    queries = encoder.encode_queries(["coffee", "ice"])
+    assert stored.search(queries) == local.search(queries) == Index.open(f"{bucket}/built").search(queries)
+    ChangeLog(stored.changes, stored.facts.metadata, stored.facts.dimension).append([Delete("p1")])
+    assert "p1" not in {hit.id for hit in stored.search(queries[0])[0]}
 
 
 @pytest.mark.integration

@@ -2,45 +2,161 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.shards import VECTORS_FILE
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.retrieval import work as chunks
+from infembed_ray.retrieval.corpus import partition_files, sorted_passages
+from infembed_ray.retrieval.passages import open_passages, schema
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
+from infembed_ray.retrieval.stored_work import StoredWork
+from infembed_ray.retrieval.work import Work, chunks_of
 from infembed_ray.retrieval.work_directory import WorkDirectory, work_directory
 from infembed_ray.storage import Step
+from tests.support.files import write_jsonl
 
 
-def test_chunks_cover_a_shard_and_grow_with_the_corpus(tmp_path: Path) -> None:
-    work = WorkDirectory(tmp_path)
-    chunks = work.chunks(1, 1300, 1300)
-    assert [(chunk.start, chunk.count) for chunk in chunks] == [(0, 512), (512, 512), (1024, 276)]
-    assert len({chunk.file for chunk in chunks}) == 3
-    assert {chunk.count for chunk in work.chunks(0, 16_384, 10**9)} == {8192}
-    assert work.chunks(0, 0, 10) == []
+@pytest.fixture(params=["directory", "store"])
+def work(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    if request.param == "directory":
+        (tmp_path / "work").mkdir()
+        return WorkDirectory(tmp_path / "work")
+    bucket = request.getfixturevalue("bucket")
+    return StoredWork(Folder.open(f"{bucket}/{tmp_path.name}/.work.encoded", "output"))
 
 
-def test_encoded_chunks_and_joined_shards_are_not_missing(tmp_path: Path) -> None:
-    work = WorkDirectory(tmp_path)
-    first, second = work.chunks(0, 1000, 2000), work.chunks(1, 1000, 2000)
-    assert work.missing([*first, *second]) == [*first, *second]
-    first[0].file.parent.mkdir(parents=True)
-    first[0].file.touch()
-    work.shard(1).mkdir()
-    (work.shard(1) / VECTORS_FILE).touch()
-    assert work.missing([*first, *second]) == first[1:]
+def fill(work: Work, corpus: Path, rows: int, shards: int) -> list[int]:
+    """Partition and sort a corpus of `rows` passages with a nullable column, in two parts."""
+    columns = [{"id": f"p{i}", "text": f"text {i} " * (i % 5 + 1), "year": None if i % 3 else i} for i in range(rows)]
+    files = [write_jsonl(corpus / f"{n}.jsonl", columns[n::2]) for n in range(2)]
+    sizes = np.zeros(shards, int)
+    for part, file in enumerate(files):
+        with work.spool(part) as spool:
+            sizes += partition_files([(part, file)], {}, {"year": "integer"}, shards, spool, set())
+    work.set_sizes(sizes.tolist())
+    for shard in range(shards):
+        with work.spooled(shard) as spooled:
+            tables = sorted_passages(spooled, files, {"year": "integer"}, chunks.CHUNK_PASSAGES)
+            work.write_sorted(shard, schema({"year": "integer"}), tables)
+    work.drop_spool()
+    return sizes.tolist()
 
 
-def test_builds_of_the_same_vectors_share_it_one_at_a_time(tmp_path: Path) -> None:
+def encode(work: Work, chunk: chunks.Chunk) -> None:
+    passages = work.passages(chunk)
+    assert len(passages) == chunk.count
+    work.write_encoded(chunk, np.array([[int(id[1:]), 1] for id in passages.column("id").to_pylist()], np.float32))
+
+
+def test_chunks_cover_the_shards_and_grow_with_the_corpus() -> None:
+    found = chunks_of([0, 1300])
+    assert [(chunk.shard, chunk.number, chunk.start, chunk.count) for chunk in found] == [
+        (1, 0, 0, 512),
+        (1, 1, 512, 512),
+        (1, 2, 1024, 276),
+    ]
+    assert len({chunk.name for chunk in found}) == 3
+    assert {chunk.count for chunk in chunks_of([16_384 * 10_000])} == {8192}
+    assert chunks_of([0]) == []
+
+
+def test_passages_and_vectors_survive_for_the_shards(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_PASSAGES", 4)
+    assert work.sizes() is None
+    assert not work.is_sorted(0)
+    sizes = fill(work, tmp_path / "corpus", 25, 2)
+    assert work.sizes() == sizes
+    assert all(map(work.is_sorted, range(2)))
+    every = chunks_of(sizes)
+    assert work.missing(every) == every
+    for chunk in every[1:]:
+        encode(work, chunk)
+    assert work.missing(every) == every[:1]
+    encode(work, every[0])
+    assert work.missing(every) == []
+    found = {}
+    for shard in range(2):
+        directory = tmp_path / f"shard-{shard}"
+        directory.mkdir()
+        work.gather(shard, [chunk for chunk in every if chunk.shard == shard], directory, 2)
+        passages = open_passages(directory / PASSAGES_FILE)
+        assert passages.column("id").to_pylist() == sorted(passages.column("id").to_pylist())
+        vectors = np.load(directory / VECTORS_FILE)
+        found |= dict(zip(passages.column("id").to_pylist(), vectors[:, 0].tolist(), strict=True))
+    assert found == {f"p{i}": i for i in range(25)}
+    work.delete()
+    assert work.sizes() is None
+    assert not list((tmp_path / "scratch").glob("*"))
+
+
+def test_a_store_and_a_directory_give_the_same_files(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_PASSAGES", 4)
+    (tmp_path / "work").mkdir()
+    written = []
+    for work in (WorkDirectory(tmp_path / "work"), StoredWork(Folder.open(f"{bucket}/same-files", "output"))):
+        every = chunks_of(fill(work, tmp_path / "corpus", 25, 1))
+        for chunk in every:
+            encode(work, chunk)
+        directory = tmp_path / type(work).__name__
+        directory.mkdir()
+        work.gather(0, every, directory, 2)
+        written.append([(directory / name).read_bytes() for name in (PASSAGES_FILE, VECTORS_FILE)])
+    assert written[0] == written[1]
+
+
+def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, rows_at_once = 2000, 100
+    work = StoredWork(Folder.open(f"{bucket}/chunk", "output"))
+    table = pa.table({"id": [f"{i:05d}" for i in range(rows)], "text": ["x" * 1000] * rows}, schema=schema({}))
+    work.write_sorted(0, table.schema, (table.slice(start, rows_at_once) for start in range(0, rows, rows_at_once)))
+    read: list[int] = []
+    opened = Folder.open_input
+
+    class Counted:
+        def __init__(self, file: pa.NativeFile) -> None:
+            self._file = file
+            self.closed = False
+            self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+        def read(self, count: int) -> bytes:
+            content: bytes = self._file.read(count)
+            read.append(len(content))
+            return content
+
+    monkeypatch.setattr(Folder, "open_input", lambda self, name: pa.PythonFile(Counted(opened(self, name)), "r"))
+    found = work.passages(chunks.Chunk(0, 7, 7 * rows_at_once, rows_at_once))
+    assert found.column("id").to_pylist() == [f"{i:05d}" for i in range(700, 800)]
+    assert 100_000 < sum(read) < 200_000
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_builds_of_the_same_vectors_share_it_one_at_a_time(
+    tmp_path: Path, bucket: str, store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    monkeypatch.setattr("infembed_ray.leases.SECONDS", 2.0)
+    output = f"{bucket}/shared-work" if store else str(tmp_path / "index")
+
     def opened(**changes: object) -> tuple[Step, IndexSettings]:
-        values = {"corpus": "c", "model": "m", "output": str(tmp_path / "index"), **changes}
+        values = {"corpus": "c", "model": "m", "output": output, **changes}
         settings = IndexSettings.from_mapping(values)
         return Step("index", settings, settings.output, {}, {"corpus": "c"}), settings
 
     with work_directory(*opened()) as work:
-        with pytest.raises(InputError, match="another run encodes the same corpus; wait for it to end"):
+        with pytest.raises(InputError, match=r"has been writing this output since .*; wait for it"):
             work_directory(*opened(factory="HNSW32")).__enter__()
         with work_directory(*opened(shards=5)) as other:
-            assert other.root != work.root
+            assert other != work
     with work_directory(*opened(factory="HNSW32")) as again:
-        assert again.root == work.root
+        assert again == work

@@ -1,17 +1,14 @@
-"""Small published indexes, built in this process instead of on a cluster as `infembed index` does."""
+"""Small published indexes, made by `Index.build`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infembed_ray.config.retrieval import FieldType, IndexSettings
+from infembed_ray.config.retrieval import FieldType
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval.index import IndexFacts
-from infembed_ray.retrieval.shards import Shard, shard_of
-from infembed_ray.storage import Step
+from infembed_ray.retrieval.index import Index
 
 PASSAGES = {
     f"{topic}-{audience}": f"{topic.capitalize()} {text}"
@@ -36,35 +33,9 @@ def publish_index(
     types: Mapping[str, FieldType] | None = None,
 ) -> Path:
     """Publish an index of passages (id -> text) under `root`, with metadata (id -> column -> value); return its directory."""
-    metadata, types = metadata or {}, types or {}
-    corpus = root / "corpus.txt"
-    root.mkdir(parents=True, exist_ok=True)
-    corpus.write_text(repr(sorted(passages.items())))
-    settings = IndexSettings(corpus=str(corpus), model=model, output=str(root / "index"), shards=shards)
+    columns = dict.fromkeys(types or {})
+    rows = [{"id": id, "text": text, **columns, **(metadata or {}).get(id, {})} for id, text in passages.items()]
     encoder = InstructionEncoder.from_pretrained(model)
-    step = Step("index", settings, settings.output, {"corpus": corpus, "model": Path(model)})
-    if done := step.finished():
-        return done.path
-    with step.publish() as staging:
-        facts = []
-        for shard in range(shards):
-            ids = [id for id in passages if shard_of(id, shards) == shard]
-            texts = [passages[id] for id in ids]
-            columns = {name: [metadata.get(id, {}).get(name) for id in ids] for name in types}
-            vectors = encoder.encode_passages(texts)
-            facts.append(Shard.write(staging.path / f"shard-{shard:05d}", ids, texts, vectors, columns, types))
-        staging.facts = {
-            "index": asdict(
-                IndexFacts(
-                    encoder=encoder.fingerprint(),
-                    model=model,
-                    template=encoder.text.template,
-                    dimension=encoder.dimension,
-                    passages=len(passages),
-                    metadata=types,
-                    shards=facts,
-                    lineage=step.identity,
-                )
-            )
-        }
-    return step.published().path
+    path = Index.build(rows, encoder, root / "index", shards=shards, metadata=types).path
+    assert isinstance(path, Path)
+    return path

@@ -46,6 +46,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import shard_of
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving import distributed
 from infembed_ray.serving.arguments import ENCODER, INGRESS
 from infembed_ray.serving.distributed import require_free_port, run, serving
@@ -327,8 +328,8 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
         store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
     store.write("latest", Path(index).name)
     monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
-    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, writable=False, runtime="torch"))
-    assert copied(tmp_path / "driver") == {"manifest.json"}
+    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch"))
+    assert copied(tmp_path / "driver") == []
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
     try:
         for number in range(2):  # a node has room for one shard, and directories of its own
@@ -338,6 +339,11 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
         shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
         for id, text in PASSAGES.items():
             assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
+        changes = ChangeLog(
+            Folder.open(plan.release.changes, "changes"), {"year": "integer"}, plan.release.card.dimension
+        )
+        changes.append([Delete(id) for id in PASSAGES])
+        wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])), 20)
         other = plan.index.model_copy(update={"version": "another"})
         for shard in shards:
             ray.kill(shard)
@@ -346,14 +352,14 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
     finally:
         ray.shutdown()
         cluster.shutdown()
-    parts = [copied(tmp_path / f"node-{number}") for number in range(2)]
-    assert sorted(parts, key=sorted) == [{"manifest.json", "shard-00000"}, {"manifest.json", "shard-00001"}]
+    nodes = [copied(tmp_path / f"node-{number}") for number in range(2)]
+    assert [len(shards) for shards in nodes] == [1, 1]
+    assert nodes[0] != nodes[1]
 
 
-def copied(scratch: Path) -> set[str]:
-    """Return the files of an index that were copied from an object store."""
-    (copy,) = (path for path in scratch.glob("inputs/*/*") if path.is_dir())
-    return {path.name for path in copy.iterdir()}
+def copied(scratch: Path) -> list[str]:
+    """Return the names of the shards that were copied from an object store: their checksums."""
+    return [path.parent.name for path in scratch.glob("shards/*/index.faiss")]
 
 
 @pytest.mark.ray

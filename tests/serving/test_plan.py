@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
 from infembed_ray.serving.plan import Plan, _model_name, read_suggestions
@@ -79,9 +81,6 @@ def test_bad_input_is_rejected_before_anything_starts(
 
     rejects("index=nowhere: no such file or directory", index="nowhere")
     rejects(r"model=./nowhere: no such model directory", model="./nowhere")
-    rejects(
-        "writable=true: index=s3://bucket/index is in an object store, .* writable=false", index="s3://bucket/index"
-    )
     encoder = InstructionEncoder.from_pretrained(minilm)
     next(encoder.backbone.parameters()).data.mul_(1.01)
     encoder.save_pretrained(tmp_path / "other")
@@ -160,6 +159,27 @@ def test_a_model_keeps_its_name_where_it_is_copied_or_downloaded(
     here.mkdir()
     (here / MANIFEST).write_text(json.dumps({"identity": digest}))
     assert _model_name(given, str(here)) == name
+
+
+def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
+    index: str, minilm: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    store = Folder.open(f"{bucket}/planned", "index")
+    store.upload(Path(index) / MANIFEST, f"{Path(index).name}/{MANIFEST}")
+    store.write("latest", Path(index).name)
+    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch", shard_cache="/disk"))
+    version = store / Path(index).name
+    assert plan.index.index == version.uri
+    assert plan.index.settings.shard_cache == "/disk"
+    assert plan.release.changes == (store / "changes" / Path(index).name).uri
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_outs_of_the_start_grow_with_the_index(index: str, minilm: str) -> None:
+    plan = Plan.resolve(ServeSettings(index=index, model=minilm, runtime="torch"))
+    assert plan.reading_s == Index.open(index).facts.bytes / 50e6
+    assert dataclasses.replace(plan, index_bytes=2_400 * 10**9).reading_s == 48_000
 
 
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:

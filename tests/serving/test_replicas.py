@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import pickle
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +18,19 @@ import pytest
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.serving.arguments import ApiArguments
+from infembed_ray.object_store import Folder
+from infembed_ray.retrieval import checksums
+from infembed_ray.retrieval.checksums import FileChecksums
+from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.shard_files import ShardFacts
+from infembed_ray.serving.arguments import ApiArguments, IndexArguments
 from infembed_ray.serving.encoder.batching import Embedded, EmptySequence
-from infembed_ray.serving.replicas import Encoder, Ingress
+from infembed_ray.serving.replicas import Encoder, Ingress, ShardSearch
 from infembed_ray.serving.routing.blue_green import Inputs
 from infembed_ray.serving.service import Query
+from infembed_ray.storage import output_files
+from tests.retrieval.test_index import write_index
+from tests.retrieval.vectors import unit_vectors
 
 SETTINGS = ServeSettings(index="index")
 
@@ -94,3 +109,75 @@ def test_a_body_limit_above_the_proxies_is_an_input_error(monkeypatch: pytest.Mo
     larger = SETTINGS.model_copy(update={"max_body_mib": 64.0})
     with pytest.raises(InputError, match=r"max_body_mib=64: Serve's proxies were started with 8 .* or less"):
         replica(ApiArguments(locked=False, settings=larger), None)
+
+
+@pytest.fixture
+def requests(bucket: str) -> Iterator[list[str]]:
+    """Method and path of the requests to the object store."""
+    found: list[str] = []
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            request = re.search(r"([A-Z]+ [^ ?]+)\S* HTTP", record.getMessage())
+            assert request is not None
+            found.append(request[1])
+
+    server, notes = logging.getLogger("werkzeug"), Notes()
+    level = server.level
+    server.addHandler(notes)
+    server.setLevel(logging.INFO)
+    yield found
+    server.setLevel(level)
+    server.removeHandler(notes)
+
+
+@pytest.fixture
+def stored(bucket: str, tmp_path: Path) -> Folder:
+    """An index of two shards in an object store."""
+    root = write_index(tmp_path / "v1", unit_vectors(400, 16), 2)
+    folder = Folder.open(f"{bucket}/{tmp_path.name}/v1", "index")
+    for file in output_files(root):
+        folder.upload(file, file.relative_to(root).as_posix())
+    return folder
+
+
+def shard_replica(folder: Folder, number: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> ShardSearch:
+    """A replica that does not follow the log."""
+    monkeypatch.setattr(ShardSearch, "_follow_log", lambda self: None)
+    settings = SETTINGS.model_copy(update={"shard_cache": str(cache)})
+    return ShardSearch(IndexArguments(index=folder.uri, version="v1", settings=settings), number)
+
+
+def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_none(
+    stored: Folder, requests: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "BLOCK", 4096)
+    facts = Index.describe(stored.uri).facts.shards[1]
+    blocks = {name: math.ceil(of_file.size / 4096) for name, of_file in facts.checksums.items()}
+    measured = {name: FileChecksums.measure(tmp_path / "v1" / facts.name / name) for name in facts.checksums}
+    monkeypatch.setattr(ShardFacts, "from_json", lambda values: replace(facts, checksums=measured, name=values["name"]))
+    requests.clear()
+    replica = shard_replica(stored, 1, tmp_path / "cache", monkeypatch)
+    answer = asyncio.run(replica.document("p1"))
+    assert (answer.text, asyncio.run(replica.document("p0"))) == ("text 1", None)
+    read = Counter(request for request in requests if request.startswith("GET") and "/shard-" in request)
+    path = stored.base.removeprefix("s3:/")
+    assert read == {f"GET {path}/{facts.name}/{name}": count for name, count in blocks.items()}
+    assert max(blocks.values()) > 3
+
+    requests.clear()
+    shard_replica(stored, 1, tmp_path / "cache", monkeypatch)
+    assert [request for request in requests if "/shard-" in request] == []
+    assert f"GET {path}/manifest.json" in requests
+    assert len(requests) <= 12
+
+
+def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
+    stored: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored.upload(tmp_path / "v1" / "manifest.json", "shard-00000/index.faiss")
+    with pytest.raises(InputError, match=rf"^index={stored}: shard-00000/index.faiss is corrupted"):
+        shard_replica(stored, 0, tmp_path / "cache", monkeypatch)
+    assert shard_replica(stored, 1, tmp_path / "cache", monkeypatch) is not None
+    with pytest.raises(InputError, match=r"holds version v1 now, .* start `serve` again"):
+        ShardSearch(IndexArguments(index=stored.uri, version="other", settings=SETTINGS), 0)

@@ -1,9 +1,8 @@
 """Write-ahead log of the changes to an index while it serves: many writers and readers, no lock and no server.
 
 A lineage (an index and all versions compacted from it) has one directory of segments, numbered from 1 without gaps. A writer
-writes a segment to a temporary file, syncs it and links it to the next free number. The file system gives a number to one
-writer; the others take the next. So changes have a total order and a visible segment is whole. A reader checks whether the next
-number exists. A killed writer can leave a `.*.partial` file, which is ignored.
+gives a segment the next free number. The file system or the object store gives a number to one writer; the others take the
+next (`segments`). So changes have a total order and a visible segment is whole. A reader checks whether the next number exists.
 
 A segment is an Arrow stream of changes (`changes_schema`) and its SHA-256 (32 bytes). A damaged or missing segment is never
 skipped and its number never reused: reading stops before it, replicas keep serving what they have, and no process opens or
@@ -13,18 +12,15 @@ meanwhile.
 Segments are never deleted: an older version reads the changes that a newer one has folded in, so a roll-back gives the same
 content. An operator may delete those before the `folded` of the oldest version kept, but not that one.
 
-The directory must be on a shared file system with hard links: a local disk, NFS (mounted with `actimeo=1`, or readers see new
-segments late), Lustre or CephFS; not an object store.
+A directory must be on a shared file system with hard links: a local disk, NFS (mounted with `actimeo=1`, or readers see new
+segments late), Lustre or CephFS. A killed writer can leave a `.*.partial` file there, which is ignored. An object store must
+have conditional puts, as S3, GCS and Azure do.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import re
 import reprlib
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +29,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray import durable
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.places import Place
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.filters import Value, typed
+from infembed_ray.retrieval.updates.segments import LocalSegments, Segments, StoredSegments, segment_name
 
 SEGMENT_BYTES = 16 << 20
 """Bytes of texts and vectors per segment, which a reader holds at once."""
@@ -47,7 +44,6 @@ OP, VECTOR = "_op", "_vector"
 _LISTED_PER_CALL = 1000
 """Segments listed per call of `last` on average, to see those behind a gap."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_NAME = re.compile(r"(\d{12})\.arrow")
 
 
 class ChangeError(ValueError):
@@ -87,19 +83,21 @@ class ChangeLog:
     """The write-ahead log of one lineage. The first append creates the directory.
 
     Args:
-        directory: of the segments.
+        directory: of the segments; in an object store, a folder.
         metadata: metadata columns of the index and their types.
         dimension: of the vectors.
     """
 
-    def __init__(self, directory: Path, metadata: Mapping[str, FieldType], dimension: int) -> None:
+    def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int) -> None:
         self.directory = directory
         self.metadata = metadata
         self.dimension = dimension
         self.schema = changes_schema(metadata)
         self._last_seen = 0
         self._calls = self._listed = 0
-        self._directory_synced = False
+        self._segments: Segments = (
+            LocalSegments(directory) if isinstance(directory, Path) else StoredSegments(directory)
+        )
 
     def append(self, changes: Sequence[Change]) -> int:
         """Append changes in their order; on return they are on disk.
@@ -139,7 +137,10 @@ class ChangeLog:
 
     def has(self, sequence: int) -> bool:
         """Whether a segment exists; one file-system call."""
-        return self._file(sequence).exists()
+        try:
+            return self._segments.exists(sequence)
+        except OSError as error:
+            raise self._fault(sequence, f"cannot be read ({_reason(error)})") from error
 
     def check(self, after: int) -> None:
         """Check that no segment after a sequence is missing; a gap would otherwise look like the end of the log.
@@ -152,7 +153,7 @@ class ChangeLog:
         for number in expected:
             if number not in numbers and not self.has(number):  # a listing can miss a segment that is being linked
                 raise LogFault(
-                    f"changes={self.directory}: {self._file(number).name} is missing; restore it, "
+                    f"changes={self.directory}: {segment_name(number)} is missing; restore it, "
                     "the changes after it cannot be applied without it"
                 )
 
@@ -174,12 +175,9 @@ class ChangeLog:
         """SHA-256 (first 16 hex digits) of the segments after one sequence, up to another."""
         whole = hashlib.sha256()
         for sequence in range(after + 1, until + 1):
-            try:
-                with self._file(sequence).open("rb") as stream:
-                    stream.seek(-_CHECKSUM_BYTES, os.SEEK_END)
-                    whole.update(stream.read())
-            except OSError as error:
-                raise self._fault(sequence, f"cannot be read ({error.strerror})") from error
+            if (content := self._content(sequence)) is None:
+                raise self._fault(sequence, "is missing")
+            whole.update(content[-_CHECKSUM_BYTES:])
         return whole.hexdigest()[:16]
 
     def _row(self, change: Change) -> dict[str, Any]:
@@ -203,49 +201,19 @@ class ChangeLog:
         with pa.ipc.new_stream(sink, self.schema) as writer:
             writer.write_table(pa.table(columns, schema=self.schema))
         body = sink.getvalue().to_pybytes()
-        partial = self.directory / f".{secrets.token_hex(8)}.partial"
         try:
-            if not self._directory_synced:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                for level in self.directory.parents[:2]:  # another writer may just have created them
-                    durable.sync_directory(level)
-                self._directory_synced = True
-            with partial.open("xb") as stream:
-                stream.write(body)
-                stream.write(hashlib.sha256(body).digest())
-                durable.sync(stream)
-            sequence = self._link(partial)
-            durable.sync_directory(self.directory)
+            return self._segments.add(body + hashlib.sha256(body).digest(), self.last() + 1)
         except OSError as error:
             raise LogFault(
-                f"changes={self.directory}: cannot be written ({error.strerror}); "
+                f"changes={self.directory}: cannot be written ({_reason(error)}); "
                 "give the writer a writable directory with space, and make the change again: it may or may not be kept"
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-        return sequence
-
-    def _link(self, partial: Path) -> int:
-        """Link a complete segment to the next free number."""
-        sequence = self.last() + 1
-        while True:
-            try:
-                os.link(partial, self._file(sequence))
-                return sequence
-            except FileExistsError:
-                # NFS repeats a request whose reply was lost, then reports our own link as existing.
-                if os.path.samefile(partial, self._file(sequence)):
-                    return sequence
-                sequence += 1
 
     def _content(self, sequence: int) -> bytes | None:
         try:
-            return self._file(sequence).read_bytes()
-        except FileNotFoundError:
-            return None
+            return self._segments.read(sequence)
         except OSError as error:
-            raise self._fault(sequence, f"cannot be read ({error.strerror})") from error
+            raise self._fault(sequence, f"cannot be read ({_reason(error)})") from error
 
     def _table(self, sequence: int, content: bytes) -> pa.Table:
         body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
@@ -258,23 +226,22 @@ class ChangeLog:
 
     def _fault(self, sequence: int, reason: str) -> LogFault:
         return LogFault(
-            f"changes={self.directory}: {self._file(sequence).name} {reason}; restore it, "
+            f"changes={self.directory}: {segment_name(sequence)} {reason}; restore it, "
             "it and the changes after it are not applied until then"
         )
 
-    def _file(self, sequence: int) -> Path:
-        return self.directory / f"{sequence:012d}.arrow"
-
     def _numbers(self) -> set[int]:
         try:
-            names = os.listdir(self.directory)
-        except FileNotFoundError:
-            return set()
+            return self._segments.numbers()
         except OSError as error:
             raise LogFault(
-                f"changes={self.directory}: cannot be read ({error.strerror}); give a directory that can"
+                f"changes={self.directory}: cannot be read ({_reason(error)}); give a directory that can"
             ) from error
-        return {int(found[1]) for found in map(_NAME.fullmatch, names) if found}
+
+
+def _reason(error: OSError) -> str:
+    """The reason of a file system's error, or of an object store's, which has a message only."""
+    return error.strerror or " ".join(str(error).split())[:240]
 
 
 def changes_schema(metadata: Mapping[str, FieldType]) -> pa.Schema:

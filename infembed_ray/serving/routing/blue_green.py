@@ -11,11 +11,11 @@ import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.shards import merge, shard_of
 from infembed_ray.retrieval.updates.live_shard import ShardAnswer, ShardQuery
@@ -110,7 +110,7 @@ class Release:
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
-        self._log = ChangeLog(Path(spec.changes), spec.card.metadata, spec.card.dimension)
+        self._log = ChangeLog(place_of(spec.changes), spec.card.metadata, spec.card.dimension)
         self._faults: list[str | None] = [None] * len(shards)
         self._fault_query: asyncio.Future[None] | None = None
         self._faults_known_at = 0.0

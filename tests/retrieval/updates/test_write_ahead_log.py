@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from obstore.exceptions import GenericError
 
+from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
+from infembed_ray.object_store import Folder
 from infembed_ray.retrieval.updates import write_ahead_log
 from infembed_ray.retrieval.updates.write_ahead_log import (
     OP,
@@ -140,12 +143,12 @@ def test_folded_segments_except_the_last_may_be_deleted(tmp_path: Path) -> None:
     for id in "abcd":
         log.append([put(id)])
     for sequence in (1, 2):
-        log._file(sequence).unlink()
+        (tmp_path / f"{sequence:012d}.arrow").unlink()
     log_in(tmp_path).check(3)
     with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
         log_in(tmp_path).check(0)
     for sequence in (3, 4):
-        log._file(sequence).unlink()
+        (tmp_path / f"{sequence:012d}.arrow").unlink()
     with pytest.raises(LogFault, match=r"000000000003\.arrow is missing"):
         log_in(tmp_path).check(3)  # the next append would start at 1 again, unread
 
@@ -158,7 +161,7 @@ def test_a_log_of_another_index_is_refused(tmp_path: Path) -> None:
 
 def test_an_unwritable_directory_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(LogFault, match=r"changes=.*cannot be written \(.*\); give the writer a writable directory"):
+    with pytest.raises(LogFault, match=r"changes=.*cannot be read \(Not a directory\); give a directory"):
         log_in(tmp_path / "file" / "changes").append([put("a")])
     if os.geteuid() != 0:  # root can write anywhere
         (tmp_path / "closed").mkdir(mode=0o500)
@@ -265,7 +268,7 @@ def test_the_digest_distinguishes_logs(tmp_path: Path) -> None:
     assert one.digest(0, 1) == other.digest(0, 1)
     assert one.digest(0, 2) != other.digest(0, 2)
     assert one.digest(1, 2) != one.digest(0, 2)
-    with pytest.raises(LogFault, match=r"000000000003\.arrow cannot be read"):
+    with pytest.raises(LogFault, match=r"000000000003\.arrow is missing"):
         one.digest(0, 3)
 
 
@@ -295,7 +298,7 @@ def test_a_long_log_is_not_listed_for_every_change(tmp_path: Path, monkeypatch: 
 
 def test_the_first_append_of_each_writer_syncs_all_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(write_ahead_log.durable, "sync_directory", synced.append)
+    monkeypatch.setattr(durable, "sync_directory", synced.append)
     directory = tmp_path / "changes" / "lineage"
     for _ in range(2):  # the second may append before the first has synced
         log_in(directory).append([put("a")])
@@ -312,7 +315,58 @@ def test_an_append_that_fails_after_the_link_says_that_it_may_be_kept(
     def fails(directory: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(write_ahead_log.durable, "sync_directory", fails)
+    monkeypatch.setattr(durable, "sync_directory", fails)
     with pytest.raises(LogFault, match="make the change again: it may or may not be kept"):
         log.append([put("b")])
     assert ids_of(log) == list("ab")
+
+
+def test_a_log_in_an_object_store_is_the_same_log(tmp_path: Path, bucket: str) -> None:
+    folder = Folder.open(f"{bucket}/changes/lineage", "changes")
+    stored = ChangeLog(folder, log_in(tmp_path).metadata, 4)
+    assert (stored.last(), stored.has(1), ids_of(stored)) == (0, False, [])
+    for log in (log_in(tmp_path), stored):
+        assert [log.append([put(id)]) for id in "ab"] == [1, 2]
+        assert log.append([Delete("a")]) == 3
+        log.check(0)
+    other = ChangeLog(folder, stored.metadata, 4)
+    assert other.last() == 3
+    assert [table for _, table in other.read(0)] == [table for _, table in log_in(tmp_path).read(0)]
+    assert other.digest(0, 3) == log_in(tmp_path).digest(0, 3)
+    assert set(folder.entries()) == {f"{sequence:012d}.arrow" for sequence in (1, 2, 3)}
+    folder.delete(f"{2:012d}.arrow")
+    with pytest.raises(LogFault, match=rf"changes={folder}: 000000000002\.arrow is missing; restore it"):
+        other.check(0)
+    folder.write(f"{2:012d}.arrow", "damaged")
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+        list(other.read(0))
+    assert other.append([put("c")]) == 4
+
+
+def test_two_writers_of_a_log_in_an_object_store_take_different_numbers(bucket: str) -> None:
+    folder = Folder.open(f"{bucket}/changes/writers", "changes")
+    slow, quick = ChangeLog(folder, {}, 4), ChangeLog(folder, {}, 4)
+    last = slow.last
+
+    def overtaken() -> int:
+        found = last()
+        quick.append([put("quick")])
+        return found
+
+    slow.last = overtaken  # type: ignore[method-assign]
+    assert slow.append([put("slow")]) == 2
+    assert ids_of(quick) == ["quick", "slow"]
+
+
+def test_a_store_that_does_not_answer_is_a_fault_of_the_log(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = ChangeLog(Folder.open(f"{bucket}/changes/broken", "changes"), {}, 4)
+
+    def fails(*_: object) -> None:
+        raise GenericError("connection refused")
+
+    monkeypatch.setattr(Folder, "create", fails)
+    with pytest.raises(LogFault, match=r"cannot be written \(connection refused\).*make the change again"):
+        log.append([put("a")])
+    monkeypatch.setattr(Folder, "read_versioned", fails)
+    with pytest.raises(LogFault, match=r"000000000001\.arrow cannot be read \(connection refused\)"):
+        list(log.read(0))

@@ -1,0 +1,205 @@
+"""The files of a shard: their facts in the manifest, their verification, and this machine's copy of them.
+
+A shard in an object store is copied to a directory that is named by its checksums, once for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infembed_ray import durable
+from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.places import Place
+from infembed_ray.progress import say
+from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
+
+INDEX_FILE = "index.faiss"
+PASSAGES_FILE = "passages.arrow"
+VECTORS_FILE = "vectors.npy"
+_RECORD = re.compile(r"shard-\d+\.json")
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """A shard in the manifest of an index.
+
+    Attributes:
+        name: directory of the shard inside the index.
+        search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
+            types).
+        recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
+        bytes: size of all files.
+        checksums: file name -> its checksums; in older indexes `storage.fingerprint` of the whole file.
+    """
+
+    name: str
+    passages: int
+    factory: str
+    search: Mapping[str, int]
+    recall_at_10: float
+    bytes: int
+    checksums: Mapping[str, FileChecksums | str]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ShardFacts:
+        """Inverse of `asdict`."""
+        checksums = {n: v if isinstance(v, str) else FileChecksums(**v) for n, v in values["checksums"].items()}
+        return cls(**{**values, "checksums": checksums})
+
+
+def local_directory(root: Place, facts: ShardFacts, cache: Path | None = None) -> Path:
+    """Return the directory of this machine with a shard's files; copy them there from an object store.
+
+    Args:
+        root: of the version.
+        cache: directory for copies; None: the scratch directory of this machine.
+
+    Raises:
+        InputError: a file is missing or has another size; a block of a copy has a wrong checksum; or the disk is full.
+    """
+    if isinstance(root, Folder):
+        return _cached(root, facts, cache or scratch())
+    size = 0
+    for name, checksums in facts.checksums.items():
+        with _opened(root, facts, name) as (file, place):
+            size += file.size()
+            if isinstance(checksums, FileChecksums):
+                checksums.require_size(file.size(), place)
+    if size != facts.bytes:
+        raise InputError(f"index={root}: {facts.name} is corrupted ({size} bytes instead of {facts.bytes}); {REMEDY}")
+    return root / facts.name
+
+
+def verify(root: Place, facts: ShardFacts) -> None:
+    """Read all files of a shard and compare their checksums with the manifest, in bounded memory.
+
+    Raises:
+        InputError: a file is missing or corrupted.
+    """
+    for name, checksums in facts.checksums.items():
+        with _opened(root, facts, name) as (file, place):
+            if isinstance(checksums, FileChecksums):
+                checksums.verify(file, place)
+            elif whole_file_checksum(file) != checksums:
+                raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
+
+
+def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
+    """Return this machine's copy of a shard. One process makes it; the others wait."""
+    key = json.dumps(asdict(facts)["checksums"], sort_keys=True)
+    directory = cache / "shards" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with durable.exclusive_lock(directory / "lock", wait=True):
+            missing = [name for name in facts.checksums if not (directory / name).is_file()]
+            if missing:
+                say(f"index: copying {facts.name} ({facts.bytes} bytes) from {folder} to {directory}")
+            for name in missing:
+                _copy_file(folder, facts, name, directory / name)
+    except OSError as error:
+        raise InputError(
+            f"shard_cache={cache}: cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes; "
+            "free space there, for example by deleting copies of older versions, or give another directory"
+        ) from error
+    return directory
+
+
+def _copy_file(folder: Folder, facts: ShardFacts, name: str, file: Path) -> None:
+    checksums = facts.checksums[name]
+    with _opened(folder, facts, name) as (source, place):
+        if isinstance(checksums, FileChecksums):
+            checksums.copy(source, file, place)
+            return
+        if whole_file_checksum(source) != checksums:
+            raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
+    folder.download(f"{facts.name}/{name}", file)
+
+
+@contextlib.contextmanager
+def _opened(root: Place, facts: ShardFacts, name: str) -> Iterator[tuple[pa.NativeFile, str]]:
+    """Open a file of a shard; give it and its name for error messages."""
+    place = f"index={root}: {facts.name}/{name}"
+    with _store_errors(root):
+        try:
+            file = f"{facts.name}/{name}"
+            source = pa.OSFile(str(root / file)) if isinstance(root, Path) else root.open_input(file)
+        except FileNotFoundError as error:
+            raise InputError(f"{place} is missing; {REMEDY}") from error
+        with source:
+            yield source, place
+
+
+@contextlib.contextmanager
+def _store_errors(root: Place) -> Iterator[None]:
+    """Convert errors of a store's client to InputErrors. Errors of this machine's disk have an errno and pass."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(root, Path) or getattr(error, "errno", None) is not None:
+            raise
+        with convert_errors(root.base, "index"):
+            raise
+
+
+@contextlib.contextmanager
+def shard_directory(root: Place, name: str) -> Iterator[Path]:
+    """Give the directory of this machine in which to write a shard of the index in `root`.
+
+    For an index in an object store it lies in the scratch directory, until the block ends.
+    """
+    if isinstance(root, Path):
+        (root / name).mkdir(exist_ok=True)
+        yield root / name
+    else:
+        with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch()) as directory:
+            (Path(directory) / name).mkdir()
+            yield Path(directory) / name
+
+
+def mark_finished(root: Place, directory: Path, facts: ShardFacts) -> ShardFacts:
+    """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store.
+
+    Args:
+        root: of the index.
+        directory: of `shard_directory`.
+    """
+    if isinstance(root, Path):
+        durable.replace_json(root / f"{facts.name}.json", asdict(facts))
+    else:
+        for name in facts.checksums:
+            root.upload(directory / name, f"{facts.name}/{name}")
+        root.write(f"{facts.name}.json", json.dumps(asdict(facts)))
+    return facts
+
+
+def finished_shard(root: Place, name: str) -> ShardFacts | None:
+    """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
+    if isinstance(root, Folder):
+        text = root.read(f"{name}.json")
+        return None if text is None else ShardFacts.from_json(json.loads(text))
+    record = root / f"{name}.json"
+    if record.is_file():
+        facts = ShardFacts.from_json(json.loads(record.read_text(encoding="utf-8")))
+        with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
+            verify(root, facts)
+            return facts
+    return None
+
+
+def clear_finished(root: Place) -> None:
+    """Remove the records of `mark_finished` from an index whose shards are all finished."""
+    names = root.entries() if isinstance(root, Folder) else [file.name for file in root.iterdir()]
+    for name in names:
+        if _RECORD.fullmatch(name):
+            root.delete(name) if isinstance(root, Folder) else (root / name).unlink()

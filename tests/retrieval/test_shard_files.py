@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infembed_ray import object_store
+from infembed_ray.errors import InputError
+from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.retrieval.shard_files import ShardFacts, local_directory, verify
+from infembed_ray.retrieval.shards import Build, Shard
+from infembed_ray.storage import fingerprint
+from tests.retrieval.vectors import unit_vectors
+
+FILES = ["index.faiss", "passages.arrow", "vectors.npy"]
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> ShardFacts:
+    ids, texts = [f"p{i}" for i in range(50)], [f"text {i}" for i in range(50)]
+    directory = tmp_path / "index" / "shard-00000"
+    return Shard.write(directory, ids, texts, unit_vectors(50, 8), build=Build("IVF4,Flat"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "index"
+
+
+def older(facts: ShardFacts, root: Path) -> ShardFacts:
+    """The facts as they were before blocks had checksums."""
+    return replace(facts, checksums={name: fingerprint(root / facts.name / name) for name in facts.checksums})
+
+
+def upload(root: Path, facts: ShardFacts, bucket: str, name: str) -> Folder:
+    folder = Folder.open(f"{bucket}/shard_files/{name}", "index")
+    for file in facts.checksums:
+        folder.upload(root / facts.name / file, f"{facts.name}/{file}")
+    return folder
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("old", [False, True])
+def test_a_missing_file_is_refused_by_name(facts: ShardFacts, root: Path, name: str, old: bool) -> None:
+    facts = older(facts, root) if old else facts
+    (root / "shard-00000" / name).unlink()
+    for refused in (Shard.open, verify):
+        with pytest.raises(InputError, match=f"^index={root}: shard-00000/{name} is missing"):
+            refused(root, facts)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["one bit", "truncated", "longer"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_corrupted_file_is_found_by_verification_and_one_of_another_size_by_opening(
+    facts: ShardFacts, root: Path, name: str, damage: str, old: bool
+) -> None:
+    facts = older(facts, root) if old else facts
+    verify(root, facts)
+    file = root / "shard-00000" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= damage == "one bit"
+    file.write_bytes({"one bit": content, "truncated": content[:-1], "longer": content + b"\0"}[damage])
+    with pytest.raises(InputError, match=f"shard-00000/{name} is corrupted"):
+        verify(root, facts)
+    if damage == "one bit":
+        assert local_directory(root, facts) == root / "shard-00000"
+    else:
+        with pytest.raises(InputError, match=r"shard-00000(/" + name + r")? is corrupted \(\d+ bytes instead of \d+\)"):
+            Shard.open(root, facts)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_shard_in_a_store_is_copied_once_for_all_indexes_with_the_same_files(
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, old: bool
+) -> None:
+    facts = older(facts, root) if old else facts
+    folder = upload(root, facts, bucket, f"once-{old}")
+    first = local_directory(folder, facts, tmp_path / "cache")
+    assert {name: (first / name).read_bytes() for name in FILES} == {
+        name: (root / facts.name / name).read_bytes() for name in FILES
+    }
+    for name in FILES:
+        folder.delete(f"{facts.name}/{name}")
+    assert local_directory(folder / "moved", facts, tmp_path / "cache") == first
+    assert sorted(os.listdir(first)) == sorted([*FILES, "lock"])
+    assert len(Shard.open(folder, facts, cache=tmp_path / "cache")) == 50
+
+
+@pytest.mark.parametrize("damage", ["one bit", "truncated", "missing"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_damaged_object_is_refused_and_copied_once_it_is_restored(
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, damage: str, old: bool
+) -> None:
+    facts = older(facts, root) if old else facts
+    folder = upload(root, facts, bucket, f"{damage.split()[-1]}-{old}")
+    name = f"{facts.name}/{FILES[1]}"
+    content = bytearray((root / name).read_bytes())
+    content[-1] ^= damage == "one bit"
+    (tmp_path / "damaged").write_bytes(content[:-1] if damage == "truncated" else content)
+    if damage == "missing":
+        folder.delete(name)
+    else:
+        folder.upload(tmp_path / "damaged", name)
+    message = "missing" if damage == "missing" else "corrupted"
+    for refused in (lambda: local_directory(folder, facts, tmp_path / "cache"), lambda: verify(folder, facts)):
+        with pytest.raises(InputError, match=f"^index={folder}: {re.escape(name)} is {message}"):
+            refused()
+    folder.upload(root / name, name)
+    assert (local_directory(folder, facts, tmp_path / "cache") / FILES[1]).read_bytes() == (root / name).read_bytes()
+    verify(folder, facts)
+
+
+def test_a_full_disk_and_a_store_that_fails_are_told_apart(
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = upload(root, facts, bucket, "faults")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=rf"^shard_cache={tmp_path / 'file'}: .* which has {facts.bytes} bytes; free"):
+        local_directory(folder, facts, tmp_path / "file")
+
+    class Broken:
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def size(self) -> int:
+            raise OSError("curlCode: 28, Timeout was reached")
+
+    monkeypatch.setattr(object_store.Folder, "open_input", lambda *_: Broken())
+    with pytest.raises(InputError, match=rf"^index={folder}: the object store failed \(curlCode: 28"):
+        local_directory(folder, facts, tmp_path / "cache")
+
+
+def test_the_scratch_directory_holds_the_copies_unless_another_is_given(
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    folder = upload(root, facts, bucket, "scratch")
+    assert (tmp_path / "scratch") in local_directory(folder, facts).parents
+    assert (tmp_path / "other") in local_directory(folder, facts, tmp_path / "other").parents
