@@ -18,7 +18,7 @@ BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"
 
 def one_line(given: SynthesizeSettings) -> str:
     with pytest.raises(InputError) as error:
-        check(resolve(given, Source(given), prices.load(given.prices), Path(given.output)))
+        check(resolve(given, Source(given), prices.load(given.prices)))
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -55,7 +55,7 @@ def test_an_unreadable_journal_is_named_in_one_line(tmp_path: Path) -> None:
     unreadable(replayed)
     models = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled-sample"}}
     given = settings(sample.SEEDS, tmp_path / "out", **models)
-    job = resolve(given, Source(given), prices.load(), tmp_path)
+    job = resolve(given, Source(given), prices.load())
     with pytest.raises(InputError, match=r"^journal=.*cannot be read \(Is a directory\)$"):
         require_all_journaled(job, journal)
 
