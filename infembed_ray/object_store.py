@@ -1,8 +1,12 @@
-"""Object stores: folders at `s3://`, `gs://` and `abfs://` URIs, through pyarrow's clients.
+"""Object stores: folders at `s3://`, `gs://` and `abfs://` URIs.
 
-Credentials and regions come from the environment, under the names that each cloud's own tools use (`AWS_ACCESS_KEY_ID`,
-`AWS_PROFILE`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS`, ...). `AWS_ENDPOINT_URL` names another S3-compatible store,
-and so does a URI: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`.
+Bulk bytes go through pyarrow's clients. Conditional writes of small control objects (manifests, `latest`, leases) go
+through obstore, because pyarrow has none.
+
+Both read credentials and regions from the environment, under the names that each cloud's own tools use
+(`AWS_ACCESS_KEY_ID`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS`, ...), and both find the identity of the machine or pod.
+For AWS's credential files (`AWS_PROFILE`, single sign-on) obstore needs boto3. `AWS_ENDPOINT_URL` names another
+S3-compatible store, and so does a URI: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`.
 
 A single object is written atomically, but a store cannot rename. A writer of several objects writes the one that marks
 them complete last.
@@ -11,16 +15,22 @@ them complete last.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from obstore import exceptions as failures
+from obstore import store as clients
 from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
@@ -30,6 +40,12 @@ SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
 SCRATCH = "INFEMBED_SCRATCH"
 """Environment variable: local directory for copies from object stores and from the hub."""
 _CHUNK = 8 << 20
+_REQUEST_TIMEOUT = timedelta(seconds=10)
+_RETRY_TIMEOUT = timedelta(seconds=20)
+"""Limits of a control request. Together they must be shorter than a lease (`leases.SECONDS`)."""
+_WRITES = 5
+"""Attempts of a conditional write whose outcome is not known."""
+_PAUSE_S = 0.2
 _QUERY = {
     "allow_bucket_creation",
     "allow_bucket_deletion",
@@ -75,6 +91,19 @@ class Entry:
 
     size: int
     written: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of an object, for compare-and-swap: S3 and Azure use the tag, GCS the version.
+
+    Attributes:
+        written: time of the write by the store's clock, in seconds since 1970; None if the version comes from a write.
+    """
+
+    e_tag: str | None
+    version: str | None
+    written: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -163,6 +192,75 @@ class Folder:
         with system.open_output_stream(f"{path}/{name}") as stream:
             stream.write(text.encode("utf-8"))
 
+    def read_versioned(self, name: str) -> tuple[bytes, Version] | None:
+        """Read a small object with its version; None if it does not exist."""
+        client, key = self._control(name)
+        try:
+            found = client.get(key)
+            data, meta = bytes(found.bytes()), found.meta
+        except FileNotFoundError:
+            return None
+        return data, Version(meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
+
+    def create(self, name: str, data: bytes) -> Version | None:
+        """Write a small object that must not exist yet, atomically.
+
+        Args:
+            name: of the object.
+            data: bytes that no other writer writes, such as a random id: a writer whose reply was lost finds its own object.
+
+        Returns:
+            The new version, or None: another writer has created the object.
+        """
+        return self._put(name, data, None)
+
+    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
+        """Replace one version of a small object (compare-and-swap), as `create`.
+
+        Returns:
+            The new version, or None: the object has another version now, or is deleted.
+        """
+        return self._put(name, data, version)
+
+    def _put(self, name: str, data: bytes, expected: Version | None) -> Version | None:
+        """Write an object whose present version is `expected`; None expects no object."""
+        client, key = self._control(name)
+        tokens = {} if expected is None else {"e_tag": expected.e_tag, "version": expected.version}
+        mode = {token: value for token, value in tokens.items() if value is not None} or "create"
+        for attempt in range(1, _WRITES + 1):
+            try:
+                made = client.put(key, data, mode=mode)
+                return Version(made["e_tag"], made["version"])
+            except (failures.AlreadyExistsError, failures.PreconditionError, failures.GenericError):
+                # A refusal may be the answer to a repetition of this very write, and S3's 409 is no refusal.
+                found = self.read_versioned(name)
+                if found is not None and found[0] == data:
+                    return found[1]
+                if (None if found is None else found[1]) != expected:
+                    return None
+                if attempt == _WRITES:
+                    raise
+                time.sleep(_PAUSE_S * attempt)
+        raise AssertionError("unreachable")
+
+    def _control(self, name: str) -> tuple[Any, str]:
+        """Return the obstore client of the bucket, and the key of an object."""
+        system, path = self._open()
+        bucket, _, key = path.partition("/")
+        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_CLOUD_VARIABLES)))
+        region = system.region if isinstance(system, filesystems.S3FileSystem) else ""  # pyarrow asks the bucket
+        return _control_client(self.base, self.query, bucket, region, environment), f"{key}/{name}".strip("/")
+
+    def open_input(self, name: str) -> Any:
+        """Open an object for reading at any position: a pyarrow file."""
+        system, path = self._open()
+        return system.open_input_file(f"{path}/{name}")
+
+    def open_output(self, name: str) -> Any:
+        """Open a new object for writing: a pyarrow stream. The object appears when the stream is closed."""
+        system, path = self._open()
+        return system.open_output_stream(f"{path}/{name}")
+
     def upload(self, file: Path, name: str) -> None:
         """Copy a local file to the store."""
         system, path = self._open()
@@ -186,15 +284,84 @@ class Folder:
         system.delete_file(f"{path}/{name}")
 
 
+_CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+
+
+@lru_cache(maxsize=16)
+def _control_client(base: str, query: str, bucket: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
+    """Return obstore's client of a bucket with the options of a URI.
+
+    Args:
+        base, query: of the folder.
+        bucket: its bucket or container.
+        region: of the bucket, on S3.
+        environment: what obstore reads of it; another environment gets another client.
+    """
+    options = dict(parse_qsl(query))
+    client_options: dict[str, Any] = {"allow_http": True, "timeout": _REQUEST_TIMEOUT}
+    if options.get("tls_verify_certificates", "true").lower() in ("false", "0"):
+        client_options["allow_invalid_certificates"] = True
+    if authorities := options.get("tls_ca_file_path"):
+        client_options["root_certificate"] = Path(authorities).read_bytes()
+    common: dict[str, Any] = {"client_options": client_options, "retry_config": {"retry_timeout": _RETRY_TIMEOUT}}
+    scheme, _, place = base.partition("://")
+    protocol = options.get("scheme", "https")
+    endpoint = options.get("endpoint_override", "")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{protocol}://{endpoint}"
+    if scheme == "s3":
+        settings = {"endpoint": endpoint, "region": region}
+        return clients.S3Store(bucket, config=_given(settings), credential_provider=_aws_profile(), **common)
+    if scheme in ("gs", "gcs"):
+        anonymous = place.startswith("anonymous@")
+        settings = {"base_url": endpoint, "skip_signature": "true" if anonymous else ""}
+        return clients.GCSStore(bucket, config=_given(settings), **common)
+    host = place.rpartition("@")[2].partition("/")[0]
+    account = host.partition(".")[0] if "." in host else ""
+    authority = options.get("blob_storage_authority", "")
+    if authority and not authority.startswith("."):
+        endpoint = f"{'http' if options.get('enable_tls') == 'false' else 'https'}://{authority}/{account}"
+    settings = {"account_name": account, "endpoint": endpoint, "client_id": options.get("client_id", "")}
+    return clients.AzureStore(bucket, config=_given(settings), **common)
+
+
+def _given(settings: dict[str, str]) -> Any:
+    return {name: value for name, value in settings.items() if value}
+
+
+def _aws_profile() -> Any:
+    """Return boto3's credentials where AWS's files may hold them; None where obstore finds them itself.
+
+    Raises:
+        InputError: there is such a file, but boto3 is not installed.
+    """
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
+    held = any(Path(os.environ.get(name, default)).expanduser().is_file() for name, default in files)
+    if "AWS_ACCESS_KEY_ID" in os.environ or not (held or "AWS_PROFILE" in os.environ):
+        return None
+    try:
+        provider = importlib.import_module("obstore.auth.boto3")
+    except ImportError as error:
+        raise InputError(
+            "AWS_PROFILE: credentials in AWS's files need boto3; pip install 'infembed-ray[aws]', or set AWS_ACCESS_KEY_ID"
+        ) from error
+    try:
+        return provider.Boto3CredentialProvider()
+    except ValueError:  # no credentials there
+        return None
+
+
 @contextmanager
 def convert_errors(place: str, setting: str) -> Iterator[None]:
     """Convert errors of a store's client in the block to an InputError that names the setting."""
     try:
         yield
-    except (OSError, ArrowException) as error:
+    except (OSError, ArrowException, failures.BaseError) as error:
+        reason = str(error).partition("Debug source:")[0]
+        reason = " ".join((reason.partition("non-2xx status code: ")[2] or reason).split())
         raise InputError(
-            f"{setting}={place}: the object store failed ({' '.join(str(error).split())[:240]}); check the "
-            "address, the credentials and region in the environment, and AWS_ENDPOINT_URL"
+            f"{setting}={place}: the object store failed ({reason[:240]}); check the address, the credentials and region in "
+            "the environment, and AWS_ENDPOINT_URL"
         ) from error
 
 

@@ -6,8 +6,11 @@ name and renamed once its `manifest.json` is on disk. `OUTPUT/latest` names the 
 itself, and `resolve` follows `latest`.
 
 An object store cannot rename. An output for one is written to a scratch directory of this machine (`object_store.scratch`),
-then uploaded to `OUTPUT/<identity>`: `manifest.json` last, and `latest` after it. An output without a manifest is
-incomplete. Inputs are downloaded to the scratch directory once, and again when they change.
+then uploaded to `OUTPUT/<identity>`. Workers may also write there directly. `manifest.json` is created last, conditionally,
+and `latest` is moved after it by compare-and-swap. An output without a manifest is incomplete. Inputs are downloaded to the
+scratch directory once, and again when they change.
+
+A lease (`leases.lease`) keeps two writers of one output apart, on one machine or on several.
 """
 
 from __future__ import annotations
@@ -27,13 +30,17 @@ from typing import Any
 from infembed_ray import __version__, durable
 from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.leases import lease
+from infembed_ray.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.progress import say
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 STATES = "states"
 _HISTORY = (MANIFEST, STATES)
 _HASH_BLOCK = 1 << 20
+_ORIGIN = ".uri"
+"""File beside a copy of an input, with the URI that it was copied from."""
 
 
 def local_path(value: str, name: str) -> Path:
@@ -91,6 +98,7 @@ def _download(uri: str, name: str, parts: Collection[str] | None) -> Path:
             scratch() / "inputs" / hashlib.sha256(f"{folder.uri}\0{listing_digest(entries)}".encode()).hexdigest()[:16]
         )
         root.mkdir(parents=True, exist_ok=True)
+        (root / _ORIGIN).write_text(folder.uri, encoding="utf-8")
         copy = root / folder.name
         with durable.exclusive_lock(root / "lock", wait=True):
             for file, entry in entries.items():
@@ -98,6 +106,10 @@ def _download(uri: str, name: str, parts: Collection[str] | None) -> Path:
                 wanted = parts is None or file.split("/")[0] in parts
                 if wanted and not (target.is_file() and target.stat().st_size == entry.size):
                     folder.download(file, target)
+                    if (size := target.stat().st_size) != entry.size:
+                        raise InputError(
+                            f"{name}={folder}/{file}: has {size} of {entry.size} bytes; run again, or restore it"
+                        )
     return copy
 
 
@@ -190,7 +202,9 @@ class Staging:
 
     path: Path
     remote: Folder | None = None
-    """Its final place, if that is in an object store."""
+    """Its final place, if that is in an object store. Files that workers write there during the run stay."""
+    resumed: set[str] = field(default_factory=lambda: {STATES})
+    """Top-level names below `remote` whose files of an interrupted attempt stay, because the stage resumes from them."""
     counts: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Other entries of the manifest, such as cost, metrics or the encoder's fingerprint."""
@@ -202,10 +216,9 @@ class Step:
     Args:
         stage: the verb, for example `train`.
         settings: of the stage; `settings.identity()` is part of the step's identity.
-        output: the directory under which the stage's outputs are published.
+        output: the directory, or the URI of the folder in an object store, under which the stage's outputs are published.
         inputs: input name -> path. The contents are part of the identity, the paths are not.
         names: input name -> identity, for inputs that are not files of this machine (hub names).
-        uris: whether `output` may be in an object store; only if the caller of `publish` writes all files.
 
     Attributes:
         contents: input name -> fingerprint of its content.
@@ -221,14 +234,18 @@ class Step:
         output: str,
         inputs: Mapping[str, Path],
         names: Mapping[str, str] | None = None,
-        uris: bool = False,
     ) -> None:
         self.stage = stage
-        remote = Folder.open(output, "output") if uris and is_uri(output) else None
+        remote = Folder.open(output, "output") if is_uri(output) else None
         self.root = local_path(output, "output") if remote is None else _scratch_of(remote)
         self._settings = settings
-        self._inputs = {name: {"path": str(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()}
+        self._inputs = {
+            name: {"path": _origin(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()
+        }
         self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
+        for name, entry in self._inputs.items():
+            if (given := _given(settings, name)) is not None:
+                entry["given"] = given
         self.contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
@@ -238,10 +255,7 @@ class Step:
         self.remote = None if remote is None else remote / self.identity
         self._uri = None if self.remote is None else self.remote.base
         if remote is not None:
-            with convert_errors(remote.base, "output"):
-                probe = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
-                remote.write(probe, "")
-                remote.delete(probe)
+            _require_conditional_writes(remote)
 
     @property
     def partial(self) -> Path:
@@ -251,7 +265,8 @@ class Step:
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
         if done := self.found():
-            self._set_latest()
+            with self._store_errors():
+                self._set_latest(self._seen_latest())
         return done
 
     def found(self) -> Published | None:
@@ -259,7 +274,7 @@ class Step:
         if self.remote is None:
             manifest = read_manifest(self.path, "output") if (self.path / MANIFEST).is_file() else None
         else:
-            with convert_errors(self.remote.base, "output"):
+            with self._store_errors():
                 text = self.remote.read(MANIFEST)
             manifest = None if text is None else json.loads(text)
         return None if manifest is None else Published(self.path, manifest, fresh=False, uri=self._uri)
@@ -268,44 +283,79 @@ class Step:
     def publish(self) -> Iterator[Staging]:
         """Publish what the block writes to `Staging.path`, if it ends without an exception.
 
-        An interrupted run with the same identity leaves its directory, from which the stage can resume. A lock keeps two
-        runs of one identity apart. An object store has no locks, so there it works only for runs on one machine.
+        An interrupted run with the same identity leaves its directory, from which the stage can resume. A lease keeps two
+        runs of one identity apart. Should it fail to, because the store did not answer for long, only one run creates the
+        manifest; the other one publishes nothing.
 
         Raises:
-            InputError: another run writes this output, or has just published it.
+            InputError: another run writes this output, or has just published it; or the object store failed.
         """
-        busy = InputError(f"output={self.root}: another run is writing this output; wait for it")
-        with durable.exclusive_lock(self.root / f".{self.identity}.lock", busy=busy):
-            if self.remote is not None:
+        place = self._remote_root or self.root
+        before: dict[str, Entry] = {}
+        with contextlib.ExitStack() as held:
+            # The directory of this machine has a lease of its own, also where the output is in an object store.
+            still_held = held.enter_context(lease(self.root, self.identity, f"output={place}"))
+            if self._remote_root is not None and self.remote is not None:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
-            elif (self.path / MANIFEST).is_file():
-                raise InputError(f"output={self.root}: another run has just finished this output; run again to use it")
+                with self._store_errors():
+                    still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={place}"))
+                    before = self.remote.entries()
+            if self.found():
+                raise InputError(f"output={place}: another run has just finished this output; run again to use it")
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
             yield staging
             durable.replace_json(staging.path / MANIFEST, self._manifest(staging, time.monotonic() - start))
-            if self.remote is not None:
-                with convert_errors(self.remote.base, "output"):
-                    _upload(staging.path, self.remote)
-            durable.publish_directory(staging.path, self.path)
-            self._set_latest()
+            with self._store_errors():
+                if self.remote is not None:
+                    _upload(staging, self.remote, before)
+                seen = self._seen_latest()
+                still_held()
+                self._create_manifest(staging.path / MANIFEST)
+                durable.publish_directory(staging.path, self.path)
+                self._set_latest(seen)
 
     def published(self) -> Published:
         """Return the output that `publish` made."""
         return Published(self.path, read_manifest(self.path, "output"), fresh=True, uri=self._uri)
 
-    def _set_latest(self) -> None:
+    def _store_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Convert errors of the block, if the output is in an object store."""
+        if self._remote_root is None:
+            return contextlib.nullcontext()
+        return convert_errors(self._remote_root.base, "output")
+
+    def _create_manifest(self, file: Path) -> None:
+        """Put the manifest of an output whose other files are in the store, unless another run has."""
+        if self.remote is not None and self.remote.create(MANIFEST, file.read_bytes()) is None:
+            raise InputError(
+                f"output={self.remote}: another run has published this output; that of this run stays in {file.parent}. "
+                "Run again to use the published one"
+            )
+
+    def _seen_latest(self) -> tuple[bytes, Version] | None:
+        """Read `latest` of an output in an object store."""
+        return None if self._remote_root is None else self._remote_root.read_versioned(LATEST)
+
+    def _set_latest(self, seen: tuple[bytes, Version] | None) -> None:
+        """Let `latest` name this output, unless another run has moved it since it was `seen`."""
         if self._remote_root is None:
             set_latest(self.root, self.identity)
+            return
+        line = f"{self.identity}\n".encode()
+        if seen is None:
+            moved = self._remote_root.create(LATEST, line)
         else:
-            with convert_errors(self._remote_root.base, "output"):
-                self._remote_root.write(LATEST, self.identity + "\n")
+            moved = seen[1] if seen[0] == line else self._remote_root.replace(LATEST, line, seen[1])
+        if moved is None:
+            say(f"{self.stage}: {LATEST} stays at the output that another run has published at the same time")
 
     def _manifest(self, staging: Staging, seconds: float) -> dict[str, Any]:
         return {
             "stage": self.stage,
             "identity": self.identity,
+            "run": secrets.token_hex(8),  # no other writer has these bytes
             "code_version": __version__,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),
@@ -321,16 +371,56 @@ def _scratch_of(remote: Folder) -> Path:
     return scratch() / "outputs" / hashlib.sha256(remote.uri.encode()).hexdigest()[:16]
 
 
-def _upload(directory: Path, remote: Folder) -> None:
-    """Upload an output, its manifest last. Training uploads its states itself."""
-    files = {file.relative_to(directory).as_posix(): file for file in output_files(directory)}
+def _require_conditional_writes(remote: Folder) -> None:
+    """Write and delete an object; InputError if that fails, or if the store ignores conditions."""
+    with convert_errors(remote.base, "output"):
+        probe = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
+        remote.create(probe, b"1")
+        ignored = remote.create(probe, b"2") is not None
+        remote.delete(probe)
+    if ignored:
+        raise InputError(
+            f"output={remote}: this store ignores conditional writes (If-None-Match), which keep two runs apart; upgrade "
+            "it, or give a directory"
+        )
+
+
+def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry]) -> None:
+    """Upload an output without its manifest, and delete what an interrupted attempt left besides.
+
+    Args:
+        staging: the output.
+        remote: its final place.
+        before: what was there when the run began.
+    """
+    files = {file.relative_to(staging.path).as_posix(): file for file in output_files(staging.path)}
+    del files[MANIFEST]
     for name, file in files.items():
-        if name != MANIFEST:
-            remote.upload(file, name)
-    for name in remote.entries():  # files of an earlier attempt
-        if name not in files and name.split("/")[0] != STATES:
+        remote.upload(file, name)
+    for name, entry in remote.entries().items():
+        if name not in files and before.get(name) == entry and name.split("/")[0] not in staging.resumed:
             remote.delete(name)
-    remote.upload(directory / MANIFEST, MANIFEST)
+
+
+def _origin(path: Path) -> str:
+    """Return the path of an input, or the URI that it was copied from."""
+    for root in path.parents:
+        if (root / _ORIGIN).is_file():
+            base, _, query = (root / _ORIGIN).read_text(encoding="utf-8").partition("?")
+            below = path.relative_to(root).parts[1:]
+            return "/".join([base, *below]) + (f"?{query}" if query else "")
+    return str(path)
+
+
+def _given(settings: Settings, name: str) -> str | None:
+    """Return the value of the setting that an input has its name from, if there is one."""
+    value: Any = settings.model_dump(mode="json")
+    for part in name.partition(" ")[0].split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else None
 
 
 def output_files(directory: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support import object_store
+from tests.support import faulty_store, object_store
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # on a busy machine an example may take long
 hypothesis.settings.load_profile("no deadline")
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "ray_cluster" in fixtures:
             item.add_marker("ray")
-        if "bucket" in fixtures:
+        if {"bucket", "faulty"} & set(fixtures):
             item.add_marker("integration")
         tier = next(
             (n for n, marker in enumerate(SLOWEST_FIRST) if item.get_closest_marker(marker)), len(SLOWEST_FIRST)
@@ -113,6 +113,13 @@ def bucket() -> Iterator[str]:
     """URI of a bucket in a local S3-compatible server."""
     with object_store.server():
         yield f"s3://{object_store.BUCKET}"
+
+
+@pytest.fixture
+def faulty(bucket: str) -> Iterator[faulty_store.Proxy]:
+    """Proxy before the server of `bucket` that fails as a test decides."""
+    with faulty_store.proxy() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

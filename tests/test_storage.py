@@ -2,23 +2,27 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from infembed_ray import leases
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, scratch
 from infembed_ray.storage import Step, fingerprint, resolve, resolve_input
+from tests.support.faulty_store import EXPIRED, FORWARD, TRUNCATED, first_replies_lost
 
 
 def settings(**changes):
-    return TrainSettings(records="r", model="m", **{"output": "o", **changes})
+    return TrainSettings(**{"records": "r", "model": "m", "output": "o", **changes})
 
 
 def step(tmp_path, content="x", **changes):
@@ -84,7 +88,7 @@ def test_a_killed_writer_leaves_no_finished_output_and_no_lock(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), root], stdout=subprocess.PIPE)
     assert writer.stdout is not None
     assert writer.stdout.readline() == b"in\n"
-    with pytest.raises(InputError, match="another run is writing this output"), step(tmp_path).publish():
+    with pytest.raises(InputError, match=f"process {writer.pid} on .* has been writing"), step(tmp_path).publish():
         pass
     writer.send_signal(signal.SIGKILL)
     writer.wait()
@@ -107,7 +111,6 @@ def test_fingerprints_depend_on_names_and_contents_not_on_the_path(tmp_path):
     ("output", "message"),
     [
         ("/dev/null/x", "cannot be written"),
-        ("s3://bucket/x", "must be a path of this machine"),
         ("ftp://x/y", "s3, gs"),
     ],
 )
@@ -129,7 +132,7 @@ def place(bucket, tmp_path, monkeypatch):
 def remote_step(place, tmp_path, **changes):
     source = tmp_path / "input.txt"
     source.write_text("x")
-    return Step("train", settings(**changes), place, {"records": source}, uris=True)
+    return Step("train", settings(**changes), place, {"records": source})
 
 
 def names(place):
@@ -164,6 +167,151 @@ def test_a_failed_block_uploads_nothing_and_a_partial_upload_is_not_finished(pla
     with half.publish() as staging:
         assert (staging.path / "half").read_text() == "half"
     assert names(place) == {"latest", f"{half.identity}/half", f"{half.identity}/manifest.json"}
+
+
+def test_files_that_workers_wrote_in_the_store_stay(place, tmp_path):
+    one = remote_step(place, tmp_path)
+    (Folder.open(place, "x") / one.identity).write("shards/0", "of an interrupted attempt")
+    (Folder.open(place, "x") / one.identity).write("old/0", "of an interrupted attempt")
+    with one.publish() as staging:
+        (staging.path / "here").write_text("x")
+        staging.remote.write("by a worker", "x")
+        staging.resumed.add("shards")
+    below = {"here", "by a worker", "shards/0", "manifest.json"}
+    assert names(place) == {"latest", *(f"{one.identity}/{name}" for name in below)}
+
+
+def test_a_manifest_names_its_inputs_as_given_and_as_resolved(place, tmp_path, monkeypatch):
+    first = publish(remote_step(place, tmp_path))
+    records = f"{first.uri}/file.txt"
+    copies = {"records": resolve_input(records, "records"), "model": resolve_input(place, "model")}
+    inputs = Step("train", settings(records=records, model=place), str(tmp_path / "out"), copies)
+    named = publish(inputs).manifest["inputs"]
+    assert (named["records"]["given"], named["records"]["path"]) == (records, records)
+    assert (named["model"]["given"], named["model"]["path"]) == (place, first.uri)
+    monkeypatch.chdir(tmp_path)
+    local = Step("train", settings(records="input.txt"), "out", {"records": Path("input.txt").absolute()})
+    named = publish(local).manifest["inputs"]["records"]
+    assert (named["given"], named["path"]) == ("input.txt", str(tmp_path / "input.txt"))
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from infembed_ray import leases
+from infembed_ray.errors import InputError
+from tests.test_storage import remote_step
+leases.SECONDS = 1.5
+one = remote_step(sys.argv[1], Path(sys.argv[2]))
+print("ready", flush=True)
+input()
+try:
+    with one.publish() as staging:
+        (staging.path / "file.txt").write_text(sys.argv[3])
+        time.sleep(2)
+    print("published")
+except InputError as error:
+    print(error)
+"""
+
+
+def test_of_two_writers_on_two_machines_one_publishes_and_the_other_names_it(faulty, place, tmp_path):
+    """Two processes with scratch directories of their own; they share the store alone."""
+    writers = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        environment = os.environ | {"INFEMBED_SCRATCH": str(tmp_path / name), "PYTHONPATH": os.getcwd()}
+        command = [sys.executable, "-c", WRITER, place, str(tmp_path / name), name]
+        writers.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+        )
+    assert [writer.stdout.readline() for writer in writers] == ["ready\n", "ready\n"]
+    for writer in writers:
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    said = [writer.communicate(timeout=60)[0] for writer in writers]
+    winner = next(number for number, text in enumerate(said) if text == "published\n")
+    assert f"process {writers[winner].pid} on {socket.gethostname()} has been writing this output" in said[1 - winner]
+    assert "published" not in said[1 - winner]
+    assert (resolve_input(place, "x") / "file.txt").read_text() == "ab"[winner]
+
+
+def test_a_writer_whose_lease_was_taken_over_publishes_nothing(place, tmp_path):
+    one = remote_step(place, tmp_path)
+    with pytest.raises(InputError, match="another process has taken it over; nothing is published"), one.publish():
+        Folder.open(place, "x").write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
+    assert remote_step(place, tmp_path).found() is None
+
+
+def test_the_second_of_two_manifests_is_refused(place, tmp_path):
+    one = remote_step(place, tmp_path)
+    message = "another run has published this output; that of this run stays in"
+    with pytest.raises(InputError, match=message), one.publish() as staging:
+        (staging.path / "file.txt").write_text("mine")
+        staging.remote.write("manifest.json", '{"created": "by another"}')
+    assert one.found().manifest == {"created": "by another"}
+    assert (one.partial / "file.txt").read_text() == "mine"
+
+
+def test_latest_stays_where_another_run_moves_it_at_the_same_time(faulty, place, tmp_path, capsys):
+    first = publish(remote_step(place, tmp_path))
+    second, folder = remote_step(place, tmp_path, seed=7), Folder.open(place, "x")
+
+    def move(request):
+        if request.method == "PUT" and request.path.endswith(f"{second.identity}/manifest.json"):
+            folder.write("latest", "third\n")
+        return FORWARD
+
+    faulty.decide = move
+    publish(second)
+    assert folder.read("latest") == "third\n"
+    assert "latest stays at the output that another run has published" in capsys.readouterr().out
+    remote_step(place, tmp_path).finished()
+    assert folder.read("latest") == f"{first.path.name}\n"
+
+
+def test_an_output_is_published_once_though_every_first_reply_is_lost(faulty, place, tmp_path):
+    faulty.decide = first_replies_lost()
+    one = remote_step(place, tmp_path)
+    publish(one)
+    assert names(place) == {"latest", f"{one.identity}/file.txt", f"{one.identity}/manifest.json"}
+
+
+@pytest.mark.parametrize("part", ["file.txt", "manifest.json", ".lease"])
+def test_credentials_that_expire_publish_nothing_and_the_next_run_publishes(faulty, place, tmp_path, monkeypatch, part):
+    monkeypatch.setattr(leases, "SECONDS", 1.0)
+    one, written, expired = remote_step(place, tmp_path), threading.Event(), threading.Event()
+
+    def expire(request):
+        if request.method in ("PUT", "POST") and part in request.path and written.is_set():
+            expired.set()
+        return EXPIRED if expired.is_set() else FORWARD
+
+    faulty.decide = expire
+    message = "output=.*the object store failed .*ExpiredToken.*credentials"
+    with pytest.raises(InputError, match=message), one.publish() as staging:
+        (staging.path / "file.txt").write_text("x")
+        written.set()
+    faulty.decide = lambda request: FORWARD
+    assert f"{one.identity}/manifest.json" not in names(place)
+    assert "latest" not in names(place)
+    publish(remote_step(place, tmp_path))
+    assert names(place) == {"latest", f"{one.identity}/file.txt", f"{one.identity}/manifest.json"}
+
+
+def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(Folder, "create", lambda folder, name, data: folder.write(name, data.decode()) or "version")
+    with pytest.raises(InputError, match="this store ignores conditional writes"):
+        remote_step(place, tmp_path)
+
+
+def test_an_input_that_breaks_off_is_an_error_and_is_downloaded_again(faulty, place, tmp_path):
+    Folder.open(place, "x").write("rows.jsonl", "1" * 200_000)
+    faulty.decide = lambda request: TRUNCATED if request.method == "GET" and "rows" in request.path else FORWARD
+    with pytest.raises(InputError, match=r"records=.*the object store failed .*partial file"):
+        resolve_input(f"{place}/rows.jsonl", "records")
+    faulty.decide = lambda request: FORWARD
+    assert resolve_input(f"{place}/rows.jsonl", "records").stat().st_size == 200_000
 
 
 def test_latest_follows_the_last_run_in_an_object_store(place, tmp_path):

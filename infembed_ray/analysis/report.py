@@ -21,7 +21,7 @@ from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.progress import say, track
-from infembed_ray.storage import Published, Step, resolve_input
+from infembed_ray.storage import Published, Step, local_path, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -89,6 +89,7 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Path], Step]:
         *(partial(resolve_input, file, setting) for file, setting in named.values()),
     )
     files = dict(zip(named, paths, strict=True))
+    local_path(settings.output, "output")  # not in an object store yet
     return files, Step("analyze", settings, settings.output, {**files, **encoder_paths}, encoder_names)
 
 

@@ -77,6 +77,7 @@ class Inputs:
 
     def step(self, settings: EvaluateSettings) -> storage.Step:
         """Return the step that publishes the evaluation of these inputs."""
+        storage.local_path(settings.output, "output")  # not in an object store yet
         paths, names = dict(self.data), {f"tasks.{task.name}": content_hash(task) for task in self.tasks}
         for model in self.models:
             paths |= model.inputs

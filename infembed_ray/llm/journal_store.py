@@ -218,7 +218,8 @@ def _lines(segment: BinaryIO, start: int, most_mb: int) -> bytes:
 
 def _upload(lines: bytes, segment: Path, start: int, folder: Folder) -> int:
     """Upload the lines at a position of a segment; return the position after them."""
-    folder.write(f"{segment.stem}.{start:015d}.jsonl", lines.decode())
+    with folder.open_output(f"{segment.stem}.{start:015d}.jsonl") as stream:
+        stream.write(lines)
     return start + len(lines)
 
 

@@ -58,7 +58,7 @@ def prepare(settings: ExportSettings) -> tuple[checkpoint.Located, Step]:
         InputError: no such model, or the output cannot be written.
     """
     found = checkpoint.locate(settings.model, "model")
-    return found, Step("export", settings, settings.output, found.inputs, found.names, uris=True)
+    return found, Step("export", settings, settings.output, found.inputs, found.names)
 
 
 def require_exportable(encoder: InstructionEncoder, model: str) -> None:

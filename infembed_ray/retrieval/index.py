@@ -25,7 +25,7 @@ from infembed_ray.retrieval.shards import Hit, Shard, ShardFacts, merge, verify
 from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
 from infembed_ray.retrieval.work_directory import work_directory
-from infembed_ray.storage import MANIFEST, Published, Step, read_manifest, resolve, resolve_input
+from infembed_ray.storage import MANIFEST, Published, Step, local_path, read_manifest, resolve, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -323,6 +323,7 @@ def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettin
     from infembed_ray.retrieval import build as steps  # late: opening an index needs no torch
 
     require_columns(settings.columns, settings.metadata)
+    local_path(settings.output, "output")  # not in an object store yet
     names = {"model": encoder.fingerprint(), "format": str(FORMAT)}
     step = Step("index", settings, settings.output, {"corpus": corpus}, names)
     if finished(step):

@@ -15,7 +15,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
-from infembed_ray.storage import Step, resolve_input
+from infembed_ray.storage import Step, local_path, resolve_input
 
 SAMPLE = 10_000
 """Most passages of a file that `count_passages` reads."""
@@ -30,10 +30,11 @@ def prepare(settings: IndexSettings) -> tuple[Path, str, Step]:
     Raises:
         InputError: one of them does not exist, a column cannot be, or the output cannot be written.
     """
-    _, corpus, model = check_all(
+    _, corpus, model, _ = check_all(
         lambda: require_columns(settings.columns, settings.metadata),
         lambda: resolve_input(settings.corpus, "corpus"),
         lambda: locate(settings.model, "model"),
+        lambda: local_path(settings.output, "output"),  # not in an object store yet
     )
     names = {**model.names, "format": str(FORMAT)}
     return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)

@@ -46,6 +46,7 @@ def run(settings: SweepSettings) -> Published:
     Raises:
         InputError: a trial has bad input (before any work), or trials failed (after all have run).
     """
+    storage.local_path(settings.output, "output")  # not in an object store yet
     planned = trials(settings)
     step = storage.Step("sweep", settings, settings.output, *inputs(settings, planned))
     if done := step.finished():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.object_store import Folder, is_uri
+from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage import Step, local_path, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
@@ -27,6 +28,8 @@ from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
 """Directory of the Batch API's files, in the journal's directory."""
+PROBE = f".probe-{secrets.token_hex(4)}"
+"""Object that shows whether a journal in an object store can be written."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
         named["prices"] = resolve_input(settings.prices, "prices")
-    return seeds, table, Step("synthesize", settings, settings.output, named, uris=True)
+    return seeds, table, Step("synthesize", settings, settings.output, named)
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
@@ -113,6 +116,10 @@ def _check_journal(job: Job) -> None:
         require_all_journaled(job, open_journal(job.journal, job.replay))
     elif isinstance(job.journal, Path):
         require_writable(job.journal, "journal")
+    else:
+        with convert_errors(str(job.journal), "journal"):
+            job.journal.write(PROBE, "")
+            job.journal.delete(PROBE)
 
 
 def _check_batches(job: Job) -> None:

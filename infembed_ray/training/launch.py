@@ -117,7 +117,7 @@ def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
         InputError: settings do not fit each other, an input does not exist, or the output cannot be written.
     """
     _, inputs = check_all(lambda: _check_settings(settings), lambda: _resolve(settings))
-    return inputs, Step("train", settings, settings.output, inputs.files, inputs.names, uris=True)
+    return inputs, Step("train", settings, settings.output, inputs.files, inputs.names)
 
 
 def _resolve(settings: TrainSettings) -> Inputs:

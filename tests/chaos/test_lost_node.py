@@ -17,7 +17,6 @@ import pytest
 from infembed_ray import records, storage
 from infembed_ray.object_store import SCRATCH
 from tests.chaos.seeds import write_seeds
-from tests.support import object_store
 from tests.support.stand_in_llm import stand_in_process as stand_in
 from tests.support.waiting import wait_until
 
@@ -36,13 +35,15 @@ def rows_of(output: str) -> list[list[dict[str, Any]]]:
     return [records.read_raw(published / file) for file in FILES]
 
 
-def test_a_lost_node_repeats_only_what_it_had_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_repeats_only_what_it_had_not_uploaded(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray.cluster_utils import Cluster
 
     seeds = write_seeds(tmp_path / "seeds.jsonl", 300)
     scratches = [tmp_path / f"node {number}" for number in range(3)]
     monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
-    with object_store.server(), stand_in(latency_s=0.05, jitter_s=0.1, mistaken=0.2) as server:
+    with stand_in(latency_s=0.05, jitter_s=0.1, mistaken=0.2) as server:
         # The driver joins the head, which keeps the limits; the actors fit only on the other nodes.
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
         try:
@@ -62,7 +63,7 @@ def test_a_lost_node_repeats_only_what_it_had_not_uploaded(tmp_path: Path, monke
                     command, cwd=REPOSITORY, env={**os.environ, **environment}, stdout=log, stderr=log
                 )
 
-            process = run("s3://bucket/lost", RAY_ADDRESS=cluster.address)
+            process = run(f"{bucket}/lost", RAY_ADDRESS=cluster.address)
             wait_until(lambda: len(server.log("answered")) >= 700, 120)
             [lost, *_] = [number for number, scratch in enumerate(scratches) if list(scratch.rglob("*.jsonl"))]
             workers = [int(segment.stem.split("-")[-3]) for segment in scratches[lost].glob("journals/*/*.jsonl")]
@@ -83,5 +84,5 @@ def test_a_lost_node_repeats_only_what_it_had_not_uploaded(tmp_path: Path, monke
         assert max(answered.values()) == 2
         assert all(killed - UPLOAD_EVERY_S - SLACK_S < at < killed + SLACK_S for at in first.values())
 
-        assert run("s3://bucket/undisturbed").wait(timeout=300) == 0
-        assert rows_of("s3://bucket/lost") == rows_of("s3://bucket/undisturbed")
+        assert run(f"{bucket}/undisturbed").wait(timeout=300) == 0
+        assert rows_of(f"{bucket}/lost") == rows_of(f"{bucket}/undisturbed")

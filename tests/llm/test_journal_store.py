@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from infembed_ray.llm.journal_store import COPIES, copy_objects, directory_of, o
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import SCRATCH, Folder
-from tests.support import object_store
+from tests.support import faulty_store
 from tests.support.chat import completion, request
 from tests.support.waiting import wait_until
 
@@ -26,16 +26,10 @@ SOON = JournalUpload(every_s=0.01)
 numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[object_store.Faults]:
-    with object_store.server(faults := object_store.Faults()):
-        yield faults
-
-
 @pytest.fixture
-def folder(store: object_store.Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+def folder(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     move_to_node("first", tmp_path, monkeypatch)
-    return Folder.open(f"s3://{object_store.BUCKET}/journal-{next(numbers)}", "journal")
+    return Folder.open(f"{bucket}/journal-{next(numbers)}", "journal")
 
 
 def move_to_node(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +53,6 @@ def uploaded(folder: Folder) -> bytes:
     return b"".join((folder.read(name) or "").encode() for name in sorted(folder.entries()) if name.endswith(".jsonl"))
 
 
-@pytest.mark.integration
 def test_another_node_reads_what_a_closed_journal_holds(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +70,6 @@ def test_another_node_reads_what_a_closed_journal_holds(
     assert answered(open_journal(folder, partition=Partition(2, 2)), "abcd") == ""
 
 
-@pytest.mark.integration
 def test_losing_a_node_loses_only_what_was_not_uploaded(folder: Folder) -> None:
     journal = open_journal(folder, upload=SOON)
     append(journal, *"abc")
@@ -89,7 +81,6 @@ def test_losing_a_node_loses_only_what_was_not_uploaded(folder: Folder) -> None:
     assert answered(open_journal(folder), "abcd") == "abc"
 
 
-@pytest.mark.integration
 def test_a_full_object_is_uploaded_before_its_time(folder: Folder) -> None:
     journal = open_journal(folder, upload=JournalUpload(every_s=3600, every_mb=1))
 
@@ -121,7 +112,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.integration
 def test_a_killed_process_loses_nothing(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", _WRITE_UNTIL_KILLED, folder.uri]
     root = Path(__file__).parents[2]
@@ -142,19 +132,16 @@ def test_a_killed_process_loses_nothing(folder: Folder, tmp_path: Path, monkeypa
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.integration
 def test_a_store_that_fails_for_a_while_stops_nothing_and_loses_nothing(
-    folder: Folder, store: object_store.Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, faulty: faulty_store.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
     journal = open_journal(folder, upload=SOON, warn=warnings.append)
-    store.refuse_writes = True
-    try:
-        append(journal, *"ab")
-        wait_until(lambda: len(warnings) == 1)
-        append(journal, *"cd")
-    finally:
-        store.refuse_writes = False
+    faulty.decide = faulty_store.writes_refused
+    append(journal, *"ab")
+    wait_until(lambda: len(warnings) == 1)
+    append(journal, *"cd")
+    faulty.decide = lambda request: faulty_store.FORWARD
     append(journal, *"ef")
     wait_until(lambda: uploaded(folder).count(b"\n") == 6)
     assert len(warnings) == 1
@@ -163,7 +150,6 @@ def test_a_store_that_fails_for_a_while_stops_nothing_and_loses_nothing(
     assert answered(open_journal(folder), "abcdefg") == "abcdef"
 
 
-@pytest.mark.integration
 def test_the_tools_work_on_a_journal_in_an_object_store(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +176,6 @@ def test_the_tools_work_on_a_journal_in_an_object_store(
     assert "4 entries" in capsys.readouterr().out
 
 
-@pytest.mark.integration
 def test_a_journal_in_an_object_store_can_be_replayed_by_its_uri(folder: Folder, tmp_path: Path) -> None:
     journal = open_journal(folder, upload=NEVER)
     append(journal, "a")
@@ -198,7 +183,6 @@ def test_a_journal_in_an_object_store_can_be_replayed_by_its_uri(folder: Folder,
     assert answered(open_journal(tmp_path / "own", [folder.uri]), "ab") == "a"
 
 
-@pytest.mark.integration
 def test_the_budget_counts_answers_and_notes_in_an_object_store(folder: Folder) -> None:
     table = PriceTable("2026-01-01", {"small": (1.0, 1.0)})
     journal = open_journal(folder, upload=NEVER)
@@ -213,7 +197,6 @@ def test_the_budget_counts_answers_and_notes_in_an_object_store(folder: Folder) 
     assert budget.spent_usd(folder, table) == 6.0
 
 
-@pytest.mark.integration
 def test_copies_of_merged_objects_are_removed(folder: Folder) -> None:
     journal = open_journal(folder, upload=NEVER)
     append(journal, "a")

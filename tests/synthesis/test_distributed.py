@@ -23,7 +23,7 @@ from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
-from tests.support import object_store
+from tests.support import faulty_store, object_store
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.support.waiting import wait_until
 from tests.synthesis.runs import FILES, REPOSITORY, ROWS, answered_most, rows_of, settings
@@ -36,14 +36,14 @@ def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object_store.Faults]:
-    with pytest.MonkeyPatch.context() as patch, object_store.server(faults := object_store.Faults()):
+def store(bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[faulty_store.Proxy]:
+    with pytest.MonkeyPatch.context() as patch, faulty_store.proxy() as proxy:
         patch.setenv(SCRATCH, str(tmp_path_factory.mktemp("scratch")))
-        yield faults
+        yield proxy
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(store: object_store.Faults, ray_cluster: None) -> None:
+def ray_cluster(store: faulty_store.Proxy, ray_cluster: None) -> None:
     """A cluster whose workers know the object store."""
 
 
@@ -285,15 +285,15 @@ def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
 
 @pytest.mark.ray
 def test_journal_and_output_in_an_object_store_give_the_same_files_and_any_number_of_actors_resumes(
-    uninterrupted: Published, store: object_store.Faults, seeds: Path, tmp_path: Path
+    uninterrupted: Published, store: faulty_store.Proxy, seeds: Path, tmp_path: Path
 ) -> None:
     output = Folder(f"s3://{object_store.BUCKET}/whole")
 
     def refuse_writes_for_a_while(server: StandIn) -> None:
         wait_until(lambda: len(server.log("answered")) >= 50)
-        store.refuse_writes = True
+        store.decide = faulty_store.writes_refused
         time.sleep(2)
-        store.refuse_writes = False
+        store.decide = lambda request: faulty_store.FORWARD
 
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
         refuser = threading.Thread(target=refuse_writes_for_a_while, args=(server,))

@@ -77,6 +77,15 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
 
 
+def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Path) -> None:
+    stored = {"journal": f"{bucket}/journal", "endpoint": {"api_key_env": None}}
+    given = settings(seeds, tmp_path / "out", **stored, batches={})
+    assert f"batches: the state of batches needs a directory, and journal={bucket}/journal is in" in one_line(given)
+    given = settings(seeds, tmp_path / "out", **stored)
+    check(resolve(given, Source(given), prices.load()))
+    assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
+
+
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:
     def refused(**values: Any) -> str:
         return one_line(settings(seeds, tmp_path / "out", endpoint={"api_key_env": None}, **values))

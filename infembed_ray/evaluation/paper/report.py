@@ -11,7 +11,7 @@ from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.progress import say
-from infembed_ray.storage import Published, Step, resolve_input
+from infembed_ray.storage import Published, Step, local_path, resolve_input
 
 PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
 
@@ -31,6 +31,7 @@ def run(settings: ReportSettings) -> Published:
     paths = {label: resolve_input(value, f"results.{label}") for label, value in settings.results.items()}
     # The position is part of the identity, because it decides the order of the models.
     inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
+    local_path(settings.output, "output")  # not in an object store yet
     step = Step("report", settings, settings.output, inputs)
     if done := step.finished():
         return done
