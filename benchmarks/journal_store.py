@@ -6,7 +6,7 @@ The whole product runs as in synthesis_fanout.py: 256 requests in flight, two ac
 is moto, in a process of its own. The two places alternate in each round. The last line is one JSON object:
 
     rate    requests per second with the object store / with the directory, of the medians
-    cpu     CPU seconds of the machine (with both servers) per answered request, in the same ratio
+    cpu     CPU seconds on the cores of the run (with both servers) per answered request, in the same ratio
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def store() -> Iterator[None]:
 
 
 def cpu_s() -> float:
-    """CPU seconds that this machine has used, so nothing else may run beside the measurement."""
-    user, nice, system = Path("/proc/stat").read_text().split()[1:4]
-    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds used on the cores of this process (`taskset`), where nothing else may run beside the measurement."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+    return sum(sum(map(int, used[:3])) for core, *used in lines if core in cores) / os.sysconf("SC_CLK_TCK")
 
 
 def run(url: str, seeds: Path, output: Path, journal: str, every_s: float) -> None:

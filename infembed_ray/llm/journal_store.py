@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -141,12 +142,20 @@ def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
             missing = [name for name in stored if name not in here and (not partition or partition.reads(name))]
             try:
                 with ThreadPoolExecutor(_DOWNLOADS) as threads:
-                    list(threads.map(lambda name: folder.download(name, copies / name), missing))
+                    list(threads.map(partial(_download, folder, copies), missing, (stored[name] for name in missing)))
             except FileNotFoundError:  # merged into another object since it was listed
                 continue
             for name in here.keys() - stored.keys():
                 here[name].unlink()
             return directory
+
+
+def _download(folder: Folder, copies: Path, name: str, size: int) -> None:
+    file = copies / name
+    folder.download(name, file)
+    if file.stat().st_size != size:
+        file.unlink()
+        raise OSError(f"{name} was cut short on its way; run again")
 
 
 def sources(place: JournalPlace) -> list[Path]:
@@ -243,8 +252,9 @@ class _Uploads:
         with self._path.open("rb") as segment:
             while not self._stopped.wait(_POLL_S):
                 waiting = os.fstat(segment.fileno()).st_size - end
-                if waiting >= every_mb << 20 or (waiting and time.monotonic() - uploaded >= every_s):
-                    end = self._upload(_lines(segment, end, every_mb), end)
+                due = time.monotonic() - uploaded >= every_s
+                if (due or waiting >= every_mb << 20) and (lines := _lines(segment, end, every_mb)):
+                    end = self._upload(lines, end)
                     uploaded = time.monotonic()
 
     def _upload(self, lines: bytes, start: int) -> int:

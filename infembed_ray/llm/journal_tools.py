@@ -312,6 +312,6 @@ def _run_stored(action: str, folder: Folder, *files: Path) -> int:
     directory = copy_objects(folder)
     if action != "import":
         return _ACTIONS[action](directory / COPIES, *files)
-    status = _import(directory, *files, others=[directory / COPIES])
+    status = _import(directory, files[0], others=[directory / COPIES])
     upload_leftovers(folder)
     return status
