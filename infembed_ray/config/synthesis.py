@@ -51,7 +51,7 @@ class SynthesizeSettings(Settings):
     )
     limits: Limits = runtime_field(Limits(), description="of all actors together")
     prices: str | None = runtime_field(
-        None, description="YAML like llm/prices.yaml with your own prices, which override it"
+        None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )
     distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
     seed: int = Field(0, description="random seed of the distractors and of the order of the candidates")

@@ -105,7 +105,9 @@ def run(settings: SynthesizeSettings) -> Published:
         with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
             _synthesize_all(job, tasks, coordinator, staging)
     if staging.counts["dead_letter"]:
-        say(f"synthesize: to ask again for dead letters that no model answered, remove {step.path} and rerun")
+        say(
+            f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"
+        )
     return step.published()
 
 

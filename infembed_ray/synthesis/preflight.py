@@ -127,7 +127,7 @@ def _check_batches(job: Job) -> None:
         if job.in_batches:
             raise InputError(
                 f"batches: the state of batches needs a directory, and journal={job.journal} is in an object store; set "
-                "journal=DIRECTORY on a disk of the driver, or batches=null"
+                "journal=DIRECTORY on a file system that all nodes share, or batches=null"
             )
     elif not job.in_batches and (waiting := batch_files.pending(job.journal / BATCHES)):
         raise InputError(
