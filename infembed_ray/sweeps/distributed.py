@@ -17,7 +17,6 @@ from typing import Any
 import ray
 from ray import tune
 
-from infembed_ray import storage
 from infembed_ray.config.evaluation import EncoderSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError, in_one_line
@@ -29,7 +28,7 @@ from infembed_ray.ray_cluster import connect
 from infembed_ray.storage import Published
 from infembed_ray.sweeps import table
 from infembed_ray.sweeps.table import Outcome
-from infembed_ray.sweeps.trials import Trial, combined, inputs, trials
+from infembed_ray.sweeps.trials import Trial, combined, prepare
 from infembed_ray.training.launch import run as train
 
 TABLE, CSV = "table.md", "table.csv"
@@ -46,9 +45,7 @@ def run(settings: SweepSettings) -> Published:
     Raises:
         InputError: a trial has bad input (before any work), or trials failed (after all have run).
     """
-    storage.local_path(settings.output, "output")  # not in an object store yet
-    planned = trials(settings)
-    step = storage.Step("sweep", settings, settings.output, *inputs(settings, planned))
+    planned, step = prepare(settings)
     if done := step.finished():
         return done
     connect()

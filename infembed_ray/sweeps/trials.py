@@ -21,7 +21,7 @@ from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.storage import fingerprint_files, resolve_input
+from infembed_ray.storage import Step, fingerprint_files, local_path, resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files
@@ -115,6 +115,17 @@ def trials(settings: SweepSettings) -> list[Trial]:
                 train = design.model_copy(update={"model": backbone, "seed": seed})
                 found.append(_trial(settings, row, label, seed, train, None))
     return found
+
+
+def prepare(settings: SweepSettings) -> tuple[list[Trial], Step]:
+    """Plan the trials, and identify the sweep.
+
+    Raises:
+        InputError: a trial has bad input, or the output cannot be written.
+    """
+    local_path(settings.output, "output")  # not in an object store yet
+    planned = trials(settings)
+    return planned, Step("sweep", settings, settings.output, *inputs(settings, planned))
 
 
 def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Path], dict[str, str]]:

@@ -136,19 +136,27 @@ def to_universal(checkpoint: Path, output: Path) -> None:
         strict=True,
         inject_missing_state=True,
     )
-    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+    with _silence():
         ds_to_universal.main(arguments)
 
 
 def master_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Read the fp32 master weights of a checkpoint of any ZeRO stage, without frozen parameters, by name."""
     if any(checkpoint.glob(SHARDED_STATES)):
-        return dict(
-            get_fp32_state_dict_from_zero_checkpoint(
-                str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True
+        with _silence():
+            return dict(
+                get_fp32_state_dict_from_zero_checkpoint(
+                    str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True
+                )
             )
-        )
     return dict(torch.load(checkpoint / WHOLE_STATE, map_location="cpu", weights_only=False)["module"])
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Discard what the block prints: DeepSpeed's tools have no setting for that."""
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        yield
 
 
 def close(engine: Any) -> None:

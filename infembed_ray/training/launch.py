@@ -116,12 +116,20 @@ def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
     Raises:
         InputError: settings do not fit each other, an input does not exist, or the output cannot be written.
     """
-    _, inputs = check_all(lambda: _check_settings(settings), lambda: _resolve(settings))
+    inputs = resolve(settings)
     return inputs, Step("train", settings, settings.output, inputs.files, inputs.names)
 
 
-def _resolve(settings: TrainSettings) -> Inputs:
-    """Locate everything that the settings name; InputError for what does not exist."""
+def resolve(settings: TrainSettings) -> Inputs:
+    """Check the settings and locate everything that they name.
+
+    Raises:
+        InputError: settings do not fit each other, or an input does not exist.
+    """
+    return check_all(lambda: _check_settings(settings), lambda: _locate(settings))[1]
+
+
+def _locate(settings: TrainSettings) -> Inputs:
     validation = settings.validation
     named = [("model", settings.model)] + ([("teacher", settings.teacher)] if settings.teacher is not None else [])
     records, held, *models = check_all(
@@ -294,10 +302,11 @@ def _check_joint_texts(settings: TrainSettings, encoder: InstructionEncoder, sam
 
 def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], directory: Path) -> None:
     """Train as a worker in this process."""
-    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators and logs on import
-
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed takes a GPU if it finds one, and warns if it does not
+    from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators on import
+
     train_worker(settings, rows, directory, _device(settings))
 
 

@@ -1,0 +1,68 @@
+"""The page `Your own retriever`: all its commands in one shell, in their order, in a copy of the checkout's files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks
+from tests.support.ports import free_port
+
+PAGE = "docs/start/your-own-retriever.md"
+BLOCKS = [block for block in blocks() if block.page == PAGE]
+SERVERS = ("python -m tests.support.stand_in_llm", "infembed serve")
+HIT = re.compile(r"\d\.\d{3} +([\w.]+/\w+)")
+FIRST = slice(None, None, 3)  # of the three hits of each search
+
+
+def script(ports: dict[str, int]) -> str:
+    """The page as one script: its servers run in the background, and its Python in one process."""
+    lines = ["set -euo pipefail", "trap 'kill $(jobs -p)' EXIT"]
+    for block in BLOCKS:
+        if block.language != "bash" or "activate" in block.code:
+            continue
+        background = block.code.startswith(SERVERS)
+        lines.append(f"{block.code.strip()} &" if background else block.code)
+        if background:
+            port = re.search(r"port[ =](\d+)", block.code)
+            assert port is not None
+            path = "v1/models" if "serve" in block.code else ""
+            lines.append(f"until curl -s -o /dev/null 127.0.0.1:{port[1]}/{path}; do sleep 1; done")
+    program = "\n".join(block.code for block in BLOCKS if block.language == "python")
+    text = "\n".join([*lines, f"python - <<'EOF_PROGRAM'\n{program}\nEOF_PROGRAM"])
+    return re.sub(r"\b(8000|8001)\b", lambda found: str(ports[found[1]]), text)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.integration
+def test_the_commands_of_the_page_lead_from_rows_to_a_search(tmp_path: Path, minilm: str) -> None:
+    for name in ("tests", "infembed_ray"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "infembed").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m infembed_ray.cli "$@"\n')
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", script({"8000": free_port(), "8001": free_port()})],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    for line in ("60 seeds", "60 kept, 0 rejected, 0 dead letter, 480 calls", "20/20", "serve: checked"):
+        assert line in output
+    shown = [hit for block in BLOCKS if block.language == "text" for hit in HIT.findall(block.code)]
+    assert len(shown) == 12
+    assert HIT.findall(done.stdout)[FIRST] == shown[FIRST]
