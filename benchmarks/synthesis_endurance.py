@@ -46,7 +46,7 @@ def memory_mb(pid: int) -> tuple[float, float]:
 
 def writers(journal: Path) -> list[int]:
     """Return the processes of a journal's segments, in their order."""
-    return sorted(int(segment.stem.split("-")[-2]) for segment in journal.glob("*.jsonl"))
+    return sorted(int(segment.stem.split("-")[-3]) for segment in journal.glob("*.jsonl"))
 
 
 def follow(process: subprocess.Popen[bytes], journal: Path) -> list[Sample]:

@@ -163,7 +163,7 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
     yield from _state(step)
     if step.found():
         return
-    job = preflight.resolve(settings, seeds, table, step.root)
+    job = preflight.resolve(settings, seeds, table)
     yield f"seeds: {job.survey.seeds:,} of {seeds.path}" + (
         f"; {sum(job.survey.left_out.values()):,} rows are left out" if job.survey.left_out else ""
     )

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
-from infembed_ray.config.llm import Batches, ChatModel, Endpoint, Limits
+from infembed_ray.config.llm import Batches, ChatModel, Endpoint, JournalUpload, Limits
 
 SeedFormat = Literal["table", "msmarco", "robust04", "leetcode", "metamath"]
 
@@ -21,8 +21,13 @@ class SynthesizeSettings(Settings):
     format: SeedFormat = Field(
         "table", description="table, or the published layout of msmarco (v2.1), robust04, leetcode or metamath"
     )
-    output: str = runtime_field(description="directory for the published records")
-    journal: str | None = runtime_field(None, description="directory of the response journal; null: OUTPUT/journal")
+    output: str = runtime_field(description="directory or URI for the published records")
+    journal: str | None = runtime_field(
+        None, description="directory or URI of the response journal; null: OUTPUT/journal"
+    )
+    journal_upload: JournalUpload = runtime_field(
+        JournalUpload(), description="journal in an object store: when answers are uploaded"
+    )
     replay: tuple[str, ...] = runtime_field(
         (), description="finished journals (files or directories) that are only read"
     )
@@ -44,7 +49,7 @@ class SynthesizeSettings(Settings):
     )
     limits: Limits = runtime_field(Limits(), description="of all actors together")
     prices: str | None = runtime_field(
-        None, description="YAML like llm/prices.yaml with your own prices, which override it"
+        None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )
     distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
     seed: int = Field(0, description="random seed of the distractors and of the order of the candidates")

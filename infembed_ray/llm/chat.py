@@ -46,7 +46,7 @@ class Unjournaled(RunFailure):
 
 @dataclass(frozen=True)
 class Request:
-    """A chat-completions request. `prompt`, `step` and `row` are not sent."""
+    """A chat-completions request. `prompt`, `step`, `row` and `route` are not sent."""
 
     model: str
     messages: tuple[Mapping[str, str], ...]
@@ -56,6 +56,8 @@ class Request:
     row: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The other members of the body."""
+    route: str = ""
+    """Hash that routes the row to its partition (module `partitions`); empty if every partition may need the answer."""
 
     @property
     def body(self) -> dict[str, Any]:

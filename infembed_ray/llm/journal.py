@@ -33,15 +33,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from infembed_ray import durable
+from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion, Request, RunFailure
 from infembed_ray.llm.journal_index import JournalIndex
+from infembed_ray.llm.partitions import Partition
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 SYNC_EVERY_S = 0.01
 """Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
 
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
-_WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
+_WRITTEN = re.compile(
+    rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", (?:"route": "(?P<route>[0-9a-f]{8})", )?.*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n'
+)
 
 
 @dataclass
@@ -57,10 +61,12 @@ class Journal:
     Args:
         directory: read, and written to: the first append adds this process's segment. It need not exist.
         replay: finished journals (directories or files) that are only read.
+        partition: whose entries are read; None reads all.
     """
 
-    def __init__(self, directory: Path, replay: Sequence[Path] = ()) -> None:
+    def __init__(self, directory: Path, replay: Sequence[Path] = (), partition: Partition | None = None) -> None:
         self._directory = directory
+        self._partition = partition
         self._sources = [*replay, directory]
         self._files: list[_File] = []
         self._numbers: dict[Path, int] = {}
@@ -85,7 +91,7 @@ class Journal:
         """Index what other processes have appended since the last call."""
         while True:
             try:
-                for path in segments(self._sources):
+                for path in segments(self._sources, self._partition):
                     number = self._number(path)
                     if number != self._segment_number:
                         self._scan(number)
@@ -140,7 +146,7 @@ class Journal:
     def open(self) -> BinaryIO:
         """Return this process's segment; from then on other processes see that it writes to the journal."""
         if self._segment is None:
-            self._segment, path = new_segment(self._directory)
+            self._segment, path = new_segment(self._directory, self._partition)
             self._segment_number = self._number(path)
         return self._segment
 
@@ -169,16 +175,17 @@ class Journal:
     def _scan(self, number: int) -> None:
         file = self._files[number]
         damaged = 0
+        whole = self._partition in (None, Partition.in_name(file.path.name))
         with file.path.open("rb") as stream:
             stream.seek(file.indexed)
             for line in stream:
                 if not line.endswith(b"\n"):
                     break  # cut short by a crash, or being written: a later refresh looks again
-                key = _key_of(line)
-                if key is None:
+                entry = _key_and_route(line)
+                if entry is None:
                     damaged += 1
-                else:
-                    self._index.add(key, number, file.indexed)
+                elif whole or self._partition is None or self._partition.owns(entry[1]):
+                    self._index.add(entry[0], number, file.indexed)
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: skipped {damaged} damaged lines", stacklevel=3)
@@ -197,10 +204,14 @@ class Journal:
             self._syncing = None
 
 
-def segments(sources: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of journals (directories or files). If a key occurs in several, the first one counts."""
+def segments(sources: Sequence[Path], partition: Partition | None = None) -> Iterator[Path]:
+    """Yield the files of journals (directories or files) that may hold entries of a partition.
+
+    If a key occurs in several files, the first one counts.
+    """
     for source in sources:
-        yield from [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+        files = [source] if source.is_file() else sorted(source.glob("*.jsonl"))
+        yield from (file for file in files if partition is None or partition.reads(file.name))
 
 
 def has_writer(segment: Path) -> bool:
@@ -215,10 +226,30 @@ def has_writer(segment: Path) -> bool:
     return False
 
 
-def new_segment(directory: Path) -> tuple[BinaryIO, Path]:
+def lock_ended(path: Path, locks: contextlib.ExitStack) -> BinaryIO | None:
+    """Open and lock a segment, if it has no living writer and still exists.
+
+    Raises:
+        InputError: the file system has no locks.
+    """
+    try:
+        stream = locks.enter_context(path.open("r+b"))
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    except OSError as error:
+        raise InputError(
+            f"journal={path.parent}: its file system has no locks ({error.strerror}), which tell the segments of living "
+            "processes from others; copy the journal to one that has them while no run uses it"
+        ) from error
+    return stream if os.fstat(stream.fileno()).st_nlink else None
+
+
+def new_segment(directory: Path, partition: Partition | None = None) -> tuple[BinaryIO, Path]:
     """Create an empty segment, locked until it is closed, whose name survives a crash of the machine."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    path = directory / f"{name}-{partition}.jsonl" if partition else directory / f"{name}.jsonl"
     unlocked = path.with_suffix(".new")
     segment = unlocked.open("xb")
     with contextlib.suppress(OSError):  # without locks, no process can lock a segment in order to merge it, either
@@ -231,10 +262,11 @@ def new_segment(directory: Path) -> tuple[BinaryIO, Path]:
 def encode(request: Request, completion: Completion, created: datetime | None = None) -> bytes:
     """Return the journal line of a completion that arrived at `created` (default: now).
 
-    Only the key is used for lookups; prompt, step and row are for human readers.
+    Only key and route are used for lookups; prompt, step and row are for human readers.
     """
     entry = {
         "key": request.key,
+        **({"route": request.route} if request.route else {}),
         "model": request.model,
         "prompt": request.prompt,
         "step": request.step,
@@ -253,13 +285,13 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
 
-def _key_of(line: bytes) -> str | None:
-    """Return the key of a line; None if the line is damaged. Faster than `decode` for an intact line of `encode`."""
+def _key_and_route(line: bytes) -> tuple[str, str] | None:
+    """Return key and route of a line; None if the line is damaged. Faster than `decode` for an intact line of `encode`."""
     written = _WRITTEN.fullmatch(line)
     if written is not None and int(written["crc32"], 16) == zlib.crc32(written["said"]):
-        return written["key"].decode()
+        return written["key"].decode(), (written["route"] or b"").decode()
     entry = decode(line)
-    return None if entry is None else entry[0]
+    return None if entry is None else (entry[0], "")
 
 
 def decode(line: bytes) -> tuple[str, Completion] | None:

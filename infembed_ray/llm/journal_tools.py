@@ -6,18 +6,19 @@ All tools read line by line and may run beside processes that append to the jour
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, new_segment, segments
+from infembed_ray.llm.journal import decode, lock_ended, new_segment, segments
+from infembed_ray.llm.journal_store import COPIES, copy_objects, upload_leftovers
+from infembed_ray.llm.partitions import Partition
+from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.progress import counted, say
 from infembed_ray.storage import local_path
 
@@ -48,6 +49,11 @@ class JournalStats:
     """By the model's name at the endpoint, as are the tokens."""
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     completion_tokens: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: JournalStats) -> JournalStats:
+        return JournalStats(
+            *(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def lines(self, paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
         """Yield key and line of every entry, without duplicates, and count everything."""
@@ -85,7 +91,7 @@ def scan(journal: Path) -> JournalStats:
 
 
 def compact(directory: Path) -> JournalStats:
-    """Merge the segments of ended processes into one, without duplicates and damaged lines.
+    """Merge the segments of ended processes into one for each partition, without duplicates and damaged lines.
 
     The new segment is complete and on disk before an old one is removed, so a crash at any moment leaves every entry in at
     least one of them. Segments of living processes stay.
@@ -102,11 +108,18 @@ def compact(directory: Path) -> JournalStats:
             raise InputError(
                 f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
             )
+    groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
+    for path in segments([directory]):
+        groups[Partition.in_name(path.name)].append(path)
+    return sum((_merge(directory, partition, paths) for partition, paths in groups.items()), JournalStats())
+
+
+def _merge(directory: Path, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
     found = JournalStats()
     with contextlib.ExitStack() as locks:
-        unlocked = (path for path in segments([directory]) if _lock(path, locks))
+        unlocked = (path for path in paths if lock_ended(path, locks))
         finished = list(itertools.islice(unlocked, MERGED_AT_ONCE))
-        merged, path = new_segment(directory)
+        merged, path = new_segment(directory, partition)
         locks.callback(merged.close)
         merged.writelines(line for _, line in found.lines(finished))
         wasteful = found.duplicates or found.torn or found.damaged
@@ -130,13 +143,36 @@ def export(journal: Path, file: Path) -> JournalStats:
     return found
 
 
-def import_entries(directory: Path, exported: Path) -> tuple[JournalStats, int]:
+def compact_objects(folder: Folder) -> JournalStats:
+    """Merge the objects of a journal in an object store as `compact` merges segments, also while runs use the journal.
+
+    Raises:
+        InputError: the object store failed. Every entry is still in at least one object.
+    """
+    copies = copy_objects(folder) / COPIES
+    before = {path.name for path in segments([copies])}
+    found = compact(copies)
+    after = {path.name for path in segments([copies])}
+    with convert_errors(str(folder), "DIR"):
+        for name in after - before:
+            folder.upload(copies / name, name)
+        for name in before - after:
+            folder.delete(name)
+    return found
+
+
+def import_entries(directory: Path, exported: Path, others: Sequence[Path] = ()) -> tuple[JournalStats, int]:
     """Append the entries of an exported file, or of another journal, that a journal lacks.
+
+    Args:
+        directory: of the journal.
+        exported: the file or the other journal.
+        others: further directories with segments of the journal.
 
     Returns:
         What the other journal held; how many entries were appended.
     """
-    known = {key for key, _ in JournalStats().lines(segments([directory]))}
+    known = {key for key, _ in JournalStats().lines(segments([directory, *others]))}
     found = JournalStats()
     new = 0
     segment, path = new_segment(directory)
@@ -161,21 +197,6 @@ def _is_segment(path: Path) -> bool:
             return any(decode(line) for line in stream)
     except FileNotFoundError:  # just merged by another compaction
         return True
-
-
-def _lock(path: Path, locks: contextlib.ExitStack) -> bool:
-    """Lock a segment; return whether that worked, so it has no living writer and still exists."""
-    try:
-        stream = locks.enter_context(path.open("r+b"))
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    except OSError as error:
-        raise InputError(
-            f"journal={path.parent}: its file system has no locks ({error.strerror}), which tell the segments of living "
-            "processes from others; copy the journal to one that has them while no run uses it"
-        ) from error
-    return os.fstat(stream.fileno()).st_nlink > 0
 
 
 # ----------------------------------------------------------------------------------------------- `infembed journal`
@@ -210,7 +231,10 @@ def _faults(found: JournalStats) -> str:
 
 
 def _compact(directory: Path) -> int:
-    found = compact(directory)
+    return _print_merged(compact(directory))
+
+
+def _print_merged(found: JournalStats) -> int:
     left = counted(found.entries, "entry", "entries")
     say(f"merged {counted(found.segments, 'segment')}: {left} left, {found.size} bytes before")
     say(f"left out {_faults(found)}")
@@ -227,8 +251,8 @@ def _export(journal: Path, file: Path) -> int:
     return 0
 
 
-def _import(directory: Path, file: Path) -> int:
-    found, new = import_entries(directory, file)
+def _import(directory: Path, file: Path, others: Sequence[Path] = ()) -> int:
+    found, new = import_entries(directory, file, others)
     damaged = len(found.damaged) + found.torn
     say(
         f"{directory}: {new} new of {counted(found.entries, 'entry', 'entries')}; {counted(damaged, 'damaged line')} left out"
@@ -251,22 +275,43 @@ def run(action: str, journal: str, file: str | None) -> int:
     Raises:
         InputError: there is no such journal, or a FILE is missing or superfluous.
     """
-    paths = [local_path(journal, "DIR")]
-    if not paths[0].is_dir() and not (action == "import" and not paths[0].exists()):
-        raise InputError(f"DIR={journal}: no such directory; give a journal's")
-    if action in ("export", "import"):
-        if file is None:
-            raise InputError(f"FILE is missing: write it as `infembed journal {action} DIR FILE`")
-        paths.append(local_path(file, "FILE"))
-        if action == "import" and not paths[1].exists():
-            raise InputError(f"FILE={file}: no such file; give what `infembed journal export` wrote")
-    elif file is not None:
-        raise InputError(f"FILE={file}: `infembed journal {action}` takes none; leave it out")
     try:
-        return _ACTIONS[action](*paths)
+        if is_uri(journal):
+            return _run_stored(action, Folder.open(journal, "DIR"), *_files(action, file))
+        directory = local_path(journal, "DIR")
+        if not directory.is_dir() and not (action == "import" and not directory.exists()):
+            raise InputError(f"DIR={journal}: no such directory; give a journal's")
+        return _ACTIONS[action](directory, *_files(action, file))
     except FileNotFoundError as error:
         raise InputError(
             f"DIR={journal}: {error.filename} was merged into another segment meanwhile; run it again"
         ) from error
     except OSError as error:
         raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error
+
+
+def _files(action: str, file: str | None) -> list[Path]:
+    """Return the files that an action takes besides the journal."""
+    if action not in ("export", "import"):
+        if file is not None:
+            raise InputError(f"FILE={file}: `infembed journal {action}` takes none; leave it out")
+        return []
+    if file is None:
+        raise InputError(f"FILE is missing: write it as `infembed journal {action} DIR FILE`")
+    path = local_path(file, "FILE")
+    if action == "import" and not path.exists():
+        raise InputError(f"FILE={file}: no such file; give what `infembed journal export` wrote")
+    return [path]
+
+
+def _run_stored(action: str, folder: Folder, *files: Path) -> int:
+    """Run an action on a journal in an object store, by copies of its objects."""
+    upload_leftovers(folder)
+    if action == "compact":
+        return _print_merged(compact_objects(folder))
+    directory = copy_objects(folder)
+    if action != "import":
+        return _ACTIONS[action](directory / COPIES, *files)
+    status = _import(directory, files[0], others=[directory / COPIES])
+    upload_leftovers(folder)
+    return status

@@ -11,6 +11,7 @@ import yaml
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion
+from infembed_ray.storage import resolve_input
 
 FILE = Path(__file__).with_name("prices.yaml")
 BATCH_PRICE = 0.5
@@ -47,7 +48,7 @@ def load(overrides: str | None = None) -> PriceTable:
     """Return the bundled table, overridden by another file.
 
     Args:
-        overrides: a YAML file with `as_of`, and under `models` a [prompt, completion] pair each.
+        overrides: path or URI of a YAML file with `as_of`, and under `models` a [prompt, completion] pair each.
 
     Raises:
         InputError: the file cannot be read or has another form.
@@ -56,7 +57,7 @@ def load(overrides: str | None = None) -> PriceTable:
     if overrides is None:
         return ours
     try:
-        theirs = _read(Path(overrides).expanduser())
+        theirs = _read(resolve_input(overrides, "prices"))
     except OSError as error:
         raise InputError(f"prices={overrides}: cannot be read ({error.strerror}); give a file") from error
     except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:

@@ -1,8 +1,11 @@
 """Synthesis over Ray Data: seeds in; kept, rejected and dead-lettered rows out, in the order of the seeds.
 
-Each actor has its own client and its own journal segment; one more actor keeps the limits of all. Ray Data returns a task's
-rows together and re-runs a lost task whole, so a task is a few rows, many tasks run at once in an actor, and the journal
-answers re-runs. Rows start in the order of their tasks, so tasks end one after another.
+Each actor has its own client, its own partition of the rows and its own journal segment. Ray Data has no affinity of rows to
+actors, so each partition is a data set with a pool of one actor, and the run reads their union. One more actor, on the
+driver's node, keeps the limits of all and hands out the rows.
+
+Ray Data returns a task's rows together and re-runs a lost task whole, so a task is a few rows, many tasks run at once in an
+actor, and the journal answers re-runs. Rows start in the order of their tasks, so tasks end one after another.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import os
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +32,18 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray import records
-from infembed_ray.config.llm import Endpoint
+from infembed_ray.config.llm import Endpoint, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
-from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.partitions import Partition, route_of
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats, resources
+from infembed_ray.object_store import Folder
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
@@ -44,7 +51,7 @@ from infembed_ray.storage import Published, Staging
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.pipeline import Outcome, Spend, synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve, wait_for_writers
+from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
 
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
@@ -84,21 +91,23 @@ def run(settings: SynthesizeSettings) -> Published:
     seeds, table, step = prepare(settings)
     if done := step.finished():
         return done
-    job = resolve(settings, seeds, table, step.root)
+    job = resolve(settings, seeds, table)
     check(job)
     if job.has_key:
-        wait_for_writers(job.journal)
+        _settle_journal(job.journal)
     spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
     with step.publish() as staging:
         if job.in_batches:
             staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
             spent_usd += batches["usd"] or 0.0
         connect()
-        with _ledger(job, step.identity, spent_usd) as ledger:
-            tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
-            _synthesize_all(job, tasks, ledger, staging)
+        tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
+        with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
+            _synthesize_all(job, tasks, coordinator, staging)
     if staging.counts["dead_letter"]:
-        say(f"synthesize: to ask again for dead letters that no model answered, remove {step.path} and rerun")
+        say(
+            f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"
+        )
     return step.published()
 
 
@@ -106,11 +115,14 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
     """Ask the Batch API, so that the online run finds its answers in the journal; return its report."""
     from infembed_ray.synthesis import batch_api  # only here: it imports the `openai` client, which takes a second
 
+    assert isinstance(job.journal, Path)  # see `check`
+    directory = job.journal / BATCHES
+
     async def ask() -> batch_api.BatchReport:
-        journal = Journal(job.journal, job.replay)
+        journal = open_journal(job.journal, job.replay)
         try:
             return await batch_api.answer_in_batches(
-                job.seeds, job.survey.pool, job.settings, journal, job.journal / BATCHES, spent_usd
+                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd
             )
         finally:
             journal.close()
@@ -121,7 +133,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
         raise InputError(str(failure)) from failure
 
 
-def _synthesize_all(job: Job, tasks: Path, ledger: Any, staging: Staging) -> None:
+def _synthesize_all(job: Job, tasks: Path, coordinator: Any, staging: Staging) -> None:
     """Run all rows and write their outputs.
 
     Raises:
@@ -134,9 +146,9 @@ def _synthesize_all(job: Job, tasks: Path, ledger: Any, staging: Staging) -> Non
         with (
             Outputs(staging.path, job.table) as outputs,
             track("synthesize", job.survey.seeds) as advance,
-            _live_progress(ledger, outputs, budget_usd, advance),
+            _live_progress(coordinator, outputs, budget_usd, advance),
         ):
-            for index, outcome in _fan_out(job, tasks, ledger):
+            for index, outcome in _fan_out(job, tasks, coordinator):
                 if outcome is None:
                     unfinished += 1
                 elif not unfinished:
@@ -145,7 +157,9 @@ def _synthesize_all(job: Job, tasks: Path, ledger: Any, staging: Staging) -> Non
                     advance()
     finally:
         tasks.unlink(missing_ok=True)
-    stats: LedgerStats = ray.get(ledger.stats.remote())
+    if isinstance(job.journal, Folder):
+        _settle_journal(job.journal)
+    stats: LedgerStats = ray.get(coordinator.stats.remote())
     if budget_usd is not None:
         budget.note_unjournaled(job.journal, job.table, stats.committed_usd)
     if unfinished:
@@ -161,6 +175,30 @@ def _synthesize_all(job: Job, tasks: Path, ledger: Any, staging: Staging) -> Non
         raise InputError(_nothing_kept(staging, breaker.failure or outputs.first_failure))
 
 
+def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
+    """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
+
+    Args:
+        journal: of the run.
+        partition: wait only for writers of this partition.
+
+    Raises:
+        InputError: the object store failed.
+    """
+    if isinstance(journal, Path):
+        wait_for_writers(journal, partition)
+        return
+    connect()
+    task = ray.remote(num_cpus=0)(settle)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    pinned = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
+    for settled in [each.remote(journal, partition) for each in pinned]:
+        try:
+            ray.get(settled)
+        except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
+            say("synthesize: a node was lost; answers that it had not uploaded are asked for again")
+
+
 def _nothing_kept(staging: Staging, why: str) -> str:
     counts = staging.counts
     files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
@@ -170,30 +208,46 @@ def _nothing_kept(staging: Staging, why: str) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------- the limits
+# ---------------------------------------------------------------------------------------------- the coordinator
+
+
+class _Coordinator(budget.DurableLedger):
+    """The limits of a run and the rows of its tasks, which other nodes need no shared directory to read."""
+
+    def __init__(self, limits: Limits, slots: int, spent_usd: float, journal: JournalPlace, tasks: Path) -> None:
+        super().__init__(limits, slots, spent_usd, journal)
+        self._file = tasks
+
+    @cached_property
+    def _tasks(self) -> pa.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(str(self._file)))
+
+    def rows(self, task: int) -> pa.RecordBatch:
+        """Return the numbered seeds of a task."""
+        return self._tasks.get_batch(task)
 
 
 @contextlib.contextmanager
-def _ledger(job: Job, identity: str, spent_usd: float) -> Iterator[Any]:
-    """Start the actor that keeps the run's limits, on the driver's node: it then dies only together with the driver."""
+def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iterator[Any]:
+    """Start the coordinator as an actor on the driver's node: it then dies only together with the driver."""
     settings = job.settings
     slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
-    actor = ray.remote(num_cpus=0)(budget.DurableLedger).options(name=name, scheduling_strategy=here)
-    ledger = actor.remote(settings.limits, slots, spent_usd, job.journal)
+    actor = ray.remote(num_cpus=0)(_Coordinator).options(name=name, scheduling_strategy=here)
+    coordinator = actor.remote(settings.limits, slots, spent_usd, job.journal, tasks)
     try:
-        yield ledger
+        yield coordinator
     finally:
-        ray.kill(ledger)
+        ray.kill(coordinator)
 
 
-def _rate_limiter(settings: SynthesizeSettings, ledger: Any) -> RateLimiter:
+def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
     """Return the rate limiter of this actor."""
 
     async def exchange(report: LeaseReport) -> Grant:
         try:
-            grant: Grant = await ledger.exchange.remote(report)
+            grant: Grant = await coordinator.exchange.remote(report)
         except ray.exceptions.RayError as error:
             reason = " ".join(str(error).split())[:300]
             raise RunFailure(
@@ -207,7 +261,7 @@ def _rate_limiter(settings: SynthesizeSettings, ledger: Any) -> RateLimiter:
 
 
 @contextlib.contextmanager
-def _live_progress(ledger: Any, outputs: Outputs, budget_usd: float | None, advance: Advance) -> Iterator[None]:
+def _live_progress(coordinator: Any, outputs: Outputs, budget_usd: float | None, advance: Advance) -> Iterator[None]:
     """Update the progress note each second, also while no row ends; print the actors' warnings."""
     ended = threading.Event()
 
@@ -216,7 +270,7 @@ def _live_progress(ledger: Any, outputs: Outputs, budget_usd: float | None, adva
         answered, then = 0, time.monotonic()
         while not ended.wait(1.0):
             try:
-                stats: LedgerStats = ray.get(ledger.stats.remote())
+                stats: LedgerStats = ray.get(coordinator.stats.remote())
             except ray.exceptions.RayError:
                 return  # the actors report it
             now, traffic = time.monotonic(), stats.traffic
@@ -254,40 +308,44 @@ def _traffic(stats: LedgerStats) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- the fan-out
 
 
-def _fan_out(job: Job, file: Path, ledger: Any) -> Iterator[tuple[int, Outcome | None]]:
+def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outcome | None]]:
     """Yield (index of the seed, outcome) of all seeds as they complete; None where a seed was not finished.
 
-    The seeds are written to `file`, which all nodes must see.
+    The seeds are written to `file`, which the coordinator reads.
     """
     settings = job.settings
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
-    tasks = _write_tasks(file, job.seeds, rows)
+    tasks = _write_tasks(file, job.seeds, rows, settings.actors)
     driver = this_process()
-    at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), tasks)
     pool = ray.put(job.survey.pool)
-    results = ray.data.from_blocks([pa.table({"task": [number]}) for number in range(tasks)]).map_batches(
-        _Synthesizer,
-        fn_constructor_args=(
-            settings,
-            list(job.endpoints.values()),
-            file,
-            pool,
-            job.journal,
-            job.replay,
-            ledger,
-            driver,
-        ),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(
-            size=min(settings.actors, tasks),
-            max_concurrent_calls_per_actor=at_once,
-            max_tasks_in_flight_per_actor=at_once,
-        ),
-        num_cpus=CPUS_PER_ACTOR,
-        # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
-        **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
-    )
+
+    def branch(partition: Partition) -> ray.data.Dataset:
+        numbers = tasks[partition]
+        at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), len(numbers))
+        return ray.data.from_blocks([pa.table({"task": [number]}) for number in numbers]).map_batches(
+            _Synthesizer,
+            fn_constructor_args=(
+                settings,
+                list(job.endpoints.values()),
+                partition,
+                pool,
+                job.journal,
+                job.replay,
+                coordinator,
+                driver,
+            ),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(
+                size=1, max_concurrent_calls_per_actor=at_once, max_tasks_in_flight_per_actor=at_once
+            ),
+            num_cpus=CPUS_PER_ACTOR,
+            # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
+            **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
+        )
+
+    first, *others = map(branch, tasks)
+    results = first.union(*others) if others else first
     shown: set[str] = set()
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
@@ -298,18 +356,27 @@ def _fan_out(job: Job, file: Path, ledger: Any) -> Iterator[tuple[int, Outcome |
             yield result["index"], outcome
 
 
-def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int) -> int:
-    """Write the numbered seeds, one record batch of `rows` per task; return the number of tasks.
+def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[Partition, list[int]]:
+    """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
 
-    Actors map the file, so neither this process nor the object store grows with the seeds.
+    The coordinator maps the file, so neither a process nor the object store grows with the seeds.
     """
-    tasks = 0
-    numbered = enumerate(seeds)
+    waiting: defaultdict[Partition, list[dict[str, Any]]] = defaultdict(list)
+    tasks: defaultdict[Partition, list[int]] = defaultdict(list)
+    numbers = itertools.count()
     with pa.ipc.new_file(str(file), _SEEDS) as stream:
-        while task := list(islice(numbered, rows)):
-            values = [{"index": index, **records.columns_of(seed)} for index, seed in task]
-            stream.write_batch(pa.RecordBatch.from_pylist(values, _SEEDS))
-            tasks += 1
+
+        def write(partition: Partition) -> None:
+            stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
+            tasks[partition].append(next(numbers))
+
+        for index, seed in enumerate(seeds):
+            partition = Partition.route(route_of(seed.query, seed.passage), actors)
+            waiting[partition].append({"index": index, **records.columns_of(seed)})
+            if len(waiting[partition]) == rows:
+                write(partition)
+        for partition in list(waiting):
+            write(partition)
     return tasks
 
 
@@ -320,18 +387,20 @@ class _Synthesizer:
         self,
         settings: SynthesizeSettings,
         endpoints: Sequence[Endpoint],
-        tasks: Path,
+        partition: Partition,
         pool: ray.ObjectRef,
-        journal: Path,
-        replay: Sequence[Path],
-        ledger: Any,
+        journal: JournalPlace,
+        replay: Sequence[str],
+        coordinator: Any,
         driver: Process | None,
     ) -> None:
         self._settings = settings
-        self._tasks = pa.ipc.open_file(pa.memory_map(str(tasks)))
+        self._coordinator = coordinator
         self._pool: Sequence[str] = ray.get(pool)
-        self._journal = Journal(journal, replay)
-        self._limiter = _rate_limiter(settings, ledger)
+        self._limiter = _rate_limiter(settings, coordinator)
+        if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
+            _settle_journal(journal, partition)  # its predecessor may have been on another node
+        self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
         self._client = ChatClient(endpoints, self._journal, self._limiter, prices.load(settings.prices))
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(self._client.complete)
@@ -343,9 +412,10 @@ class _Synthesizer:
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._driver.watch()
-        self._journal.refresh()  # the task may have been lost with another actor
+        self._journal.refresh()  # the task may have been lost with this actor's predecessor
         self._running += 1
-        rows = [row for task in batch["task"].to_pylist() for row in self._tasks.get_batch(task).to_pylist()]
+        tasks = await asyncio.gather(*(self._coordinator.rows.remote(task) for task in batch["task"].to_pylist()))
+        rows = [row for task in tasks for row in task.to_pylist()]
         results = await asyncio.gather(*(self._result(**row) for row in rows))
         if self._driver.died:  # Ray could not store a result, and would end this process before it has drained
             await asyncio.Event().wait()

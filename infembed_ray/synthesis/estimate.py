@@ -17,6 +17,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Malformed, Request
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records import Seed
@@ -58,7 +59,7 @@ def estimate(job: Job) -> Estimate:
         RunFailure: a journal cannot be read.
     """
     made = Estimate(job.survey.seeds)
-    journal = Journal(job.journal, job.replay)
+    journal = open_journal(job.journal, job.replay)
     every = -(-made.seeds // SAMPLE)
 
     async def rehearse() -> None:

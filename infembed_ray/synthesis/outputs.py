@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import sqlite3
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,15 +28,17 @@ _ROW_GROUP = 1000
 class Outputs:
     """Takes outcomes in any order and writes them in the order of their seeds, so equal runs give equal files.
 
-    Memory holds the outcomes that wait for an earlier one, and one unwritten row group per file. The complements' file
-    exists only if there are complements.
+    Memory holds one unwritten row group per file. Outcomes that wait for an earlier one are in a temporary database, which
+    spills to disk: one actor may be far behind the others. The complements' file exists only if there are complements.
     """
 
     def __init__(self, directory: Path, table: PriceTable) -> None:
         self._prices_as_of = table.as_of
         self._tables = {kind: _Table(directory / name, SCHEMAS[kind], empty=True) for kind, name in _FILES.items()}
         self._complements = _Table(directory / records.COMPLEMENTS_FILE, records.COMPLEMENT)
-        self._waiting: dict[int, Outcome] = {}
+        self._waiting = sqlite3.connect("", isolation_level=None)  # "": a temporary database in memory and on disk
+        self._waiting.execute("PRAGMA journal_mode=OFF")
+        self._waiting.execute("CREATE TABLE waiting (seed INTEGER PRIMARY KEY, outcome BLOB)")
         self._next = 0
         self._kinds: Counter[Kind] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -48,15 +52,23 @@ class Outputs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._waiting.close()
         for table in (*self._tables.values(), self._complements):
             table.close()
 
     def add(self, index: int, outcome: Outcome) -> None:
         """Add the outcome of seed number `index`, from 0."""
-        self._waiting[index] = outcome
-        while self._next in self._waiting:
-            self._write(self._waiting.pop(self._next))
+        if index != self._next:
+            self._waiting.execute("INSERT INTO waiting VALUES (?, ?)", (index, pickle.dumps(outcome)))
+            return
+        next_outcome: Outcome | None = outcome
+        while next_outcome is not None:
+            self._write(next_outcome)
             self._next += 1
+            row = self._waiting.execute(
+                "DELETE FROM waiting WHERE seed = ? RETURNING outcome", (self._next,)
+            ).fetchone()
+            next_outcome = row and pickle.loads(row[0])
 
     def _write(self, outcome: Outcome) -> None:
         self._kinds[outcome.kind] += 1

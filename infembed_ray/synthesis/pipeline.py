@@ -28,6 +28,7 @@ from infembed_ray.llm.chat import (
     replace_surrogates,
     usable_text,
 )
+from infembed_ray.llm.partitions import route_of
 from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED, SCENARIOS, Seed
 from infembed_ray.synthesis import filters, judge, templates
@@ -155,6 +156,7 @@ class _Row:
     def __init__(self, seed: Seed, settings: SynthesizeSettings, complete: Complete) -> None:
         self.settings = settings
         self.language = seed.language
+        self.route = route_of(seed.query, seed.passage)
         self.columns: dict[str, Any] = {
             "id": seed.id,
             "source": seed.source,
@@ -185,7 +187,7 @@ class _Row:
         # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).
         template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
         values["language"] = self.language or "its programming language"
-        request = template.request(model, step, self.columns["id"], values, choices)
+        request = replace(template.request(model, step, self.columns["id"], values, choices), route=self.route)
 
         def value(text: str) -> T:
             return read(template.answer.as_text(text) if model.structured else text)

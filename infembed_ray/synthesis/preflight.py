@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying, run_in_thread
-from infembed_ray.llm.driver_watch import DRAIN_S
 from infembed_ray.llm.endpoint import missing_key_hint
-from infembed_ray.llm.journal import Journal, has_writer, segments
+from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import LEASE_S
-from infembed_ray.progress import say
+from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage import Step, local_path, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
@@ -29,6 +28,8 @@ from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
 """Directory of the Batch API's files, in the journal's directory."""
+PROBE = f".probe-{secrets.token_hex(4)}"
+"""Object that shows whether a journal in an object store can be written."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Job:
     seeds: Source
     survey: SeedSurvey
     table: PriceTable
-    journal: Path
-    """Absolute, because actors have another working directory."""
-    replay: Sequence[Path]
+    journal: JournalPlace
+    replay: Sequence[str]
+    """Paths and URIs. Paths are absolute, because actors have another working directory."""
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
@@ -66,7 +67,6 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     Raises:
         InputError: seeds or prices cannot be read, or the output cannot be written.
     """
-    local_path(settings.output, "output")  # not in an object store yet
     seeds, table = check_all(lambda: Source(settings), lambda: prices.load(settings.prices))
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
@@ -74,22 +74,26 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     return seeds, table, Step("synthesize", settings, settings.output, named)
 
 
-def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable, root: Path) -> Job:
+def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
     """Read the seeds once and locate the journals.
 
     Args:
         settings: of the run.
         seeds: its seeds.
         table: its prices.
-        root: the output directory, which holds the journal by default.
 
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
     survey = seeds.survey()
-    journal = local_path(settings.journal, "journal") if settings.journal else root / "journal"
-    replay = [resolve_input(path, "replay").absolute() for path in settings.replay]
-    return Job(settings, seeds, survey, table, journal.absolute(), replay)
+    replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
+    return Job(settings, seeds, survey, table, _journal_place(settings), replay)
+
+
+def _journal_place(settings: SynthesizeSettings) -> JournalPlace:
+    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
+    place = Folder.open(given, name) if is_uri(given) else local_path(given, name)
+    return place if settings.journal else place / "journal"
 
 
 def check(job: Job) -> None:
@@ -108,14 +112,24 @@ def check(job: Job) -> None:
 
 
 def _check_journal(job: Job) -> None:
-    if job.has_key:
+    if not job.has_key:
+        require_all_journaled(job, open_journal(job.journal, job.replay))
+    elif isinstance(job.journal, Path):
         require_writable(job.journal, "journal")
     else:
-        require_all_journaled(job, Journal(job.journal, job.replay))
+        with convert_errors(str(job.journal), "journal"):
+            job.journal.write(PROBE, "")
+            job.journal.delete(PROBE)
 
 
 def _check_batches(job: Job) -> None:
-    if not job.in_batches and (waiting := batch_files.pending(job.journal / BATCHES)):
+    if not isinstance(job.journal, Path):
+        if job.in_batches:
+            raise InputError(
+                f"batches: the state of batches needs a directory, and journal={job.journal} is in an object store; set "
+                "journal=DIRECTORY on a file system that all nodes share, or batches=null"
+            )
+    elif not job.in_batches and (waiting := batch_files.pending(job.journal / BATCHES)):
         raise InputError(
             f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
             f"remove {waiting[0]} to pay for its requests again"
@@ -177,16 +191,6 @@ def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
         ]
     if faults:
         raise InputError(*faults)
-
-
-def wait_for_writers(journal: Path) -> None:
-    """Wait for actors of a killed driver, which journal their answers in flight (module `driver_watch`)."""
-    deadline = time.monotonic() + DRAIN_S + LEASE_S
-    while any(map(has_writer, segments([journal]))):
-        if time.monotonic() > deadline:
-            say(f"synthesize: another run also writes to journal={journal}; both may send the same requests")
-            return
-        time.sleep(0.1)
 
 
 def require_all_journaled(job: Job, journal: Journal) -> None:

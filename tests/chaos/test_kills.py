@@ -108,7 +108,7 @@ def after_random_share(server: StandIn, rng: random.Random) -> None:
 def workers_of(journal: Path) -> Iterator[int]:
     """Yield the processes that write to a journal."""
     for segment in journal.glob("*.jsonl"):
-        pid = int(segment.stem.split("-")[-2])
+        pid = int(segment.stem.split("-")[-3])
         if Path(f"/proc/{pid}").exists():
             yield pid
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from infembed_ray.llm import journal as journal_module
 from infembed_ray.llm.chat import Completion, RunFailure
 from infembed_ray.llm.journal import Journal, decode, encode, has_writer, new_segment
+from infembed_ray.llm.partitions import Partition, route_of
 from tests.support.chat import completion, request, unreadable
 
 completions = st.builds(
@@ -310,3 +311,35 @@ def test_a_segment_has_a_writer_until_it_is_closed(tmp_path):
     stream.close()
     assert not has_writer(path)
     assert not has_writer(tmp_path / "gone.jsonl")
+
+
+@pytest.mark.parametrize("of", [2, 3])
+def test_a_partition_reads_its_own_segments_and_its_own_rows_of_other_segments(tmp_path: Path, of: int) -> None:
+    """Segments of two actors and one without a partition: with two actors again, and with another number of them."""
+    texts = [f"text {number}" for number in range(20)]
+    routed = {text: replace(request(text), route=route_of(text, "")) for text in texts}
+
+    async def append(partition: Partition | None, mine: list[str]) -> None:
+        journal = Journal(tmp_path, partition=partition)
+        for text in mine:
+            await journal.append(routed[text], completion(f"answer to {text}"))
+        journal.close()
+
+    writers = [Partition(1, 2), Partition(2, 2)]
+    for writer in writers:
+        asyncio.run(append(writer, [text for text in texts[:15] if writer.owns(routed[text].route)]))
+    asyncio.run(append(None, texts[15:]))
+
+    for number in range(1, of + 1):
+        reader = Partition(number, of)
+        journal = Journal(tmp_path, partition=reader)
+        owned = [text for text in texts if reader.owns(routed[text].route)]
+        assert [text for text in texts if text_of(journal, text)] == owned
+        assert len(journal) == len(owned) > 0
+    assert len(Journal(tmp_path)) == len(texts)
+
+
+def test_every_partition_reads_entries_without_a_route(tmp_path: Path) -> None:
+    write(tmp_path, "of an older version")
+    for number in (1, 2, 3):
+        assert text_of(Journal(tmp_path, partition=Partition(number, 3)), "of an older version") is not None

@@ -64,6 +64,11 @@ def first_replies_lost() -> Callable[[Request], Fault]:
     return decide
 
 
+def writes_refused(request: Request) -> Fault:
+    """Decide that the store is unavailable for writes."""
+    return UNAVAILABLE if request.method in ("PUT", "POST") else FORWARD
+
+
 @dataclass
 class Proxy:
     """A running proxy.

@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def settings(seeds: Path, output: Path, server: StandIn | None = None, **values: Any) -> SynthesizeSettings:
+def settings(seeds: Path, output: Path | str, server: StandIn | None = None, **values: Any) -> SynthesizeSettings:
     endpoint = {"base_url": server.url, "api_key_env": None, "timeout_s": 5} if server else {}
     given = {"seeds": str(seeds), "output": str(output), "in_flight": 16, "actors": 2, **values}
     return SynthesizeSettings.from_mapping({**given, "endpoint": {**endpoint, **values.get("endpoint", {})}})

@@ -1,24 +1,29 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infembed_ray import cli, records
+from infembed_ray import cli, records, storage
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.journal_store import directory_of
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
+from tests.support import faulty_store, object_store
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.support.waiting import wait_until
 from tests.synthesis.runs import FILES, REPOSITORY, ROWS, answered_most, rows_of, settings
@@ -28,6 +33,26 @@ from tests.synthesis.runs import FILES, REPOSITORY, ROWS, answered_most, rows_of
 def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let actors use Ray's idle workers; an actor that drains costs a new process (see test_driver_watch)."""
     monkeypatch.setattr(distributed, "this_process", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def store(bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[faulty_store.Proxy]:
+    with pytest.MonkeyPatch.context() as patch, faulty_store.proxy() as proxy:
+        patch.setenv(SCRATCH, str(tmp_path_factory.mktemp("scratch")))
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(store: faulty_store.Proxy, ray_cluster: None) -> None:
+    """A cluster whose workers know the object store."""
+
+
+def journal_at(kind: str, output: Path) -> tuple[str, Path]:
+    """Return a new journal, and the directory of this machine with the segments that are being written."""
+    if kind == "directory":
+        return str(output / "journal"), output / "journal"
+    folder = Folder(f"s3://{object_store.BUCKET}/{output.parent.name}/journal")
+    return folder.uri, directory_of(folder)
 
 
 def one_line(given: SynthesizeSettings) -> str:
@@ -178,7 +203,7 @@ class Held:
         wait_until(lambda: len(self._server.log("answered")) >= self._answers)
         self._server.hold()
         wait_until(lambda: self._journaled() == len(self._server.log("answered")))
-        return [int(segment.stem.split("-")[-2]) for segment in self._journal.glob("*.jsonl")]
+        return [int(segment.stem.split("-")[-3]) for segment in self._journal.glob("*.jsonl")]
 
     def __exit__(self, *_: object) -> None:
         self._server.release()
@@ -203,16 +228,19 @@ def uninterrupted(ray_cluster: None, seeds: Path, tmp_path_factory: pytest.TempP
 
 @pytest.mark.ray
 @pytest.mark.slow  # tests/llm/test_driver_watch.py tests the drain quickly, without a cluster
+@pytest.mark.parametrize("kind", ["directory", "object store"])
 def test_actors_of_a_killed_driver_journal_requests_in_flight_and_send_nothing_more(
-    uninterrupted: Published, seeds: Path, tmp_path: Path
+    uninterrupted: Published, seeds: Path, tmp_path: Path, kind: str
 ) -> None:
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
         output = tmp_path / "out"
+        journal, segments = journal_at(kind, output)
         arguments = ["synthesize", f"seeds={seeds}", f"output={output}", "in_flight=16", "actors=2"]
+        arguments += [f"journal={journal}"]
         arguments += [f"endpoint.base_url={server.url}", "endpoint.api_key_env=null"]
         command = [sys.executable, "-m", "infembed_ray.cli", *arguments]
         driver = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with driver, Held(server, output / "journal", answers=150) as actors:
+        with driver, Held(server, segments, answers=150) as actors:
             driver.send_signal(signal.SIGKILL)
             driver.wait()
             time.sleep(3)  # Ray alone would end the actors sooner
@@ -224,20 +252,22 @@ def test_actors_of_a_killed_driver_journal_requests_in_flight_and_send_nothing_m
         assert len(server.log()) == answered
         assert sum(entry["arrived"] > released for entry in server.log()) == 0
 
-        resumed = run(settings(seeds, output, server))
+        resumed = run(settings(seeds, output, server, journal=journal, actors=3))
         assert answered_most(server) == 1
     assert resumed.manifest["counts"]["replayed"] == answered > 150
     assert rows_of(resumed) == rows_of(uninterrupted)
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("kind", ["directory", "object store"])
 def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
-    uninterrupted: Published, seeds: Path, tmp_path: Path
+    uninterrupted: Published, seeds: Path, tmp_path: Path, kind: str
 ) -> None:
     killed: list[int] = []
+    journal, segments = journal_at(kind, tmp_path / "out")
 
     def kill_one(server: StandIn) -> None:
-        with Held(server, tmp_path / "out" / "journal", answers=100) as actors:
+        with Held(server, segments, answers=100) as actors:
             os.kill(actors[0], signal.SIGKILL)
             wait_until(lambda: not alive(actors[0]))
             time.sleep(1)  # until the server has seen the dead actor's connections close
@@ -246,11 +276,40 @@ def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
         killer = threading.Thread(target=kill_one, args=(server,))
         killer.start()
-        published = run(settings(seeds, tmp_path / "out", server))
+        published = run(settings(seeds, tmp_path / "out", server, journal=journal))
         killer.join()
         assert len(killed) == 1
         assert answered_most(server) == 1
     assert rows_of(published) == rows_of(uninterrupted)
+
+
+@pytest.mark.ray
+def test_journal_and_output_in_an_object_store_give_the_same_files_and_any_number_of_actors_resumes(
+    uninterrupted: Published, store: faulty_store.Proxy, seeds: Path, tmp_path: Path
+) -> None:
+    output = Folder(f"s3://{object_store.BUCKET}/whole")
+
+    def refuse_writes_for_a_while(server: StandIn) -> None:
+        wait_until(lambda: len(server.log("answered")) >= 50)
+        store.decide = faulty_store.writes_refused
+        time.sleep(2)
+        store.decide = lambda request: faulty_store.FORWARD
+
+    with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
+        refuser = threading.Thread(target=refuse_writes_for_a_while, args=(server,))
+        refuser.start()
+        first = run(settings(seeds, output.uri, server, journal_upload={"every_s": 0.2}))
+        refuser.join()
+        shutil.rmtree(os.environ[SCRATCH])  # another machine
+        again = run(settings(seeds, tmp_path, server, journal=f"{output}/journal", actors=3))
+        assert answered_most(server) == 1
+        answered = len(server.log("answered"))
+    assert (first.manifest["counts"]["calls"], again.manifest["counts"]["replayed"]) == (answered, answered)
+    assert {f"{first.manifest['identity']}/{file}" for file in FILES} < output.entries().keys()
+    stored = storage.resolve_input(output.uri, "output")
+    for file in FILES:
+        assert (stored / file).read_bytes() == (uninterrupted.path / file).read_bytes()
+        assert (again.path / file).read_bytes() == (uninterrupted.path / file).read_bytes()
 
 
 @pytest.mark.ray

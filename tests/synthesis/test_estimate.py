@@ -21,8 +21,8 @@ BUNDLED = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled
 
 def estimated(seeds: Path, root: Path, **values: Any) -> Estimate:
     given = settings(seeds, root / "out", **values)
-    opened, table, step = preflight.prepare(given)
-    return estimate.estimate(preflight.resolve(given, opened, table, step.root))
+    opened, table, _ = preflight.prepare(given)
+    return estimate.estimate(preflight.resolve(given, opened, table))
 
 
 @pytest.mark.parametrize("structured", [False, True])

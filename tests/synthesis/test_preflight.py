@@ -18,7 +18,7 @@ BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"
 
 def one_line(given: SynthesizeSettings) -> str:
     with pytest.raises(InputError) as error:
-        check(resolve(given, Source(given), prices.load(given.prices), Path(given.output)))
+        check(resolve(given, Source(given), prices.load(given.prices)))
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -55,7 +55,7 @@ def test_an_unreadable_journal_is_named_in_one_line(tmp_path: Path) -> None:
     unreadable(replayed)
     models = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled-sample"}}
     given = settings(sample.SEEDS, tmp_path / "out", **models)
-    job = resolve(given, Source(given), prices.load(), tmp_path)
+    job = resolve(given, Source(given), prices.load())
     with pytest.raises(InputError, match=r"^journal=.*cannot be read \(Is a directory\)$"):
         require_all_journaled(job, journal)
 
@@ -75,6 +75,15 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     blocked = tmp_path / "file"
     blocked.touch()
     assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
+
+
+def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Path) -> None:
+    stored = {"journal": f"{bucket}/journal", "endpoint": {"api_key_env": None}}
+    given = settings(seeds, tmp_path / "out", **stored, batches={})
+    assert f"batches: the state of batches needs a directory, and journal={bucket}/journal is in" in one_line(given)
+    given = settings(seeds, tmp_path / "out", **stored)
+    check(resolve(given, Source(given), prices.load()))
+    assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:

@@ -1,0 +1,276 @@
+"""Journals in object stores.
+
+A process appends to a segment in its node's scratch directory, synced like any other segment. A thread uploads what was
+appended as immutable objects `SEGMENT.OFFSET.jsonl`, every few seconds or megabytes. A killed process leaves its segment,
+and the next run uploads the rest of it (`upload_leftovers`). Only losing a node loses what its segments hold and the store
+does not.
+
+Readers copy the objects that they need to their node once, and index the copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from pyarrow import ArrowException
+
+from infembed_ray import durable
+from infembed_ray.config.llm import JournalUpload
+from infembed_ray.errors import InputError
+from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.driver_watch import DRAIN_S
+from infembed_ray.llm.journal import Journal, has_writer, lock_ended, segments
+from infembed_ray.llm.partitions import Partition
+from infembed_ray.llm.rate_limits import LEASE_S
+from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.progress import say
+from infembed_ray.storage import resolve_input
+
+JournalPlace = Path | Folder
+"""A journal's directory, or its folder in an object store."""
+COPIES = "objects"
+"""Directory of copies of the journal's objects, beside the segments that this node's processes write."""
+
+_DOWNLOADS = 8
+_POLL_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+_OBJECT = re.compile(r"(?P<segment>.+)\.(?P<offset>\d{15})\.jsonl")
+_StoreError = (OSError, ArrowException)
+
+
+def open_journal(
+    place: JournalPlace,
+    replay: Sequence[str] = (),
+    partition: Partition | None = None,
+    upload: JournalUpload | None = None,
+    warn: Callable[[str], object] = say,
+) -> Journal:
+    """Open a journal for a process.
+
+    Args:
+        place: of the journal.
+        replay: paths or URIs of finished journals that are only read.
+        partition: whose entries are read; None reads all.
+        upload: when answers are uploaded, if the journal is in an object store.
+        warn: called with a line if an upload fails.
+
+    Raises:
+        InputError: an object store does not return the journal.
+    """
+    finished = [resolve_input(each, "replay").absolute() for each in replay]
+    if isinstance(place, Path):
+        return Journal(place, finished, partition)
+    return StoredJournal(place, finished, partition, upload or JournalUpload(), warn)
+
+
+class StoredJournal(Journal):
+    """A process's view of a journal in an object store; see `open_journal`."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        replay: Sequence[Path],
+        partition: Partition | None,
+        upload: JournalUpload,
+        warn: Callable[[str], object],
+    ) -> None:
+        self._folder, self._upload, self._warn = folder, upload, warn
+        self._uploads: _Uploads | None = None
+        directory = copy_objects(folder, partition)
+        super().__init__(directory, [*replay, directory / COPIES], partition)
+
+    def open(self) -> BinaryIO:
+        """See `Journal.open`; from then on, answers are uploaded."""
+        segment = super().open()
+        if self._uploads is None:
+            self._uploads = _Uploads(self._files[self._segment_number].path, self._folder, self._upload, self._warn)
+        return segment
+
+    def close(self) -> None:
+        """Close the segment and upload the rest of it.
+
+        Raises:
+            InputError: the object store failed. The segment stays for the next run on this node.
+        """
+        uploads, self._uploads = self._uploads, None
+        if uploads is not None:
+            uploads.stop()
+        super().close()
+        if uploads is not None:
+            upload_leftovers(self._folder)
+
+    def _rebuild_index(self) -> None:
+        """Copy the object into which a segment was merged, and index all files again."""
+        try:
+            copy_objects(self._folder, self._partition)
+        except InputError as error:
+            raise RunFailure(str(error)) from error
+        super()._rebuild_index()
+
+
+def directory_of(folder: Folder) -> Path:
+    """Return this node's directory for a journal in an object store."""
+    return scratch() / "journals" / hashlib.sha256(folder.uri.encode()).hexdigest()[:16]
+
+
+def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
+    """Copy the objects that may hold a partition's entries to this node, and return the node's directory.
+
+    Copies of objects that were merged into another one are removed.
+
+    Raises:
+        InputError: the object store failed.
+    """
+    directory = directory_of(folder)
+    copies = directory / COPIES
+    copies.mkdir(parents=True, exist_ok=True)
+    with convert_errors(str(folder), "journal"), durable.exclusive_lock(copies / ".lock", wait=True):
+        while True:
+            stored = {name: entry.size for name, entry in folder.entries().items() if _is_journal(name)}
+            here = {path.name: path for path in copies.glob("*.jsonl")}
+            missing = [name for name in stored if name not in here and (not partition or partition.reads(name))]
+            try:
+                with ThreadPoolExecutor(_DOWNLOADS) as threads:
+                    list(threads.map(partial(_download, folder, copies), missing, (stored[name] for name in missing)))
+            except FileNotFoundError:  # merged into another object since it was listed
+                continue
+            for name in here.keys() - stored.keys():
+                here[name].unlink()
+            return directory
+
+
+def _download(folder: Folder, copies: Path, name: str, size: int) -> None:
+    file = copies / name
+    folder.download(name, file)
+    if file.stat().st_size != size:
+        file.unlink()
+        raise OSError(f"{name} was cut short on its way; run again")
+
+
+def sources(place: JournalPlace) -> list[Path]:
+    """Return the directories of this node with all segments of a journal, after copying those in an object store.
+
+    Raises:
+        InputError: the object store failed.
+    """
+    if isinstance(place, Path):
+        return [place]
+    directory = copy_objects(place)
+    return [directory / COPIES, directory]
+
+
+def _is_journal(name: str) -> bool:
+    return name.endswith(".jsonl") and "/" not in name
+
+
+def upload_leftovers(folder: Folder) -> None:
+    """Upload the segments that ended processes of this node left, and remove them here.
+
+    Raises:
+        InputError: the object store failed; the segments stay.
+    """
+    left = list(segments([directory_of(folder)]))
+    if not left:
+        return
+    with convert_errors(str(folder), "journal"):
+        ends: dict[str, int] = {}
+        for name, entry in folder.entries().items():
+            if found := _OBJECT.fullmatch(name):
+                ends[found["segment"]] = max(ends.get(found["segment"], 0), int(found["offset"]) + entry.size)
+        for path in left:
+            with contextlib.ExitStack() as locks:
+                segment = lock_ended(path, locks)
+                if segment is not None:
+                    end = ends.get(path.stem, 0)
+                    while lines := _lines(segment, end, JournalUpload().every_mb):
+                        end = _upload(lines, path, end, folder)
+                    path.unlink()
+
+
+def wait_for_writers(directory: Path, partition: Partition | None = None) -> None:
+    """Wait for actors of a killed driver, which journal their answers in flight (module `driver_watch`)."""
+    deadline = time.monotonic() + DRAIN_S + LEASE_S
+    while any(map(has_writer, segments([directory], partition))):
+        if time.monotonic() > deadline:
+            say(f"synthesize: another run also writes to journal={directory}; both may send the same requests")
+            return
+        time.sleep(0.1)
+
+
+def settle(folder: Folder, partition: Partition | None = None) -> None:
+    """Wait for this node's writers of a partition to end, and upload the segments of ended writers.
+
+    Raises:
+        InputError: the object store failed.
+    """
+    wait_for_writers(directory_of(folder), partition)
+    upload_leftovers(folder)
+
+
+def _lines(segment: BinaryIO, start: int, most_mb: int) -> bytes:
+    """Return a segment's complete lines from a position. The last one may be cut short by a crash, or being written."""
+    segment.seek(start)
+    lines = segment.read(most_mb << 20) + segment.readline()
+    return lines[: lines.rfind(b"\n") + 1]
+
+
+def _upload(lines: bytes, segment: Path, start: int, folder: Folder) -> int:
+    """Upload the lines at a position of a segment; return the position after them."""
+    with folder.open_output(f"{segment.stem}.{start:015d}.jsonl") as stream:
+        stream.write(lines)
+    return start + len(lines)
+
+
+class _Uploads:
+    """A thread that uploads what a process appends to its segment. A failed upload is repeated until it works."""
+
+    def __init__(self, path: Path, folder: Folder, settings: JournalUpload, warn: Callable[[str], object]) -> None:
+        self._path, self._folder, self._settings, self._warn = path, folder, settings, warn
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="journal uploads", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what is not uploaded yet stays in the segment."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        every_s, every_mb = self._settings.every_s, self._settings.every_mb
+        end, uploaded = 0, time.monotonic()
+        with self._path.open("rb") as segment:
+            while not self._stopped.wait(_POLL_S):
+                waiting = os.fstat(segment.fileno()).st_size - end
+                due = time.monotonic() - uploaded >= every_s
+                if (due or waiting >= every_mb << 20) and (lines := _lines(segment, end, every_mb)):
+                    end = self._upload(lines, end)
+                    uploaded = time.monotonic()
+
+    def _upload(self, lines: bytes, start: int) -> int:
+        """Upload lines, however often it takes; return the position after them.
+
+        The same lines each time: a failed request may have written the object, and readers have copied it.
+        """
+        for attempt in itertools.count():
+            try:
+                return _upload(lines, self._path, start, self._folder)
+            except _StoreError as error:
+                if not attempt:
+                    reason = " ".join(str(error).split())[:240]
+                    self._warn(
+                        f"journal={self._folder}: uploads fail and are repeated, the node keeps the answers: {reason}"
+                    )
+                if self._stopped.wait(min(self._settings.every_s, _LONGEST_PAUSE_S)):
+                    break
+        return start

@@ -1,0 +1,49 @@
+"""Partitions of a run's rows: one actor processes the rows of a partition and reads only their answers in the journal.
+
+A row is routed by a hash of its seed's texts, because they decide its requests: seeds with equal texts share their answers,
+and a seed keeps its answers under another id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+_IN_NAME = re.compile(r"-(\d+)of(\d+)\.")
+
+
+def route_of(query: str, passage: str) -> str:
+    """Return the hash that routes a seed: 8 hex digits."""
+    return hashlib.blake2b(f"{query}\0{passage}".encode(), digest_size=4).hexdigest()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Partition `number` of `of`, counted from 1."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}of{self.of}"
+
+    @classmethod
+    def route(cls, route: str, of: int) -> Partition:
+        """Return the partition of a route."""
+        return cls(int(route, 16) % of + 1, of)
+
+    @classmethod
+    def in_name(cls, name: str) -> Partition | None:
+        """Return the partition in the name of a journal's file; None if rows of any partition may be in it."""
+        found = _IN_NAME.search(name)
+        return None if found is None else cls(int(found[1]), int(found[2]))
+
+    def owns(self, route: str) -> bool:
+        """Return whether the rows of a route are in this partition. Entries without a route belong to every partition."""
+        return not route or Partition.route(route, self.of) == self
+
+    def reads(self, name: str) -> bool:
+        """Return whether a journal's file may hold entries of this partition."""
+        written = Partition.in_name(name)
+        return written is None or written.of != self.of or written == self
