@@ -27,7 +27,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import __version__, durable
+from infembed_ray import __version__, durable, provenance
 from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
 from infembed_ray.leases import lease
@@ -189,11 +189,13 @@ class Published:
 
     @property
     def summary(self) -> str:
-        """Where the output is and, if this run did nothing, why: one or two lines."""
+        """Where the output is and, if this run did nothing, why and whether other code made it: a few lines."""
         place = self.uri or str(self.path)
         if self.fresh:
             return place
-        return f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}\n{place}"
+        done = f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}"
+        other = provenance.difference(self.manifest)
+        return "\n".join([done, *([f"warning: {other}"] if other else []), place])
 
 
 @dataclass
@@ -362,6 +364,7 @@ class Step:
             "inputs": self._inputs,
             "settings": self._settings.model_dump(mode="json"),
             "counts": staging.counts,
+            "provenance": provenance.collect(),
             **staging.facts,
         }
 
