@@ -17,10 +17,13 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
 from infembed_ray.ray_compat import JOB_CONFIG_VARIABLE
+
+if TYPE_CHECKING:
+    from infembed_ray.config.base import Settings
 
 IMAGE = "INFEMBED_IMAGE"
 """Environment variable: name and digest of the container image. A container cannot find it out by itself."""
@@ -44,6 +47,17 @@ def collect() -> dict[str, Any]:
         "image": os.environ.get(IMAGE),
         "nodes": _nodes(),
     }
+
+
+def given(settings: Settings, name: str) -> str | None:
+    """Return the value of the setting that an input has its name from, if there is one."""
+    value: Any = settings.model_dump(mode="json")
+    for part in name.partition(" ")[0].split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else None
 
 
 @functools.cache
@@ -144,13 +158,9 @@ def _nodes() -> list[dict[str, Any]]:
 def _resources(resources: Mapping[str, float]) -> dict[str, Any]:
     """Return a node's resources without addresses; memory in whole GiB, because equal machines differ by some bytes."""
     accelerators = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
-    plain = {
-        name: round(amount / _GIB) if name.endswith("memory") else amount
-        for name, amount in resources.items()
-        if ":" not in name
-    }
+    plain = {name: amount for name, amount in resources.items() if ":" not in name and not name.endswith("memory")}
     return {
-        "resources": {f"{name}_gib" if name.endswith("memory") else name: value for name, value in plain.items()},
+        "resources": plain | {"memory_gib": round(resources.get("memory", 0) / _GIB)},
         "accelerator": accelerators[0] if accelerators else None,
     }
 

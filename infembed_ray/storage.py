@@ -246,7 +246,7 @@ class Step:
         }
         self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
         for name, entry in self._inputs.items():
-            if (given := _given(settings, name)) is not None:
+            if (given := provenance.given(settings, name)) is not None:
                 entry["given"] = given
         self.contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
@@ -413,17 +413,6 @@ def _origin(path: Path) -> str:
             below = path.relative_to(root).parts[1:]
             return "/".join([base, *below]) + (f"?{query}" if query else "")
     return str(path)
-
-
-def _given(settings: Settings, name: str) -> str | None:
-    """Return the value of the setting that an input has its name from, if there is one."""
-    value: Any = settings.model_dump(mode="json")
-    for part in name.partition(" ")[0].split("."):
-        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else None
 
 
 def output_files(directory: Path) -> list[Path]:
