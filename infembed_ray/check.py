@@ -13,12 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings, nearest
-from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
@@ -26,6 +28,11 @@ from infembed_ray.object_store import SCRATCH, is_uri
 from infembed_ray.places import Place
 from infembed_ray.progress import counted
 from infembed_ray.storage import STATES, Step, local_path, resolve_input
+
+if TYPE_CHECKING:
+    from infembed_ray.evaluation.inputs import Inputs
+    from infembed_ray.planning.capacity import Weights
+    from infembed_ray.sweeps.trials import Trial
 
 GIB = 2**30
 _STATE_BYTES = 12
@@ -60,7 +67,8 @@ def check(verb: str, settings: Settings, endpoint: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def _no_new_directories(settings: Settings) -> Iterator[None]:
     """Remove the empty directories that the block creates where the settings name outputs."""
-    outputs = [getattr(settings, name, None) for name in ("output", "embeddings", "journal")]
+    parts = (settings, getattr(settings, "evaluate", None))  # a sweep names its evaluations' embeddings
+    outputs = [getattr(part, name, None) for part in parts for name in ("output", "embeddings", "journal")]
     places = [local_path(path, "output") for path in outputs if path and not is_uri(path)]
     places += [places[0] / name for name in ("journal", "embeddings")] if places else []
     absent = {path for place in places for path in (place, *place.parents) if not path.exists()}
@@ -98,6 +106,13 @@ def _require_space(step: Step, needed: float, *reused: Path) -> str:
             "choose another disk"
         )
     return f"disk: about {_gib(more)} at most, {_gib(free)} are free"
+
+
+def _require_space_of_workers(step: Step, needed: float, *reused: Path) -> str:
+    """Return the disk that workers need. If the output is in an object store, they write to their own nodes' disks."""
+    if step.remote is None:
+        return _require_space(step, needed, *reused)
+    return f"disk: about {_gib(needed)} at most in {SCRATCH} of the node of a worker 0, less on other nodes"
 
 
 def _gib(size: float) -> str:
@@ -223,15 +238,19 @@ def _train(settings: TrainSettings) -> Iterator[str]:
         memory = peak_memory(inputs.settings, encoder, rows)
     weights = weights_of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
-    where = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
     without = "" if settings.teacher is None else ", without the teacher"
-    yield f"memory: about {_gib(memory.total)} {where} at the peak of a step{without}"
+    yield f"memory: about {_gib(memory.total)} {_of_worker(settings)} at the peak of a step{without}"
+    yield _require_space_of_workers(step, _disk(settings, weights))
+
+
+def _of_worker(settings: TrainSettings) -> str:
+    return "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
+
+
+def _disk(settings: TrainSettings, weights: Weights) -> float:
+    """Return the bytes that a training writes at most."""
     states = settings.keep_last + settings.keep_best + 1
-    needed = _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
-    if step.remote is None:
-        yield _require_space(step, needed)
-    else:  # the workers' disks are not this machine's
-        yield f"disk: about {_gib(needed)} at most in {SCRATCH} of the node of worker 0, less on others"
+    return _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
 
 
 def _export(settings: ExportSettings) -> Iterator[str]:
@@ -255,22 +274,81 @@ def _export(settings: ExportSettings) -> Iterator[str]:
 def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
     from infembed_ray.evaluation import inputs
 
-    with tempfile.TemporaryDirectory() as directory:  # for the copies of the corpora
-        found, _ = check_all(
-            lambda: inputs.resolve(settings.model_copy(update={"embeddings": directory})),
-            lambda: inputs.store_of(settings),
-        )
-        step = found.step(settings)
-        queries, passages = found.size
+    found = inputs.resolve(settings, share_corpora=False)
+    step = found.step(settings)
     yield from _state(step)
     if step.found():
         return
-    for task in found.tasks:
-        yield f"task {task.name}: {counted(len(task.queries), 'query', 'queries')}"
+    yield from _tasks(found)
     for model in found.models:
         yield f"model {model.label}: {getattr(model.retriever, 'model', model.retriever.kind)}"
+    queries, passages = found.size
     pairs = f"{counted(len(found.tasks), 'task')} x {counted(len(found.models), 'model')}"
     yield f"{pairs}: {queries:,} queries and {passages:,} passages per model"
+
+
+def _tasks(found: Inputs) -> Iterator[str]:
+    for task in found.tasks:
+        yield f"task {task.name}: {counted(len(task.queries), 'query', 'queries')}"
+
+
+def _report(settings: ReportSettings) -> Iterator[str]:
+    from infembed_ray.evaluation.paper import report
+
+    paths, step = report.prepare(settings)
+    yield from _state(step)
+    if not step.found():
+        collection, _, papers, *_ = report.compose(settings, paths)
+        yield f"results: {report.summary(collection, papers)}"
+
+
+# ---------------------------------------------------------------------------------------------------------- sweep
+
+
+def _sweep(settings: SweepSettings) -> Iterator[str]:
+    """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
+    from infembed_ray.evaluation import inputs
+    from infembed_ray.sweeps.trials import prepare
+
+    planned, step = prepare(settings)
+    yield from _state(step)
+    if step.found():
+        return
+    designs = {(t.row, t.model): t for t in planned if t.train is not None and t.seed == settings.seeds[0]}
+    seeds = len(settings.seeds)
+    yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
+    first = planned[0]
+    model = first.untrained or first.train.model  # type: ignore[union-attr]
+    evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
+    found, *needs = check_all(
+        lambda: inputs.resolve(evaluation, share_corpora=False),
+        *(partial(_design, trial, step.root) for trial in designs.values()),
+    )
+    if needs:
+        steps, memory, disk = zip(*needs, strict=True)
+        yield f"steps: {seeds * sum(steps):,} in all trainings"
+        largest = f", of {max(zip(memory, designs, strict=True))[1][0]}" if len(designs) > 1 else ""
+        yield f"memory: about {_gib(max(memory))} {_of_worker(settings.train)} at the peak of a step{largest}"
+        yield _require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
+    yield from _tasks(found)
+    yield "{:,} queries and {:,} passages per trial".format(*found.size)
+
+
+def _design(trial: Trial, root: Path) -> tuple[int, float, float]:
+    """Check a training; return its steps, the memory of a step's peak and its disk, in bytes; InputError with its row."""
+    from infembed_ray.planning.train import peak_memory, weights_of
+    from infembed_ray.training import launch
+
+    assert trial.train is not None
+    try:
+        inputs = launch.resolve(trial.train)
+        encoder = launch.check_model(inputs.settings)
+        with tempfile.TemporaryDirectory(dir=root) as directory:
+            rows, _, steps = launch.lay_out(trial.train, inputs, encoder, Path(directory))
+            memory = peak_memory(inputs.settings, encoder, rows).total
+    except InputError as error:
+        raise InputError(*(f"row {trial.row}, {trial.model}: {fault}" for fault in error.args)) from error
+    return steps, memory, _disk(trial.train, weights_of(encoder, trial.train))
 
 
 # ---------------------------------------------------------------------------------------------------------- index
@@ -288,6 +366,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     work = work_root(step, settings)
     yield from _state(step, work)
     if step.found():
+        yield f"its files are not read; `infembed index verify {step.path}` does"
         return
     if settings.gpus_per_shard and not on_a_cluster():
         factory.require_gpu_faiss()
@@ -341,6 +420,8 @@ VERBS: dict[str, Callable[..., Iterator[str]]] = {
     "train": _train,
     "export": _export,
     "evaluate": _evaluate,
+    "sweep": _sweep,
+    "report": _report,
     "index": _index,
     "serve": _serve,
 }

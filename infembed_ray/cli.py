@@ -69,7 +69,7 @@ PLANS = {
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
-CHECKED = ("synthesize", "analyze", "train", "export", "evaluate", "index", "serve")
+CHECKED = ("synthesize", "analyze", "train", "export", "evaluate", "sweep", "report", "index", "serve")
 """Verbs of `infembed check`, in module `check`."""
 
 INPUTS = frozenset(

@@ -16,12 +16,18 @@ from infembed_ray.errors import InputError
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
 
-def overview(settings: type[Settings], prefix: str = "") -> Iterator[str]:
-    """Describe every setting in a line, nested ones after the setting that holds them; defaults are written as YAML."""
+def overview(settings: type[Settings], prefix: str = "", holder: Any = None) -> Iterator[str]:
+    """Describe every setting in a line, nested ones after the setting that holds them; defaults are written as YAML.
+
+    Args:
+        settings: to describe.
+        prefix: of their names.
+        holder: default of the setting that holds them.
+    """
     for name, field in settings.model_fields.items():
-        yield f"  {prefix + name:<22} {field.description} ({_default(field)})"
+        yield f"  {prefix + name:<22} {field.description} ({_default(name, field, holder)})"
         if inner := settings_class(field.annotation):
-            yield from overview(inner, f"{prefix}{name}.{_label(field.annotation)}")
+            yield from overview(inner, f"{prefix}{name}.{_label(field.annotation)}", field.default)
 
 
 def section(settings: type[Settings], verb: str, name: str) -> str:
@@ -34,7 +40,7 @@ def section(settings: type[Settings], verb: str, name: str) -> str:
     Raises:
         InputError: the verb has no such setting; the message suggests the nearest one.
     """
-    classes, field = [settings], None
+    classes, field, holder = [settings], None, None
     walked: list[str] = []
     for part in name.split("."):
         fields = {key: value for cls in classes for key, value in cls.model_fields.items()}
@@ -45,18 +51,21 @@ def section(settings: type[Settings], verb: str, name: str) -> str:
             raise InputError(f"{name}: `infembed {verb}` has no such setting: {'.'.join(walked)} is one value")
         if part not in fields:
             raise InputError(f"{name}: `infembed {verb}` has no such setting: {nearest(part, fields)}")
-        field = fields[part]
+        holder, field = (field.default if field else None), fields[part]
         classes = settings_classes(field.annotation)
         walked.append(part)
     assert field is not None
     path = ".".join(walked)
-    lines = [f"{path}: {describe_type(field.annotation)}, {_default(field)}", f"  {field.description}"]
+    lines = [
+        f"{path}: {describe_type(field.annotation)}, {_default(walked[-1], field, holder)}",
+        f"  {field.description}",
+    ]
     prefix = f"{path}.{_label(field.annotation) if len(walked) == 1 else ''}"
     for cls in classes:
         lines += ["", f"{cls.__name__}: {inspect.cleandoc(cls.__doc__ or '')}"]
         for key, inner in cls.model_fields.items():
             lines += [
-                f"  {prefix}{key}: {describe_type(inner.annotation)}, {_default(inner)}",
+                f"  {prefix}{key}: {describe_type(inner.annotation)}, {_default(key, inner, field.default)}",
                 f"      {inner.description}",
             ]
     return "\n".join(lines)
@@ -138,9 +147,16 @@ def _label(annotation: Any) -> str:
     return "LABEL." if in_mapping else ""
 
 
-def _default(field: Any) -> str:
+def _default(name: str, field: Any, holder: Any) -> str:
+    """Describe the default of a field; `holder`, the default of the setting that holds it, may give another value."""
+    if isinstance(holder, Settings) and name in holder.model_fields_set:
+        return _as_default(getattr(holder, name))
     if field.is_required():
         return "required"
     if isinstance(field.default, Settings):
         return "its settings follow"
-    return "default " + yaml.safe_dump([field.default], default_flow_style=True, width=10**6).strip()[1:-1]
+    return _as_default(field.default)
+
+
+def _as_default(value: Any) -> str:
+    return "default " + yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()[1:-1]

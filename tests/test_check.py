@@ -12,12 +12,16 @@ from infembed_ray import check, cli
 from infembed_ray.analysis import report
 from infembed_ray.cli import main
 from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.evaluation import ReportSettings
+from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.paper import report as paper_report
 from infembed_ray.object_store import SCRATCH, Folder, scratch
 from infembed_ray.quickstart import sample
 from infembed_ray.records import columns_of
-from infembed_ray.storage import STATES
+from infembed_ray.retrieval import preflight
+from infembed_ray.storage import MANIFEST, STATES
 from infembed_ray.synthesis import estimate
 from infembed_ray.training import launch
 from tests.modeling import backbones
@@ -28,6 +32,7 @@ from tests.support.ports import free_port
 from tests.support.stand_in_llm import stand_in
 from tests.synthesis.runs import ROWS
 from tests.training.test_collate import record
+from tests.view.outputs import evaluation, write_evaluation
 
 SAMPLE = [f"seeds={sample.SEEDS}", "generator.model=bundled-sample", "judge.model=bundled-sample"]
 BOUNDED = ["generator={model: gpt-4o-mini, max_tokens: 1000}", "judge={model: o4-mini, max_tokens: 4000}"]
@@ -227,6 +232,36 @@ def test_an_evaluation_shows_tasks_and_models(shown, training: list[str], backbo
     assert ["models.none=./nope" in err[0], "folowir" in err[1]] == [True, True]
 
 
+def test_a_sweep_shows_trials_steps_and_tasks(shown, training: list[str], backbone: str, tmp_path: Path) -> None:
+    records = training[0].removeprefix("records=")
+    given = [f"train.records={records}", "train.records_per_step=8", "train.epochs=3", "train.workers=1"]
+    given += [f"evaluate.records={records}", f"models.tiny={backbone}", f"output={tmp_path}/out", "seeds=[1, 2]"]
+    status, out, err = shown("sweep", *given, 'objectives=["uni{P}", "multi{P,I}"]')
+    assert (status, err) == (0, [])
+    assert "trials: 5, of which 4 train (2 seeds per row and model)" in out
+    assert f"steps: {4 * 15} in all trainings" in out
+    assert "memory: about" in out
+    assert "disk: about" in out
+    assert "task records: 99 queries" in out
+    wrong = ["variants.odd={records_per_step: 7, accumulation: 2}", "variants.wide={matryoshka: [4096]}"]
+    status, _, err = shown("sweep", *given, *wrong, f"evaluate.distractors={tmp_path}")
+    assert status == 2
+    faults = [line.removeprefix("infembed check: ").split(": ")[:2] for line in err]
+    assert [fault[0] for fault in faults[1:]] == ["row odd, tiny", "row wide, tiny"]
+    assert [fault[1].split("=")[0] for fault in faults[1:]] == ["records_per_step", "matryoshka"]
+    assert shown("sweep", *given, "objectives=[X]")[0] == 2
+
+
+def test_a_report_shows_its_models_and_is_finished_after_its_run(shown, tmp_path: Path) -> None:
+    given = [f"results.mine={write_evaluation(tmp_path / 'results', *evaluation())}", f"output={tmp_path}/out"]
+    status, out, err = shown("report", *given)
+    assert (status, err) == (0, [])
+    assert "results: models 3, tasks 1; ours in no row" in out
+    assert "unfiltered=his: no output has this label" in shown("report", *given, "unfiltered=[his]")[2][0]
+    paper_report.run(ReportSettings.load(None, given))
+    assert "nothing to do" in shown("report", *given)[1]
+
+
 def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", ({"id": str(n), "text": f"passage {n}"} for n in range(40)))
     given = [f"corpus={corpus}", f"model={backbone}", f"output={tmp_path}/out", "shards=2"]
@@ -238,6 +273,12 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2
     assert ["column body is missing" in err[0], "factory=Nothing" in err[1]] == [True, True]
+    _, _, step = preflight.prepare(IndexSettings.load(None, given))
+    step.path.mkdir()
+    (step.path / MANIFEST).write_text('{"created": "yesterday"}')
+    out = shown("index", *given)[1]
+    assert "finished on yesterday, so there is nothing to do" in out
+    assert f"infembed index verify {step.path}" in out
 
 
 def test_an_export_is_checked_without_weights(shown, backbone: str, tmp_path: Path) -> None:

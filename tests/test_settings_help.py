@@ -11,6 +11,7 @@ import yaml
 
 from infembed_ray import settings_help
 from infembed_ray.cli import PLANS, VERBS, main
+from infembed_ray.config.synthesis import SynthesizeSettings
 
 CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
 JOBS = [*sorted(CONFIGS.glob("*.yaml")), *sorted((CONFIGS / "paper").glob("*.yaml"))]
@@ -66,6 +67,16 @@ def test_the_help_of_a_section_has_type_default_and_meaning(capsys: pytest.Captu
     assert "lora.target_modules: list of text, default []" in shown
     assert main(["help", "plan", "train", "hardware.nodes"]) == 0
     assert capsys.readouterr().out.startswith("hardware.nodes: whole number, default 1\n")
+
+
+def test_the_help_shows_the_default_that_a_nested_key_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "synthesize", "judge"]) == 0
+    assert "judge.model: text, default o4-mini" in capsys.readouterr().out
+    assert main(["help", "synthesize", "generator.model"]) == 0
+    assert capsys.readouterr().out.startswith("generator.model: text, default gpt-4o-mini\n")
+    lines = {line.split()[0]: line for line in settings_help.overview(SynthesizeSettings)}
+    assert lines["generator.model"].endswith("(default gpt-4o-mini)")
+    assert lines["steps.LABEL.model"].endswith("(required)")
 
 
 def test_the_help_of_a_mapping_describes_all_that_it_can_hold(capsys: pytest.CaptureFixture[str]) -> None:

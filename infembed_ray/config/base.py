@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from infembed_ray.errors import InputError
@@ -29,6 +29,16 @@ class Settings(BaseModel):
     """Frozen, strict settings. Load with `load`, or construct directly from Python."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_nested_defaults(cls, values: Any) -> Any:
+        """Complete a mapping by its field's default: `generator.max_tokens=1000` keeps the default model."""
+        if not isinstance(values, dict):
+            return values
+        defaults = {name: f.default for name, f in cls.model_fields.items() if isinstance(f.default, Settings)}
+        given = {name: values[name] for name in defaults if isinstance(values.get(name), dict)}
+        return values | {name: defaults[name].model_dump(exclude_unset=True) | part for name, part in given.items()}
 
     @field_validator("*", mode="before")
     @classmethod

@@ -30,9 +30,7 @@ class SynthesizeSettings(Settings):
     split: str | None = Field(None, description="only seeds of this split: their column `split`, or their file's name")
     passage_words: int | None = Field(None, ge=1, description="cut the seeds' passages after N words; null: whole")
     limit: int | None = Field(None, ge=1, description="use only the first N seeds")
-    generator: ChatModel = Field(
-        ChatModel(model="gpt-4o-mini", temperature=1.0), description="writes instructions and negatives"
-    )
+    generator: ChatModel = Field(ChatModel(model="gpt-4o-mini"), description="writes instructions and negatives")
     judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
     steps: dict[str, ChatModel] = Field(
         {}, description="step -> the model for it instead, for example judge_positive: {model: gpt-5}"

@@ -32,15 +32,15 @@ _BATCH = 4096
 # ----------------------------------------------------------------------------------------------------- corpora
 
 
-def share(corpus: pa.Table, directory: Place) -> Place:
-    """Write a corpus to a file that all nodes can map into memory; return the file, named by its content.
-
-    Args:
-        corpus: (m) `CORPUS`, copied batch by batch.
-        directory: a directory that all nodes see, or a folder of an object store.
-    """
+def file_of(corpus: pa.Table, directory: Place) -> Place:
+    """Return the file of a corpus in a place that all nodes see, named by its content. It need not exist yet."""
     name = digest(text for batch in _batches(corpus) for column in batch.columns for text in column.to_pylist())
-    file = directory / f"{name}.arrow"
+    return directory / f"{name}.arrow"
+
+
+def share(corpus: pa.Table, directory: Place) -> Place:
+    """Write a corpus batch by batch to its file, which all nodes map into memory; return the file."""
+    file = file_of(corpus, directory)
     copy = _copy_of(file)
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)

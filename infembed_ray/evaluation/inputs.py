@@ -12,7 +12,7 @@ from typing import Any
 from infembed_ray import records, storage
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation.chunks import share, shared
+from infembed_ray.evaluation.chunks import file_of, share, shared
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
@@ -24,8 +24,6 @@ from infembed_ray.places import Place, address, errors_at
 
 EMBEDDINGS = "embeddings"
 """Folder of the store in the output, if the settings name no other."""
-CORPORA = "corpora"
-"""Folder of the store with the shared corpora."""
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
 RANKER_KINDS = ("bm25",)
 
@@ -87,8 +85,11 @@ class Inputs:
         return storage.Step("evaluate", settings, settings.output, paths, names)
 
 
-def resolve(settings: EvaluateSettings) -> Inputs:
+def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
     """Find models and tasks, and share the corpora. Reads no weights.
+
+    Args:
+        share_corpora: whether to write the corpora to the store, from which actors read them.
 
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
@@ -98,8 +99,8 @@ def resolve(settings: EvaluateSettings) -> Inputs:
     )
     for number, task in enumerate(tasks):
         with errors_at(store, "embeddings"):
-            file = share(task.corpus, store / CORPORA)
-        tasks[number] = replace(task, corpus=shared(file), corpus_file=file)
+            file = (share if share_corpora else file_of)(task.corpus, store / "corpora")
+        tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
     return Inputs(models, tasks, store, data)
 

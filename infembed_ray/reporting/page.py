@@ -1,4 +1,4 @@
-"""Render a report from its Jinja template, which extends `base.html`."""
+"""Render a page from its Jinja template, which extends `base.html` (reports) or `shell.html` (pages with a server)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def render(package: str, template: str, **values: Any) -> str:
 
     Args:
         package: dotted name of the package that holds the template.
-        template: file name of the template. It extends `base.html` and may import `macros.html`.
+        template: path of the template in the package. It extends one of these and may import `macros.html`.
         values: variables of the template. `charts`, the module, is always there.
     """
     loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("infembed_ray.reporting", ".")])

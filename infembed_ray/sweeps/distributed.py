@@ -16,7 +16,6 @@ from typing import Any
 import ray
 from ray import tune
 
-from infembed_ray import storage
 from infembed_ray.config.evaluation import EncoderSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError, in_one_line
@@ -30,7 +29,7 @@ from infembed_ray.ray_cluster import connect
 from infembed_ray.storage import Published
 from infembed_ray.sweeps import table
 from infembed_ray.sweeps.table import Outcome
-from infembed_ray.sweeps.trials import Trial, combined, inputs, trials
+from infembed_ray.sweeps.trials import Trial, combined, prepare
 from infembed_ray.training.launch import run as train
 
 TABLE, CSV = "table.md", "table.csv"
@@ -47,8 +46,7 @@ def run(settings: SweepSettings) -> Published:
     Raises:
         InputError: a trial has bad input (before any work), or trials failed (after all have run).
     """
-    planned = trials(settings)
-    step = storage.Step("sweep", settings, settings.output, *inputs(settings, planned))
+    planned, step = prepare(settings)
     if done := step.finished():
         return done
     connect()

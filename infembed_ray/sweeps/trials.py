@@ -22,7 +22,7 @@ from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
 from infembed_ray.places import Place, address, fingerprint_files, place_of
-from infembed_ray.storage import find_input, fingerprint
+from infembed_ray.storage import Step, find_input, fingerprint
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files
@@ -116,6 +116,16 @@ def trials(settings: SweepSettings) -> list[Trial]:
                 train = design.model_copy(update={"model": backbone, "seed": seed})
                 found.append(_trial(settings, row, label, seed, train, None))
     return found
+
+
+def prepare(settings: SweepSettings) -> tuple[list[Trial], Step]:
+    """Plan the trials, and identify the sweep.
+
+    Raises:
+        InputError: a trial has bad input, or the output cannot be written.
+    """
+    planned = trials(settings)
+    return planned, Step("sweep", settings, settings.output, *inputs(settings, planned))
 
 
 def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Place], dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -16,13 +15,6 @@ T = TypeVar("T")
 def world() -> tuple[int, int]:
     """Return (rank, world size) of this worker."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def local_world() -> tuple[int, int]:
-    """Return (rank, number) of this worker among the workers of its node."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        return world()
-    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 class _Gather(torch.autograd.Function):

@@ -158,8 +158,8 @@ def _worker(config: dict[str, Any]) -> str | None:
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     try:
-        with node_directory(settings, Path(config["directory"])) as directory:
-            train_worker(settings, ray.get(config["records"]), directory, get_device(), ray_compat.preemption_announced)
+        directory = node_directory(settings, Path(config["directory"]))
+        train_worker(settings, ray.get(config["records"]), directory, get_device(), ray_compat.preemption_announced)
     except InputError as error:
         if dist.is_initialized():
             raise  # the other workers may wait for this one

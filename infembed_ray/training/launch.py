@@ -92,8 +92,7 @@ def _run(settings: TrainSettings, fit: Fit) -> Published:
             with _progress(staging, steps, done):
                 fit(resolved, shared, staging.path)
         finally:  # also of a run that failed, whose output directory stays
-            if staging.remote is not None:
-                fetch(staging.remote, staging.path)
+            fetch(staging.remote, staging.path)
             _report(staging.path, settings, len(rows), steps)
         _describe(staging, step, inputs, settings, rows)
         (staging.path / STATES / RECORDS).unlink()
@@ -123,12 +122,20 @@ def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
     Raises:
         InputError: settings do not fit each other, an input does not exist, or the output cannot be written.
     """
-    _, inputs = check_all(lambda: _check_settings(settings), lambda: _resolve(settings))
+    inputs = resolve(settings)
     return inputs, Step("train", settings, settings.output, inputs.files, inputs.names)
 
 
-def _resolve(settings: TrainSettings) -> Inputs:
-    """Locate everything that the settings name; InputError for what does not exist."""
+def resolve(settings: TrainSettings) -> Inputs:
+    """Check the settings and locate everything that they name.
+
+    Raises:
+        InputError: settings do not fit each other, or an input does not exist.
+    """
+    return check_all(lambda: _check_settings(settings), lambda: _locate(settings))[1]
+
+
+def _locate(settings: TrainSettings) -> Inputs:
     validation = settings.validation
     named = [("model", settings.model)] + ([("teacher", settings.teacher)] if settings.teacher is not None else [])
     records, held, *models = check_all(
@@ -308,8 +315,7 @@ def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], director
         )  # DeepSpeed takes a GPU if it finds one, and warns if it does not
     from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators on import
 
-    with node_directory(settings, directory) as own:
-        train_worker(settings, rows, own, _device(settings))
+    train_worker(settings, rows, node_directory(settings, directory), _device(settings))
 
 
 def _device(settings: TrainSettings) -> torch.device:
@@ -392,21 +398,14 @@ def _progress(staging: Staging, steps: int, done: int) -> Iterator[None]:
 
 def _follow(staging: Staging, steps: int, done: int, stop: threading.Event) -> None:
     directory = staging.path
-
-    def wait() -> bool:
-        stopping = stop.wait(POLL_S if staging.remote is None else UPLOAD_S)
-        if staging.remote is not None:
-            fetch(staging.remote, directory, (METRICS, EVENTS))
-        return stopping
-
-    if staging.remote is not None:
-        fetch(staging.remote, directory, (METRICS, EVENTS))
+    fetch(staging.remote, directory, (METRICS, EVENTS))
     with track("train", steps, done) as advance:
         shown, (_, offset) = done, read_metrics_from(directory, 0)  # these lines are older, or will be removed
         seen = set(read_events(directory))  # events of earlier attempts were shown by those
         stopping = False
         while not stopping:
-            stopping = wait()  # one last look after the end
+            stopping = stop.wait(POLL_S if staging.remote is None else UPLOAD_S)  # one last look after the end
+            fetch(staging.remote, directory, (METRICS, EVENTS))
             for event in read_events(directory):
                 if event not in seen and event.action != "stop":  # the error that ends the run has that message
                     seen.add(event)

@@ -251,7 +251,7 @@ class _Trainer:
             self._checkpoints.save(self._engine, self._progress)
 
     def finish(self) -> None:
-        """Close the logs, wait for uploads and export the model.
+        """Close the logs, wait for uploads, export the model, and delete what only this node has of it.
 
         Raises:
             InputError: an anomaly stopped the run, or the last checkpoint could not be saved.
@@ -271,6 +271,7 @@ class _Trainer:
             export(checkpoint, load_encoder(self._settings), self._directory)
             durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
             self._checkpoints.upload_run_files()
+        self._checkpoints.clean_up()
 
     def stop_uploads(self) -> None:
         """Stop uploading the logs while they grow."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
-import shutil
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from pyarrow import ArrowException
@@ -20,7 +19,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.checkpoint import is_weights
 from infembed_ray.object_store import Folder, is_uri, scratch
 from infembed_ray.storage import STATES, output_files
-from infembed_ray.training.collectives import local_world
+from infembed_ray.training.collectives import from_all, world
 
 RAY_TRAIN_LOGS = "ray_train"
 UPLOAD_S = 10.0
@@ -29,21 +28,28 @@ _BYTES_PER_S = 1e6
 """Large logs are uploaded less often, so that they take at most this much."""
 
 
-@contextlib.contextmanager
-def node_directory(settings: TrainSettings, shared: Path) -> Iterator[Path]:
-    """Yield this worker's directory of the run: `shared`, or if the output is in an object store one of its node.
-
-    The node's directory is deleted at the end, unless the run failed and may resume from it.
-    """
+def node_directory(settings: TrainSettings, shared: Path) -> Path:
+    """Return this worker's directory of the run: `shared`, or if the output is in an object store one of its node."""
     if not is_uri(settings.output):
-        yield shared
-        return
+        return shared
     run = hashlib.sha256(settings.output.encode()).hexdigest()[:16]
     directory = scratch() / "training" / f"{run}-{platform.node()}"  # a scratch directory may be a shared one
-    (directory / STATES).mkdir(parents=True, exist_ok=True)
-    yield directory
-    if local_world()[0] == 0:
-        shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def share_of(directory: Path) -> tuple[int, int]:
+    """Return (rank, number) of this worker among those that work in the same directory; every worker must call it.
+
+    The directory itself tells, not the address of the node, which several containers may have.
+    """
+    if world()[1] == 1:
+        return 0, 1
+    directory.mkdir(parents=True, exist_ok=True)
+    state = directory.stat()
+    seen = from_all((platform.node(), state.st_dev, state.st_ino))
+    together = [rank for rank, other in enumerate(seen) if other == seen[world()[0]]]
+    return together.index(world()[0]), len(together)
 
 
 class RunFiles:
@@ -88,14 +94,16 @@ class RunFiles:
                 self.upload()
 
 
-def fetch(remote: Folder, directory: Path, names: Collection[str] | None = None) -> None:
+def fetch(remote: Folder | None, directory: Path, names: Collection[str] | None = None) -> None:
     """Download the run's own files, without weights; what the store does not return is left out.
 
     Args:
-        remote: Output of the run in the object store.
+        remote: Output of the run in the object store; None if it is not in one, and there is nothing to download.
         directory: Directory to write.
         names: Files to download; None downloads all.
     """
+    if remote is None:
+        return
     with contextlib.suppress(OSError, ArrowException):
         if names is None:
             found = remote.entries()

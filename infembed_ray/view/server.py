@@ -6,7 +6,6 @@ import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,7 +23,6 @@ from infembed_ray.evaluation.results import RESULTS_FILE
 from infembed_ray.places import Place, errors_at
 from infembed_ray.progress import say
 from infembed_ray.records import KEPT_FILE
-from infembed_ray.reporting.page import render
 from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid
@@ -36,10 +34,6 @@ from infembed_ray.view.records import Records
 HOST = "127.0.0.1"
 GRACE_S = 1
 """Seconds that Ctrl-C leaves to the requests in progress."""
-SHARED_ASSETS = ("/playground/playground.css", "/playground/mark.svg")
-"""Files of the playground that the pages use."""
-MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
-
 View = Records | Differences
 
 
@@ -81,23 +75,13 @@ def open_view(directory: Place) -> View:
 
 def create_app(view: View) -> Starlette:
     """Create the ASGI application, with the security headers, Host check and errors of the HTTP API."""
-    files = resources.files("infembed_ray.view") / "pages"
+    pages = resources.files("infembed_ray.view") / "pages"
     name = "records" if isinstance(view, Records) else "differences"
-    page_html = render("infembed_ray.view", f"pages/{name}.html").encode()
-    assets = {
-        f"/view/{name}.js": f"{name}.js",
-        "/view/shared.js": "shared.js",
-        "/view/view.css": "view.css",
+    routes = {
+        "/": playground_routes.page("infembed_ray.view", f"pages/{name}.html"),
+        **playground_routes.assets((f"{name}.js", "shared.js", "view.css"), pages),
+        **playground_routes.assets(playground_routes.SHARED_ASSETS),
     }
-    routes = [Route("/", playground_routes.static_file(page_html, "text/html"))]
-    routes += [
-        Route(path, playground_routes.static_file((files / file).read_bytes(), MEDIA_TYPES[Path(file).suffix]))
-        for path, file in assets.items()
-    ]
-    playground = resources.files("infembed_ray.serving.http") / "playground"
-    for path in SHARED_ASSETS:
-        file, media_type = playground_routes.ASSETS[path]
-        routes.append(Route(path, playground_routes.static_file((playground / file).read_bytes(), media_type)))
 
     def page(request: Request) -> Response:  # not a coroutine, so it runs on a thread
         try:
@@ -110,7 +94,7 @@ def create_app(view: View) -> Starlette:
         return JSONResponse(answer, headers={"Cache-Control": "no-store"})
 
     return Starlette(
-        routes=[*routes, Route("/rows", page)],
+        routes=[*(Route(path, endpoint) for path, endpoint in routes.items()), Route("/rows", page)],
         exception_handlers={error: _handler(as_api_error) for error, as_api_error in EXCEPTION_HANDLERS.items()},
         middleware=[
             Middleware(ApiMiddleware, keys=ApiKeys(), metrics=HttpMetrics(CollectorRegistry()), request_ids=False)

@@ -19,6 +19,14 @@ def test_overrides_win_over_the_file_and_nested_keys_merge(tmp_path):
     assert (settings.generator.model, settings.generator.temperature, settings.limit) == ("y", 0.5, 3)
 
 
+def test_a_nested_key_keeps_the_other_defaults():
+    settings = SynthesizeSettings.load(None, ["seeds=a", "output=b", "generator.max_tokens=9", "judge={max_tokens: 8}"])
+    assert (settings.generator.model, settings.judge.model) == ("gpt-4o-mini", "o4-mini")
+    assert (settings.generator.max_tokens, settings.judge.max_tokens) == (9, 8)
+    another = SynthesizeSettings.load(None, ["seeds=a", "output=b", "generator.model=x"])
+    assert another.generator == ChatModel(model="x")
+
+
 def test_dictionaries_are_set_key_by_key():
     settings = EvaluateSettings.load(None, ["records=r", "output=o", "models.base=a", "models.trained=b"])
     assert settings.models == {"base": "a", "trained": "b"}

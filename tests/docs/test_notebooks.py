@@ -78,11 +78,12 @@ def test_search_with_instructions(run: Run, minilm: str, tmp_path: Path) -> None
 @pytest.mark.integration
 @pytest.mark.slow
 def test_train_on_your_records(run: Run, minilm: str) -> None:
+    """Measured with seeds 1, 2 and 42: loss 2.39 -> 1.69 to 1.78, obeyed 16 -> 21 of 28 with each."""
     _, read, before, trained = run("train_on_your_records")
     assert re.match(r"\d+ records to train, \d+ held out", read)
     untrained, after = (ast.literal_eval(text[text.rindex("{") :]) for text in (before, trained))
-    assert after["loss"] < untrained["loss"]
-    assert after["obeyed"] > untrained["obeyed"]
+    assert after["loss"] < 0.9 * untrained["loss"]
+    assert after["obeyed"] >= untrained["obeyed"] + 2
 
 
 @pytest.fixture

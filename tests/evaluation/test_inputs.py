@@ -45,6 +45,14 @@ def test_inputs_have_all_models_and_tasks_with_shared_corpora(settings):
     assert inputs.size == (6 + 6, 144 + 6 + 1)
 
 
+def test_corpora_that_are_not_shared_give_the_same_identity_without_a_copy(settings, tmp_path):
+    here = settings.model_copy(update={"embeddings": str(tmp_path)})
+    found = resolve(here, share_corpora=False)
+    assert not list(tmp_path.iterdir())
+    assert found.step(here).identity == resolve(here).step(here).identity
+    assert all(task.corpus_file.is_file() for task in found.tasks)  # where the second call wrote them
+
+
 def test_the_identity_changes_with_tasks_and_the_order_of_models(settings):
     def identity(**change):
         changed = settings.model_copy(update=change)

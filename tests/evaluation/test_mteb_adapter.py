@@ -25,6 +25,7 @@ from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.evaluation.tasks.task import Figure, Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
+from tests.evaluation.in_mteb import in_mteb, mteb_class, mteb_task, theirs
 
 pytestmark = pytest.mark.integration
 
@@ -94,75 +95,6 @@ def mirror(tmp_path_factory):
         published.mair_like(root)
         published.bright_like(root)
         yield published.instructir_like(root)
-
-
-def mteb_task(original, directory, **changes):
-    """Make a task class of mteb that reads a local directory and keeps rankings and values per query."""
-
-    class Local(original):
-        metadata = original.metadata.model_copy(
-            update={"dataset": {"path": str(directory), "revision": "local"}, **changes}
-        )
-
-        def task_specific_scores(self, scores, qrels, results, hf_split, hf_subset):
-            self.seen = {
-                q: {key: values[key] for key in ("ndcg_cut_10", "ndcg_cut_5", "map_cut_1000")}
-                for q, values in scores.items()
-            }
-            self.run = {q: dict(ranking) for q, ranking in results.items()}
-            return super().task_specific_scores(scores, qrels, results, hf_split, hf_subset)
-
-    Local.__name__ = original.__name__
-    return Local
-
-
-def mteb_class(name):
-    return type(mteb.get_task(name))
-
-
-def mair(mirror):
-    """Make a task of mteb over the files of DD-15, because mteb has no MAIR."""
-    from datasets import load_dataset
-    from mteb.abstasks import AbsTaskRetrieval
-    from mteb.abstasks.task_metadata import TaskMetadata
-
-    class Mair(AbsTaskRetrieval):
-        metadata = TaskMetadata(
-            name="MAIRDD15",
-            description="MAIR, DD-15",
-            dataset={"path": "", "revision": "local"},
-            type="InstructionRetrieval",
-            category="t2t",
-            eval_splits=["test"],
-            eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10",
-        )
-
-        def load_data(self, **kwargs):
-            rows = load_dataset(self.metadata.dataset["path"], "DD_2015", split="queries")
-            documents = load_dataset(str(mirror / published.MAIR_DOCS), "DD_2015", split="docs")
-            split = {
-                "corpus": documents.rename_column("doc", "text"),
-                "queries": rows.rename_columns({"qid": "id", "query": "text"}).remove_columns("labels"),
-                "relevant_docs": {row["qid"]: {label["id"]: label["score"] for label in row["labels"]} for row in rows},
-                "top_ranked": None,
-            }
-            self.dataset, self.data_loaded = {"default": {"test": split}}, True
-
-    return Mair
-
-
-def in_mteb(name, mirror):
-    """Make mteb's task over the files of one of our tasks."""
-    original = mair(mirror) if name == "mair/dd-15" else mteb_class(mteb_adapter.TASKS[name].name)
-    return mteb_task(original, mirror / registry.TASKS[name].sources[0].repository)()
-
-
-def theirs(task, encoder):
-    """Run a task in mteb; return its scores and the task, which keeps rankings and values."""
-    (result,) = mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False).task_results
-    ((scores,),) = result.scores.values()
-    return scores
 
 
 def ours(task, encoder):

@@ -25,12 +25,7 @@ def _worker(
     rank: int, function: Callable[..., Any], workers: int, port: int, arguments: tuple[Any, ...], results: Any
 ) -> None:
     if workers > 1:  # a single process needs no variables
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(workers),
-            "LOCAL_WORLD_SIZE": str(workers),
-        }
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     results[rank] = function(rank, *arguments)

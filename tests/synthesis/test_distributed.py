@@ -53,7 +53,7 @@ def test_a_finished_journal_needs_no_key_and_no_endpoint(
     """This includes a run with a limit: distractors come from the whole file, so the judge's requests do not change."""
     arguments = [
         *("synthesize", f"seeds={sample.SEEDS}", f"output={tmp_path}", f"replay=[{sample.JOURNAL}]", "limit=30"),
-        *("generator.model=bundled-sample", "generator.temperature=null", "judge.model=bundled-sample"),
+        *("generator.model=bundled-sample", "judge.model=bundled-sample"),
     ]
     assert cli.main(arguments) == 0
     pointer = (tmp_path / "latest").read_text().strip()

@@ -1,11 +1,13 @@
 """Files of a run in an object store: what is uploaded, downloaded and kept on a node."""
 
 import pytest
+import torch
 
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.training import node_files
-from infembed_ray.training.node_files import RunFiles, fetch, node_directory
+from infembed_ray.training.node_files import RunFiles, fetch, node_directory, share_of
 from tests.support.waiting import wait_until
+from tests.support.workers import run_workers
 from tests.training.checkpoints.test_manager import settings_of
 
 
@@ -61,15 +63,25 @@ def test_a_driver_fetches_everything_but_weights_checkpoints_and_logs_of_ray(rem
     assert [file.name for file in (tmp_path / "some").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_node_has_a_directory_of_its_own_until_the_run_ends(remote, tmp_path, monkeypatch):
-    monkeypatch.setenv(SCRATCH, str(tmp_path))
-    with node_directory(settings_of("-"), tmp_path / "shared") as directory:
-        assert directory == tmp_path / "shared"
-    settings = settings_of("-", output=remote.uri)
-    with pytest.raises(ZeroDivisionError), node_directory(settings, tmp_path / "shared") as directory:
-        (directory / "states/step").write_text("to resume from")
-        raise ZeroDivisionError
-    assert (directory / "states/step").is_file()
-    with node_directory(settings, tmp_path / "shared") as again:
-        assert again == directory
-    assert not directory.exists()
+def test_a_node_has_a_directory_of_its_own_if_the_output_is_in_a_store(remote, tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    shared = tmp_path / "shared"
+    assert node_directory(settings_of("-"), shared) == shared
+    own = {node_directory(settings_of("-", output=f"{remote}/{name}"), shared) for name in ("a", "b")}
+    assert len(own) == 2
+    assert all(directory.is_dir() and directory.is_relative_to(tmp_path / "scratch") for directory in own)
+
+
+def share(rank, directories):
+    torch.distributed.init_process_group("gloo")
+    found = share_of(directories[rank])
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.integration
+def test_workers_of_one_directory_share_it(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert run_workers(share, 3, [one, other, one]) == [(0, 2), (0, 1), (1, 2)]
+    assert share_of(tmp_path / "nothing") == (0, 1)
+    assert not (tmp_path / "nothing").exists()

@@ -207,10 +207,15 @@ def test_models_metric_and_direction_are_chosen(differences: Server, open_page: 
 
 
 @pytest.mark.parametrize("width", [390, 700, 1440])
-def test_nothing_is_wider_than_the_screen(records: Server, differences: Server, open_page: Any, width: int) -> None:
+def test_nothing_is_wider_than_the_screen_or_hidden(
+    records: Server, differences: Server, open_page: Any, width: int
+) -> None:
     for server in (records, differences):
         page = open_page(server, width)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("select:visible").count() == page.locator("select").count() == 4
+        whole = "titles => titles.every(title => title.scrollWidth <= title.clientWidth)"
+        assert page.locator(".card .title").evaluate_all(whole)
 
 
 def test_axe_finds_no_fault(records: Server, differences: Server, open_page: Any) -> None:

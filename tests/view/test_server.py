@@ -82,7 +82,7 @@ def test_every_file_of_the_page_is_served_and_none_leads_elsewhere(server: Serve
     page = server.get("")[2].decode()
     linked = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
     assert len(linked) == 4
-    scripts = {"view/shared.js"}
+    scripts = {"pages/shared.js", "playground/page.js"}
     for path in linked | scripts:
         status, headers, body = server.get(path)
         assert (status, headers["X-Content-Type-Options"]) == (200, "nosniff")
@@ -98,7 +98,7 @@ def test_the_policy_allows_only_the_pages_own_files_and_no_markup_from_strings(s
 
 
 def test_a_foreign_host_is_refused_against_dns_rebinding(server: Server) -> None:
-    for path in ("", "rows", "view/shared.js"):
+    for path in ("", "rows", "pages/shared.js"):
         status, _, body = server.get(path, Host="evil.example")
         assert (status, json.loads(body)["error"]["code"]) == (403, "foreign_host")
 
@@ -135,7 +135,7 @@ def test_other_paths_and_methods_have_the_apis_errors(server: Server) -> None:
 def test_the_pages_are_in_the_package() -> None:
     names = {file.name for file in (resources.files("infembed_ray.view") / "pages").iterdir()}
     scripts = {"records.js", "differences.js", "shared.js"}
-    assert names == {"shell.html", "records.html", "differences.html", "view.css"} | scripts
+    assert names == {"view.html", "records.html", "differences.html", "view.css"} | scripts
 
 
 # ------------------------------------------------------------------------------------------------- the command

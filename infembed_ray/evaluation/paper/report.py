@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
@@ -10,6 +12,7 @@ from infembed_ray.evaluation.paper import figures, formats, page, published, she
 from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
+from infembed_ray.places import Place
 from infembed_ray.progress import say
 from infembed_ray.storage import Published, Step, find_input
 
@@ -23,23 +26,10 @@ def run(settings: ReportSettings) -> Published:
         InputError: an output is not of `infembed evaluate` or `infembed sweep`, has other conventions, or cannot be combined
             with another; or a name in the settings is unknown.
     """
-    if not settings.results:
-        raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
-    for label in settings.unfiltered:
-        if label not in settings.results:
-            raise InputError(f"unfiltered={label}: no output has this label; {nearest(label, settings.results)}")
-    paths = {label: find_input(value, f"results.{label}") for label, value in settings.results.items()}
-    # The position is part of the identity, because it decides the order of the models.
-    inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
-    step = Step("report", settings, settings.output, inputs)
+    paths, step = prepare(settings)
     if done := step.finished():
         return done
-    collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
-    if settings.baseline is not None:
-        collection = collection.against(settings.baseline)
-    own, papers = sheets.ours(collection), sheets.papers(collection, settings.rows)
-    charts = figures.figure_5(collection, settings.rows)
-    panels = figures.figure_6(collection, settings.unfiltered)
+    collection, own, papers, charts, panels = compose(settings, paths)
     with step.publish() as staging:
         html = page.render(settings.results, collection, own, papers, charts, panels)
         (staging.path / PAGE).write_text(html, encoding="utf-8")
@@ -50,9 +40,46 @@ def run(settings: ReportSettings) -> Published:
         (staging.path / LATEX).write_text(latex, encoding="utf-8")
         staging.counts = {"models": len(collection.models), "tasks": len(collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in papers if sheet.ours]}
-    tables_with_ours = ", ".join(sheet.name for sheet in papers if sheet.ours) or "no row of the paper's tables"
-    say(f"report: models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {tables_with_ours}")
+    say(f"report: {summary(collection, papers)}")
     return step.published()
+
+
+def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
+    """Locate the results by their labels, and identify the report.
+
+    Raises:
+        InputError: an output does not exist, or a label in the settings is unknown.
+    """
+    if not settings.results:
+        raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
+    for label in settings.unfiltered:
+        if label not in settings.results:
+            raise InputError(f"unfiltered={label}: no output has this label; {nearest(label, settings.results)}")
+    paths = {label: find_input(value, f"results.{label}") for label, value in settings.results.items()}
+    # The position is part of the identity, because it decides the order of the models.
+    inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
+    return paths, Step("report", settings, settings.output, inputs)
+
+
+def compose(
+    settings: ReportSettings, paths: Mapping[str, Place]
+) -> tuple[Collection, list[Sheet], list[Sheet], list[figures.Chart], list[figures.Panel]]:
+    """Read and combine the results, and make their tables, the paper's tables, and Figures 5 and 6.
+
+    Raises:
+        InputError: as `run`.
+    """
+    collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
+    if settings.baseline is not None:
+        collection = collection.against(settings.baseline)
+    charts, panels = figures.figure_5(collection, settings.rows), figures.figure_6(collection, settings.unfiltered)
+    return collection, sheets.ours(collection), sheets.papers(collection, settings.rows), charts, panels
+
+
+def summary(collection: Collection, papers: Sequence[Sheet]) -> str:
+    """Return one line: the size of the results, and the paper's tables that have a row of them."""
+    ours = ", ".join(sheet.name for sheet in papers if sheet.ours) or "no row of the paper's tables"
+    return f"models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {ours}"
 
 
 def page_of(output: str, found: Results) -> str:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-ASSETS = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/playground/playground.css": ("playground.css", "text/css; charset=utf-8"),
-    **{
-        f"/playground/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("playground", "page", "results", "snippets")
-    },
-    "/playground/mark.svg": ("mark.svg", "image/svg+xml"),
-}
-"""Path -> file and media type. The files hold no data and need no API key; the page's requests to the API do."""
+from infembed_ray.reporting.page import render
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+FILES = resources.files("infembed_ray.serving.http") / "playground"
+ASSETS = ("playground.css", "mark.svg", "page.js", "playground.js", "results.js", "snippets.js")
+"""Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
+SHARED_ASSETS = ASSETS[:3]
+"""Those that the pages of `infembed view` use too."""
+MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 
 HEADERS = {
     # No other origins, no inline code, no HTML from strings (Trusted Types): a passage cannot become a script.
@@ -33,14 +38,26 @@ HEADERS = {
 def router() -> APIRouter:
     """Return the routes of the page and its files."""
     routes = APIRouter(include_in_schema=False)
-    files = resources.files("infembed_ray.serving.http") / "playground"
-    for path, (name, media_type) in ASSETS.items():
-        routes.add_api_route(path, static_file((files / name).read_bytes(), media_type), methods=["GET", "HEAD"])
+    for path, endpoint in {"/": page("infembed_ray.serving.http", "playground/index.html"), **assets(ASSETS)}.items():
+        routes.add_api_route(path, endpoint, methods=["GET", "HEAD"])
     return routes
 
 
-def static_file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route of a file of a page: with the page's security headers and an ETag."""
+def page(package: str, template: str) -> Endpoint:
+    """Return the route of a page that extends `reporting/shell.html`."""
+    return _endpoint(render(package, template).encode(), "text/html; charset=utf-8")
+
+
+def assets(names: Iterable[str], files: Traversable = FILES) -> dict[str, Endpoint]:
+    """Return path -> route of files of a page, below the name of their directory."""
+    return {
+        f"/{files.name}/{name}": _endpoint((files / name).read_bytes(), MEDIA_TYPES[Path(name).suffix])
+        for name in names
+    }
+
+
+def _endpoint(content: bytes, media_type: str) -> Endpoint:
+    """Return the route of a file: with the pages' security headers and an ETag."""
     headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
 
     async def answer(request: Request) -> Response:

@@ -22,8 +22,8 @@ from infembed_ray.progress import say
 from infembed_ray.storage import STATES
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
 from infembed_ray.training.checkpoints.upload import Upload
-from infembed_ray.training.collectives import from_all, from_first, local_world, world
-from infembed_ray.training.node_files import RunFiles
+from infembed_ray.training.collectives import from_all, from_first, world
+from infembed_ray.training.node_files import RunFiles, share_of
 from infembed_ray.training.observability.events import Event, append_event
 from infembed_ray.training.sampler import Sampler
 
@@ -48,17 +48,13 @@ class CheckpointManager:
         self._settings = settings
         self._sampler = sampler
         self._remote = Folder.open(settings.output, "output") if is_uri(settings.output) else None
+        self._share = world() if self._remote is None else share_of(directory)
         self._attempt = from_first(secrets.token_hex(4))
         self._valid: list[Checkpoint] = []  # newest first
         self._upload: Upload | None = None
         self._run_files: RunFiles | None = None
         if self._remote is not None and world()[0] == 0:
             self._run_files = RunFiles(directory.parent, self._remote)
-
-    @property
-    def _share(self) -> tuple[int, int]:
-        """(rank, number) of this worker among those of its directory; the first one cleans it up."""
-        return world() if self._remote is None else local_world()
 
     @cached_property
     def _course(self) -> Course:
@@ -296,6 +292,11 @@ class CheckpointManager:
         """Stop uploading the run's own files while they grow."""
         if self._run_files is not None:
             self._run_files.stop()
+
+    def clean_up(self) -> None:
+        """Delete the run's directory of this node, if the output is in an object store; the node's first worker does."""
+        if self._remote is not None and self._share[0] == 0:
+            shutil.rmtree(self.directory.parent, ignore_errors=True)
 
     def upload_run_files(self) -> None:
         """Upload the run's own files that have changed, if the output is in an object store."""

@@ -1,6 +1,7 @@
 // The queries on which two models differ most: both ranks of every passage, and how it moved from A to B.
 
-import { $, count, element, go, options, pairs, start, stateOf, text } from "./shared.js";
+import { $, element, pairs, stateOf } from "../playground/page.js";
+import { count, go, options, start, text } from "./shared.js";
 
 const CHOICES = ["a", "b", "task", "figure"];
 const number = (value) => (value === null ? "–" : value.toFixed(3).replace("-", "−"));
@@ -72,7 +73,7 @@ function show(answer, state) {
     : `${chosen.figure}: B is better in ${count(counts.b)} of ${count(counts.queries)} queries, A in ${count(counts.a)}.`;
   const equal = counts.queries - counts.a - counts.b;
   $("overview").replaceChildren(
-    pairs({ [`A ${chosen.a}`]: number(means.a), [`B ${chosen.b}`]: number(means.b), Equal: count(equal) }, "facts"),
+    pairs({ [`A ${chosen.a}`]: number(means.a), [`B ${chosen.b}`]: number(means.b), Equal: count(equal) }),
     answer.rankings ? "" : element("p", "notice", "This output has no rankings: it is of a sweep or of an older version. ",
       "Evaluate again with another output to see the passages."));
   $("rows").replaceChildren(...answer.rows.map((row) => card(row, answer)));

@@ -1,6 +1,7 @@
 // Rows of a synthesis output: what was asked of each row, what the judge picked, and why a row ended.
 
-import { $, count, element, go, options, pairs, start, stateOf, text } from "./shared.js";
+import { $, element, pairs, stateOf } from "../playground/page.js";
+import { count, go, options, start, text } from "./shared.js";
 
 const KINDS = { kept: "Kept", rejected: "Rejected", "dead letter": "Dead letter" };
 const PASSAGES = {
@@ -52,7 +53,7 @@ function provenance({ provenance: known, request_hash }) {
   return element("details", "", element("summary", "", "Provenance"), pairs({
     Generator: generator, Judge: judge, Prompts: prompt_version, "Prompt tokens": prompt_tokens,
     "Completion tokens": completion_tokens, USD: usd?.toFixed(5), Request: request_hash,
-  }, "facts"));
+  }));
 }
 
 function card(row) {

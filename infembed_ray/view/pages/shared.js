@@ -1,23 +1,8 @@
-// What both pages share: the state in the address, requests, pages of rows, and the colours.
-//
-// Data is shown as text, never as markup.
+// What both pages share: the state in the address, requests, and pages of rows.
 
-export const $ = (id) => document.getElementById(id);
-
-/** An element with a class and children, which are nodes or texts. */
-export function element(name, className = "", ...children) {
-  const made = Object.assign(document.createElement(name), { className });
-  made.append(...children.filter((child) => child !== null));
-  return made;
-}
+import { $, element, stateOf } from "../playground/page.js";
 
 export const count = (value) => value.toLocaleString("en");
-
-/** A definition list of pairs; those without a value are left out. */
-export function pairs(values, className = "") {
-  return element("dl", className, ...Object.entries(values).filter(([, value]) => value !== null && value !== undefined)
-    .map(([name, value]) => element("div", "", element("dt", "", name), element("dd", "", String(value)))));
-}
 
 /** Text of unknown language; long ones are cut until their card is opened. */
 export function text(value, className = "text", words = [], tag = "p") {
@@ -65,8 +50,6 @@ async function fetchRows(state, signal) {
   if (response.ok && answer) return answer;
   throw new Error(answer?.error?.message ?? `The server answered ${response.status}.`);
 }
-
-export const stateOf = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 
 /** Keep a state in the address, without empty values, and show it. */
 export function go(state, show) {
@@ -120,22 +103,6 @@ export function start(show) {
       window.scrollTo(0, $("results").offsetTop - 16);
     });
   }
-  $("skip").addEventListener("click", (event) => { event.preventDefault(); $("results").focus(); });
   window.addEventListener("popstate", () => load(show));
   return load(show);
 }
-
-// ------------------------------------------------------------------------------------------------ colours
-
-function theme(value) {
-  document.documentElement.dataset.theme = value;
-  document.querySelector(`input[name=theme][value="${value}"]`).checked = true;
-}
-
-$("theme").addEventListener("change", ({ target }) => {
-  theme(target.value);
-  try { localStorage.setItem("theme", target.value); } catch { /* storage is off: it lasts as long as the page */ }
-});
-let kept = "";
-try { kept = localStorage.getItem("theme") ?? ""; } catch { /* as above */ }
-if (["light", "dark"].includes(kept)) theme(kept);

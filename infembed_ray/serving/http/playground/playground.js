@@ -3,8 +3,8 @@
 // Both rankings come from one request, and so from one version of the index. Answers are shown as text, never as markup.
 // The API key is kept in `apiKey` only: neither in the URL nor in storage.
 
-import { $, SIDES, choose, chosen, element } from "./page.js";
-import { reveal, setView, show, single } from "./results.js";
+import { $, choose, chosen, element, stateOf } from "./page.js";
+import { SIDES, layout, reveal, setLayout, show, single } from "./results.js";
 import { SNIPPETS, toClipboard } from "./snippets.js";
 
 const MOST_RETRIES = 5;
@@ -21,16 +21,16 @@ const two = () => chosen("compare") === "two";
 function question() {
   return {
     q: $("query").value, ...(two() && { a: $("instruction-a").value }), b: $("instruction-b").value,
-    filter: $("filter").value, k: $("top-k").value, ...(chosen("view") === "full" && { view: "full" }),
+    filter: $("filter").value, k: $("top-k").value, ...layout(),
   };
 }
 
-function fill({ q = "", a, b = "", filter = "", k = "10", view }) {
+function fill({ q = "", a, b = "", filter = "", k = "10", ...look }) {
   choose("compare", a === undefined ? "one" : "two");
   const values = { query: q, "instruction-a": a ?? "", "instruction-b": b, filter, "top-k": k };
   for (const [id, value] of Object.entries(values)) $(id).value = value;
   $("filters").open = Boolean(filter);
-  setView(view === "full" ? "full" : "compact");
+  setLayout(look);
   compare();
 }
 
@@ -115,16 +115,13 @@ async function introduce() {
   }
   $("served").textContent = `${card.id} · ${card.passages.toLocaleString("en")} passages`;
   $("suggestions").replaceChildren(...card.suggestions.map(({ query, instruction }) => {
-    const chip = element("button", "chip");
+    const chip = element("button", "chip", element("b", "", query), element("span", "", instruction));
     Object.assign(chip, { type: "button", title: `${query}\n${instruction}` });
-    chip.append(element("b", "", query), element("span", "", instruction));
     chip.addEventListener("click", () => {
       fill({ ...question(), q: query, a: undefined, b: instruction, filter: "" });
       search();
     });
-    const entry = element("li");
-    entry.append(chip);
-    return entry;
+    return element("li", "", chip);
   }));
   $("try").hidden = !card.suggestions.length;
   const fields = Object.entries(card.metadata);
@@ -233,11 +230,6 @@ async function copy(button) {
 
 // ------------------------------------------------------------------------------------------------ start
 
-function theme(value) {
-  document.documentElement.dataset.theme = value;
-  choose("theme", value);
-}
-
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); search(); });
 for (const side of SIDES) {
   $(`instruction-${side}`).addEventListener("keydown", (event) => {
@@ -271,16 +263,11 @@ $("change-key").addEventListener("click", () => {
   if ($("key-form").hidden) askForKey();
   else $("key-form").hidden = true;
 });
-$("skip").addEventListener("click", (event) => { event.preventDefault(); $("results").focus(); });
 $("rankings").addEventListener("click", ({ target }) => { if (target.dataset.copy) copy(target); });
-$("theme").addEventListener("change", () => {
-  theme(chosen("theme"));
-  try { localStorage.setItem("theme", chosen("theme")); } catch { /* storage is off: it lasts as long as the page */ }
-});
 
 /** Show what the address asks for. */
 function arrive() {
-  fill(Object.fromEntries(new URLSearchParams(location.hash.slice(1))));
+  fill(stateOf());
   document.title = titled($("query").value);
   if ($("query").value) return search({ address: false });
   forget();
@@ -290,9 +277,6 @@ function arrive() {
   $("query").focus();
 }
 
-let kept = "";
-try { kept = localStorage.getItem("theme") ?? ""; } catch { /* as above */ }
-if (["light", "dark"].includes(kept)) theme(kept);
 window.addEventListener("popstate", arrive);
 arrive();
 await introduce();

@@ -1,6 +1,8 @@
 // The answer on the page: both rankings, how each passage moved between them, and the switch from one to the other.
 
-import { $, SIDES, choose, chosen, element } from "./page.js";
+import { $, choose, chosen, element, pairs, stateOf } from "./page.js";
+
+export const SIDES = ["a", "b"];
 
 const MOVE_MS = 500;
 const MOVED = "Moved: the result has another rank than in the first ranking, or is not in it (entered). " +
@@ -54,11 +56,7 @@ export function show({ request, found, roundTrip }) {
     Encode: ms(found.timings.encode_ms), Search: ms(found.timings.search_ms), "Round trip": ms(roundTrip),
     Model: found.model, Index: found.index_version,
   };
-  $("facts").replaceChildren(...Object.entries(facts).map(([name, value]) => {
-    const pair = element("div");
-    pair.append(element("dt", "", name), element("dd", "", value));
-    return pair;
-  }));
+  $("facts").replaceChildren(...pairs(facts).children);
   const names = request.instruction[0] === null ? ["Off", "On"] : ["First", "Second"];
   SIDES.forEach((side, i) => {
     const title = request.instruction[i] ?? "Without an instruction";
@@ -124,9 +122,7 @@ function item(hit, rank, { kind, mark, words }, length) {
   });
   for (const [name, value] of Object.entries(hit.metadata)) {
     if (value === null || name === titleField) continue;
-    const chip = element("li");
-    chip.append(element("span", "", `${name} `), element("bdi", "", String(value)));
-    part("metadata").append(chip);
+    part("metadata").append(element("li", "", element("span", "", `${name} `), element("bdi", "", String(value))));
   }
   return li;
 }
@@ -199,29 +195,33 @@ function rearrange(change) {
   }
 }
 
-const showChosen = () => { $("rankings").dataset.show = chosen("show"); };
+const fitting = () => (narrow.matches ? "b" : "both");
 
-/** One line for each passage ("compact"), or several with its metadata ("full"). */
-export function setView(view) {
-  choose("view", view);
-  $("rankings").classList.toggle("compact", view === "compact");
-}
-
-function fitScreen() {
-  choose("show", narrow.matches ? "b" : "both");
-  showChosen();
-}
-
-fitScreen();
-narrow.addEventListener("change", fitScreen);
-$("show").addEventListener("change", () => rearrange(showChosen));
-$("view").addEventListener("change", () => {
-  rearrange(() => setView(chosen("view")));
-  const address = new URLSearchParams(location.hash.slice(1));
-  if (chosen("view") === "full") address.set("view", "full");
-  else address.delete("view");
-  history.replaceState(null, "", `#${address}`);
+/** The choices that are not the screen's own, under the names that the address gives them. */
+export const layout = () => ({
+  ...(chosen("view") === "full" && { view: "full" }), ...(chosen("show") !== fitting() && { show: chosen("show") }),
 });
+
+/** One line for each passage, or with `view` "full" its metadata too; of `show`, a ranking or as many as fit. */
+export function setLayout({ view, show: wanted }) {
+  choose("view", view === "full" ? "full" : "compact");
+  choose("show", SIDES.includes(wanted) ? wanted : fitting());
+  arrange();
+}
+
+function arrange() {
+  $("rankings").dataset.show = chosen("show");
+  $("rankings").classList.toggle("compact", chosen("view") === "compact");
+}
+
+narrow.addEventListener("change", () => setLayout(stateOf()));
+for (const group of ["show", "view"]) {
+  $(group).addEventListener("change", () => {
+    rearrange(arrange);
+    const { view, show: before, ...asked } = stateOf();
+    history.replaceState(null, "", `#${new URLSearchParams({ ...asked, ...layout() })}`);
+  });
+}
 for (const [type, on] of [["pointerover", true], ["focusin", true], ["pointerleave", false], ["focusout", false]]) {
   $("rankings").addEventListener(type, ({ target }) => light(on ? target.closest("[data-id]")?.dataset.id : undefined));
 }

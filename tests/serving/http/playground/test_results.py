@@ -110,12 +110,30 @@ def test_on_a_narrow_screen_one_ranking_is_shown_at_a_time(server: Server, open_
     shown(page, "b")
     seen = lambda: [page.locator(f".ranking.{side}").is_visible() for side in "ab"]  # noqa: E731
     assert seen() == [False, True]
-    page.locator("#show").get_by_text("Off").click()
-    assert seen() == [True, False]
     for width in (390, 700, 832, 833, 1024, 1440):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert seen() == [True, True]
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.locator("#show").get_by_text("Off").click()
+    assert seen() == [True, False]
+    page.set_viewport_size({"width": 1440, "height": 900})
+    assert seen() == [True, False]  # a choice stays
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_an_address_shows_the_ranking_that_was_chosen(server: Server, open_page: Any, width: int) -> None:
+    plain = server.address(q="drag", b=PREFER, k=8)
+    page = open_page(plain, width=width)
+    shown(page, "b")
+    page.locator("#show").get_by_text("Off").click()
+    assert page.url == server.address(q="drag", b=PREFER, k=8, show="a")
+    copy = open_page(page.url, width=width)
+    assert shown(copy, "a") == visible(copy) == visible(page)
+    copy.locator("#search").click()
+    assert visible(copy) == shown(copy, "a")
+    copy.locator("#show").get_by_text("On" if width == 390 else "Both", exact=True).click()
+    assert copy.url == plain
 
 
 def sentence(page: Any) -> str:
@@ -192,7 +210,7 @@ def test_the_instruction_is_switched_off_and_on_without_a_request(server: Server
     page = open_page(server.address(q="drag", b=PREFER, k=8))
     without, instructed = shown(page, "a"), shown(page, "b")
     requests: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
+    page.on("request", lambda request: "/v1/" in request.url and requests.append(request.url))
     switch = page.get_by_role("radiogroup", name="Instruction")
     assert visible(page) == without + instructed
     switch.get_by_text("Off").click()

@@ -1,0 +1,43 @@
+"""What tests of checkpoints share: settings of small runs, an engine in place of DeepSpeed, and what a run left."""
+
+import hashlib
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.training.checkpoints.checkpoint import Checksum
+from infembed_ray.training.checkpoints.writer import Written
+from infembed_ray.training.observability.events import read_events
+
+RECORDS = 8
+
+
+def settings_of(model, **changes):
+    common = {"records": "-", "output": "-", "objective": "multi{P,I,IQ}", "instruction_negatives": 3}
+    common |= {"records_per_step": 4, "epochs": 2, "learning_rate": 1e-3, "checkpoint_every": 1, "weight_decay": 0.1}
+    return TrainSettings(model=model, **(common | {"temperature_learned": True} | changes))
+
+
+def complete(directory):
+    """Return the complete checkpoints, oldest first."""
+    return sorted(path.parent for path in directory.glob("states/step-*/complete.json"))
+
+
+def steps(directory):
+    return [int(state.name.split("-")[1]) for state in complete(directory)]
+
+
+def warnings(directory):
+    return [event.message for event in read_events(directory) if event.kind == "state"]
+
+
+class Writer:
+    """Stand-in for an engine where the contents of a checkpoint do not matter."""
+
+    sharded = True
+
+    def save(self, directory, tag):
+        (directory / tag).mkdir(parents=True)
+        (directory / tag / "file").write_text(tag)
+        return Written({"file": Checksum(len(tag), hashlib.sha256(tag.encode()).hexdigest())})
+
+    def load(self, directory, tag, resharded=False):
+        self.loaded = tag

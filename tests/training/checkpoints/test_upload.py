@@ -1,0 +1,103 @@
+"""Checkpoints in an object store: which machine wins, and uploads that are slow or incomplete."""
+
+import re
+import threading
+
+import pytest
+
+from infembed_ray.object_store import Folder
+from infembed_ray.training.checkpoints.checkpoint import Progress
+from infembed_ray.training.checkpoints.manager import CheckpointManager
+from infembed_ray.training.checkpoints.writer import Written
+from infembed_ray.training.sampler import Sampler
+from tests.training.checkpoints.states import RECORDS, Writer, settings_of, warnings
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def machine(bucket, tiny, tmp_path):
+    """Return a function: (name of a machine, settings) -> checkpoint manager of one run on that machine, with an object store."""
+    Folder.open(f"{bucket}/{tmp_path.name}", "output")
+
+    def manager_of(name, **changes):
+        settings = settings_of(tiny, keep_last=1, workers=1, **changes)
+        settings = settings.model_copy(update={"output": f"{bucket}/{tmp_path.name}"})
+        (tmp_path / name).mkdir(exist_ok=True)
+        return CheckpointManager(tmp_path / name / "states", settings, Sampler(RECORDS, 1, 4, 2, 42))
+
+    return manager_of
+
+
+def save(states, step, figures=None):
+    """Save and upload a checkpoint, with a metrics file of that text."""
+    if figures is not None:
+        (states.directory.parent / "metrics.jsonl").write_text(figures)
+    states.save(Writer(), Progress(step))
+    states.settle()
+
+
+def test_machine_that_is_behind_downloads_newer_checkpoint_and_run_files(machine, tmp_path):
+    """Files of the store win even if local ones are as long, and this machine appends its events to them."""
+    save(machine("a"), 1, "of a, and this is a long line\n")
+    ahead = machine("b")
+    assert ahead.resume(Writer()).step == 1
+    ahead._warn(1, "logged by b")
+    save(ahead, 2, "of b\n")
+    unfinished = Folder.open(ahead._settings.output, "output") / "states/step-00000003-unfinished"
+    unfinished.write("file", "half")
+    assert machine("a").resume(Writer()).step == 2
+    assert (tmp_path / "a/metrics.jsonl").read_text() == "of b\n"
+    one, other = warnings(tmp_path / "a")
+    assert one == "logged by b"
+    assert "step-00000003-unfinished is not used" in other
+
+
+def test_machine_keeps_its_own_run_files_unless_the_store_has_longer_ones(machine, tmp_path):
+    save(machine("a"), 1, "1\n")
+    for text, expected in (("1\n2\n", "1\n2\n"), ("", "1\n")):
+        (tmp_path / "a/metrics.jsonl").write_text(text)
+        assert machine("a").resume(Writer()).step == 1
+        assert (tmp_path / "a/metrics.jsonl").read_text() == expected
+
+
+def test_run_that_is_behind_deletes_no_later_checkpoints_in_the_store(machine):
+    behind, ahead = machine("a"), machine("b")
+    save(behind, 1)
+    assert ahead.resume(Writer()).step == 1
+    save(ahead, 5)
+    save(behind, 2)
+    tags = {name.split("/")[0] for name in (behind._remote / "states").entries()}
+    assert sorted(int(tag.split("-")[1]) for tag in tags) == [2, 5]
+
+
+def test_checkpoint_is_written_before_waiting_for_the_previous_upload(machine, monkeypatch):
+    goes_on, upload = threading.Event(), Folder.upload
+    monkeypatch.setattr(Folder, "upload", lambda *arguments: goes_on.wait(30) and upload(*arguments))
+
+    class Releases(Writer):
+        def save(self, directory, tag):
+            written = super().save(directory, tag)
+            assert not goes_on.is_set()
+            goes_on.set()
+            return written
+
+    saved = machine("a")
+    saved.save(Writer(), Progress(1))
+    saved.save(Releases(), Progress(2))
+    saved.settle()
+    assert not warnings(saved.directory.parent)
+    assert {name.split("-")[1] for name in (saved._remote / "states").entries()} == {"00000002"}
+
+
+def test_upload_times_out_with_a_warning_if_files_of_other_workers_are_missing(machine):
+    class Short(Writer):
+        def save(self, directory, tag):
+            [(name, file)] = super().save(directory, tag).files.items()
+            return Written({name: file._replace(size=file.size + 1)})
+
+    saved = machine("a", collective_timeout_s=1)
+    saved.save(Short(), Progress(1))
+    saved.settle()
+    [warning] = warnings(saved.directory.parent)
+    assert re.search("was not uploaded to s3://.*: the files of all workers were not there after 1 s", warning)
