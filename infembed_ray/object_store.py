@@ -42,7 +42,8 @@ SCRATCH = "INFEMBED_SCRATCH"
 _CHUNK = 8 << 20
 _REQUEST_TIMEOUT = timedelta(seconds=10)
 _RETRY_TIMEOUT = timedelta(seconds=20)
-"""Limits of a control request. Together they must be shorter than a lease (`leases.SECONDS`)."""
+"""Limits of a control request. All attempts of a write begin within the second one, and each takes at most both together,
+so a write ends before another process may take over its lease (`leases.SECONDS`)."""
 _WRITES = 5
 """Attempts of a conditional write whose outcome is not known."""
 _PAUSE_S = 0.2
@@ -256,6 +257,7 @@ class Folder:
         client, key = self._control(name)
         tokens = {} if expected is None else {"e_tag": expected.e_tag, "version": expected.version}
         mode = {token: value for token, value in tokens.items() if value is not None} or "create"
+        deadline = time.monotonic() + _RETRY_TIMEOUT.total_seconds()
         for attempt in range(1, _WRITES + 1):
             try:
                 made = client.put(key, data, mode=mode)
@@ -267,7 +269,7 @@ class Folder:
                     return found[1]
                 if (None if found is None else found[1]) != expected:
                     return None
-                if attempt == _WRITES:
+                if attempt == _WRITES or time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE_S * attempt)
         raise AssertionError("unreachable")

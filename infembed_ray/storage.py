@@ -27,7 +27,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import __version__, durable
+from infembed_ray import __version__, durable, provenance
 from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
 from infembed_ray.leases import lease
@@ -192,11 +192,13 @@ class Published:
 
     @property
     def summary(self) -> str:
-        """Where the output is and, if this run did nothing, why: one or two lines."""
+        """Where the output is and, if this run did nothing, why and whether other code made it: a few lines."""
         place = self.uri or str(self.path)
         if self.fresh:
             return place
-        return f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}\n{place}"
+        done = f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}"
+        other = provenance.difference(self.manifest)
+        return "\n".join([done, *([f"warning: {other}"] if other else []), place])
 
 
 @dataclass
@@ -247,7 +249,7 @@ class Step:
         }
         self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
         for name, entry in self._inputs.items():
-            if (given := _given(settings, name)) is not None:
+            if (given := provenance.given(settings, name)) is not None:
                 entry["given"] = given
         self.contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
@@ -365,6 +367,7 @@ class Step:
             "inputs": self._inputs,
             "settings": self._settings.model_dump(mode="json"),
             "counts": staging.counts,
+            "provenance": provenance.collect(),
             **staging.facts,
         }
 
@@ -415,17 +418,6 @@ def _origin(path: Place) -> str:
             below = path.relative_to(root).parts[1:]
             return "/".join([base, *below]) + (f"?{query}" if query else "")
     return str(path)
-
-
-def _given(settings: Settings, name: str) -> str | None:
-    """Return the value of the setting that an input has its name from, if there is one."""
-    value: Any = settings.model_dump(mode="json")
-    for part in name.partition(" ")[0].split("."):
-        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else None
 
 
 def output_files(directory: Path) -> list[Path]:

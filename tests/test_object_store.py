@@ -5,8 +5,9 @@ import time
 from datetime import timedelta
 
 import pytest
+from obstore.exceptions import BaseError
 
-from infembed_ray import object_store
+from infembed_ray import leases, object_store
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, Version, convert_errors
 from tests.support.faulty_store import EXPIRED, FORWARD, LOST_REPLY, UNAVAILABLE, Fault
@@ -89,6 +90,22 @@ def test_a_request_that_takes_too_long_is_repeated(faulty, folder, monkeypatch):
     faulty.decide = once(Fault(delay_s=1.5))
     assert folder.create("object", b"mine") is not None
     object_store._control_client.cache_clear()
+
+
+def test_a_write_is_given_up_before_another_process_may_take_its_lease_over(faulty, folder, monkeypatch):
+    for limit in ("_REQUEST_TIMEOUT", "_RETRY_TIMEOUT"):
+        monkeypatch.setattr(object_store, limit, timedelta(seconds=0.5))
+    object_store._control_client.cache_clear()
+    faulty.decide = lambda request: Fault(delay_s=5 if request.method == "PUT" else 0)
+    with pytest.raises(BaseError):
+        folder.create("object", b"mine")
+    object_store._control_client.cache_clear()
+    assert sum(request.method == "PUT" for request in faulty.requests) == 1
+
+
+def test_a_lease_outlasts_the_longest_write():
+    longest = 2 * object_store._RETRY_TIMEOUT + object_store._REQUEST_TIMEOUT
+    assert longest < timedelta(seconds=leases.SECONDS)
 
 
 @pytest.mark.parametrize(("fault", "cause"), [(EXPIRED, "ExpiredToken"), (Fault(error=(400, "NotThat")), "NotThat")])

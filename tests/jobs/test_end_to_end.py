@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infembed_ray import records, storage
+from infembed_ray import provenance, records, storage
 from infembed_ray.cli import main
 from infembed_ray.quickstart import sample
 from infembed_ray.records import Record, columns_of
@@ -215,6 +215,13 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
     assert str(done.output) in done.first
     assert str(done.output) in done.second
     assert done.untouched
+
+
+def test_the_manifest_names_the_job_and_the_code_without_a_checkout(trained):
+    found = trained.manifest["provenance"]
+    assert re.fullmatch(r"raysubmit_\w+", found["job"]["submission_id"])
+    assert found["nodes"][0]["resources"]["CPU"] == 8
+    assert found["code"] == provenance.code() | {"commit": None, "uncommitted": None}
 
 
 def test_every_seed_comes_out_and_no_request_is_sent_twice(synthesized, llm):
