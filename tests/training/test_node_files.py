@@ -8,7 +8,7 @@ from infembed_ray.training import node_files
 from infembed_ray.training.node_files import RunFiles, fetch, node_directory, share_of
 from tests.support.waiting import wait_until
 from tests.support.workers import run_workers
-from tests.training.checkpoints.test_manager import settings_of
+from tests.training.checkpoints.states import settings_of
 
 
 @pytest.fixture
