@@ -304,7 +304,7 @@ def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], director
     """Train as a worker in this process."""
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed takes a GPU if it finds one, and warns if it does not
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed takes a GPU if there is one, or warns
     from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators on import
 
     train_worker(settings, rows, directory, _device(settings))
