@@ -305,7 +305,9 @@ def test_credentials_that_expire_publish_nothing_and_the_next_run_publishes(faul
 
 @pytest.mark.parametrize("condition", ["create", "replace"])
 def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch, condition):
-    monkeypatch.setattr(Folder, condition, lambda folder, name, data, *_: folder.write(name, data.decode()) or "version")
+    monkeypatch.setattr(
+        Folder, condition, lambda folder, name, data, *_: folder.write(name, data.decode()) or "version"
+    )
     with pytest.raises(InputError, match="this store ignores conditional writes"):
         remote_step(place, tmp_path)
 
