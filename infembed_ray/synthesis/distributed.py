@@ -92,11 +92,13 @@ def run(settings: SynthesizeSettings) -> Published:
     if done := step.finished():
         return done
     job = resolve(settings, seeds, table)
+    if isinstance(job.journal, Folder) and not job.has_key:
+        _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
-    if job.has_key:
-        _settle_journal(job.journal)
-    spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
-    with step.publish() as staging:
+    with step.publish() as staging:  # from here on no other run of this output spends
+        if job.has_key:
+            _settle_journal(job.journal)
+        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
         if job.in_batches:
             staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
             spent_usd += batches["usd"] or 0.0

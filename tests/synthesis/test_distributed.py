@@ -21,7 +21,7 @@ from infembed_ray.llm.journal_store import directory_of
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
-from infembed_ray.synthesis import distributed
+from infembed_ray.synthesis import distributed, preflight
 from infembed_ray.synthesis.distributed import run
 from tests.support import faulty_store, object_store
 from tests.support.stand_in_llm import StandIn, stand_in
@@ -66,6 +66,31 @@ def one_line(given: SynthesizeSettings) -> str:
 def test_bad_settings_are_refused_before_anything_is_written_or_started(seeds: Path, tmp_path: Path) -> None:
     assert "distractors=64" in one_line(settings(seeds, tmp_path, distractors=64))
     assert not any(path.suffix == ".partial" for path in tmp_path.iterdir())
+
+
+def test_the_budget_is_read_while_no_other_run_can_spend_it(
+    seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    model = {"max_tokens": 64}
+    given = settings(seeds, tmp_path, limits={"budget_usd": 1}, generator=model, judge=model)
+
+    def begin_another_run(*_: object) -> float:
+        with preflight.prepare(given)[2].publish():
+            raise AssertionError("two runs write one output")
+
+    monkeypatch.setattr(distributed.budget, "spent_usd", begin_another_run)
+    assert "has been writing this output" in one_line(given)
+
+
+def test_without_a_key_the_answers_of_all_nodes_are_uploaded_before_the_journal_is_read(
+    no_key: None, bucket: str, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    settled: list[Any] = []
+    monkeypatch.setattr(distributed, "_settle_journal", settled.append)
+    assert "OPENAI_API_KEY" in one_line(settings(seeds, tmp_path / "out", journal=f"{bucket}/no-key"))
+    assert settled == [Folder(f"{bucket}/no-key")]
 
 
 # ------------------------------------------------------------------------------------------------- whole runs
