@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from infembed_ray import cli, records, storage
 from infembed_ray.config.synthesis import SynthesizeSettings
@@ -306,6 +307,24 @@ def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
         assert len(killed) == 1
         assert answered_most(server) == 1
     assert rows_of(published) == rows_of(uninterrupted)
+
+
+@pytest.mark.ray
+def test_the_death_of_the_coordinator_ends_the_run_with_one_line_and_the_journal_resumes_it(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    def kill_it(server: StandIn) -> None:
+        wait_until(lambda: len(server.log("answered")) >= 50)
+        [name] = [name for name in ray.util.list_named_actors() if name.startswith("synthesis-limits-")]
+        ray.kill(ray.get_actor(name))
+
+    with stand_in(latency_s=0.05, jitter_s=0.05) as server:
+        killer = threading.Thread(target=kill_it, args=(server,))
+        killer.start()
+        message = one_line(settings(seeds, tmp_path, server, limits={"requests_per_minute": 10**6}))
+        killer.join()
+        assert "run the same command again, the journal resumes" in message
+        assert run(settings(seeds, tmp_path, server)).manifest["counts"]["replayed"] >= 50
 
 
 @pytest.mark.ray
