@@ -27,6 +27,7 @@ from infembed_ray.retrieval.shard_files import (
     finished_shard,
     mark_finished,
     shard_directory,
+    verify_local,
 )
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
@@ -144,6 +145,7 @@ class Compaction:
         name = self.facts.shards[number].name
         if done := finished_shard(root, name):
             return done
+        verify_local(self.base, self.facts.shards[number])  # the next version gets new checksums
         base = Shard.open(self.base, self.facts.shards[number])
         log = change_log(self.base, self.facts)
         live = LiveShard(base, log, number, len(self.facts.shards), self.facts.folded, self.until)

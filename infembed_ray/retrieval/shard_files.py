@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,26 @@ def verify(root: Place, facts: ShardFacts) -> None:
         with _opened(root, facts, name) as (file, place):
             if isinstance(checksums, FileChecksums):
                 checksums.verify(file, place)
-            elif whole_file_checksum(file) != checksums:
-                raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
+            else:
+                _require_whole(file, checksums, place)
+
+
+def verify_local(root: Place, facts: ShardFacts) -> None:
+    """Verify the files of a shard that this machine reads: those of `local_directory`.
+
+    Raises:
+        InputError: a file, or this machine's copy of it, is missing or corrupted.
+    """
+    if isinstance(root, Path):
+        verify(root, facts)
+        return
+    directory = local_directory(root, facts)
+    try:
+        verify(directory.parent, replace(facts, name=directory.name))
+    except InputError as damage:
+        raise InputError(
+            f"index={root}: this machine's copy of {facts.name} is damaged ({damage}); delete {directory} and run again"
+        ) from damage
 
 
 def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
@@ -121,9 +139,16 @@ def _copy_file(folder: Folder, facts: ShardFacts, name: str, file: Path) -> None
         if isinstance(checksums, FileChecksums):
             checksums.copy(source, file, place)
             return
-        if whole_file_checksum(source) != checksums:
-            raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
-    folder.download(f"{facts.name}/{name}", file)
+        unverified = file.with_name(f"{name}.unverified")
+        folder.download(f"{facts.name}/{name}", unverified)
+        with pa.OSFile(str(unverified)) as copy:
+            _require_whole(copy, checksums, place)
+        unverified.replace(file)
+
+
+def _require_whole(file: pa.NativeFile, checksum: str, place: str) -> None:
+    if whole_file_checksum(file) != checksum:
+        raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
 
 
 @contextlib.contextmanager

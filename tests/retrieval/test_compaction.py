@@ -196,6 +196,20 @@ def test_a_damaged_change_or_base_is_refused_and_the_last_good_version_stays(tmp
     assert resolve(output) == first
 
 
+@pytest.mark.parametrize("name", [shards.INDEX_FILE, shards.PASSAGES_FILE])
+def test_a_base_with_a_changed_byte_is_refused(tmp_path: Path, name: str) -> None:
+    output = tmp_path / "index"
+    first = publish(output)
+    log_of(output).append(changes(1))
+    file = first / "shard-00001" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=rf"shard-00001/{name} is corrupted"):
+        fold(Compaction.open(str(output)))
+    assert resolve(output) == first
+
+
 @pytest.mark.integration
 def test_a_version_below_the_recall_floor_is_not_published(tmp_path: Path) -> None:
     output = tmp_path / "index"
