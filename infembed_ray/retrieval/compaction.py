@@ -31,6 +31,7 @@ from infembed_ray.retrieval.shard_files import (
 )
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.retrieval.work import shard_name
 from infembed_ray.storage import Published, Step, find_input, read_manifest
 
 AUTO = "auto"
@@ -142,7 +143,7 @@ class Compaction:
             InputError: a file of the base or a change is damaged; no type fits the memory; recall is below the floor.
             OSError: the disk is full.
         """
-        name = self.facts.shards[number].name
+        name = shard_name(number)
         if done := finished_shard(root, name):
             return done
         verify_local(self.base, self.facts.shards[number])  # the next version gets new checksums
@@ -156,7 +157,7 @@ class Compaction:
             write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
             vectors = (vectors for _, vectors in live.content())
             write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
-            return mark_finished(root, directory, self._built(directory, build))
+            return mark_finished(root, name, directory, self._built(directory, build))
 
     def _built(self, directory: Path, build: Build) -> ShardFacts:
         try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -352,7 +353,7 @@ def test_a_compaction_in_an_object_store_gives_the_same_bytes_and_rolls_back(
     assert [shard.checksums for shard in index.facts.shards] == [
         shard.checksums for shard in Index.open(second).facts.shards
     ]
-    assert set(index.path.entries()) == {
+    assert {re.sub("-[0-9a-f]{8}/", "/", name) for name in index.path.entries()} == {
         "manifest.json",
         *(f.relative_to(second).as_posix() for f in second.glob("*/*")),
     }
