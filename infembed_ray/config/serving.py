@@ -42,7 +42,7 @@ class ServeSettings(Settings):
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
     shard_cache: str | None = Field(
         None,
-        description="directory of each node for copies of shards from an object store; null: INFEMBED_SCRATCH, or one in /tmp",
+        description="directory of each node (absolute, or in ~) for copies of shards from a store; null: INFEMBED_SCRATCH, or one in /tmp",
     )
     runtime: Literal["auto", "torch", "onnx"] = Field(
         "auto", description="runtime of the encoder; auto: ONNX Runtime on CPUs if it is equal and faster"

@@ -163,7 +163,7 @@ def write_shard(
         return done
     with shard_directory(root, name) as directory:
         work.gather(shard, chunks, directory, dimension)
-        return mark_finished(root, directory, build_shard(directory, build))
+        return mark_finished(root, name, directory, build_shard(directory, build))
 
 
 def sort_here(corpus: Path, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> None:

@@ -76,7 +76,7 @@ class FileChecksums:
                 if not (resumed and _digest(os.pread(copy.fileno(), BLOCK, start)) == self._wanted(start)):
                     block = _read(source, start)
                     self._require(block, start, place)
-                    os.pwrite(copy.fileno(), block, start)
+                    _write(copy.fileno(), block, start)
 
             _map_blocks(self.size, copy_block)
             durable.sync(copy)
@@ -109,6 +109,13 @@ def _map_blocks(size: int, function: Callable[[int], T]) -> list[T]:
 def _read(file: pa.NativeFile, start: int) -> bytes:
     block: bytes = file.read_at(BLOCK, start)
     return block
+
+
+def _write(file: int, block: bytes, start: int) -> None:
+    """Write all bytes of a block: `os.pwrite` may write fewer, for example when the disk is almost full."""
+    left = memoryview(block)
+    while left:
+        left = left[os.pwrite(file, left, start + len(block) - len(left)) :]
 
 
 def _digest(block: bytes) -> str:

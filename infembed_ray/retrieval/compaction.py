@@ -27,9 +27,11 @@ from infembed_ray.retrieval.shard_files import (
     finished_shard,
     mark_finished,
     shard_directory,
+    verify_local,
 )
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.retrieval.work import shard_name
 from infembed_ray.storage import Published, Step, find_input, read_manifest
 
 AUTO = "auto"
@@ -141,9 +143,10 @@ class Compaction:
             InputError: a file of the base or a change is damaged; no type fits the memory; recall is below the floor.
             OSError: the disk is full.
         """
-        name = self.facts.shards[number].name
+        name = shard_name(number)
         if done := finished_shard(root, name):
             return done
+        verify_local(self.base, self.facts.shards[number])  # the next version gets new checksums
         base = Shard.open(self.base, self.facts.shards[number])
         log = change_log(self.base, self.facts)
         live = LiveShard(base, log, number, len(self.facts.shards), self.facts.folded, self.until)
@@ -154,7 +157,7 @@ class Compaction:
             write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
             vectors = (vectors for _, vectors in live.content())
             write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
-            return mark_finished(root, directory, self._built(directory, build))
+            return mark_finished(root, name, directory, self._built(directory, build))
 
     def _built(self, directory: Path, build: Build) -> ShardFacts:
         try:

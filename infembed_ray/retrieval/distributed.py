@@ -44,9 +44,9 @@ from infembed_ray.retrieval.corpus import BadRow, require_passages
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import IndexFacts, finished, warn_of_changes
 from infembed_ray.retrieval.preflight import check_model, prepare
-from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished
+from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_other_attempts
 from infembed_ray.retrieval.shards import Build
-from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of, shard_names
+from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of
 from infembed_ray.retrieval.work_directory import work_directory
 from infembed_ray.storage import Published
 
@@ -79,16 +79,17 @@ def run(settings: IndexSettings) -> Published:
         chunks = chunks_of(sizes)
         with step.publish() as staging:
             root = staging.remote or staging.path.resolve()  # actors and tasks have other working directories
-            staging.resumed |= shard_names(settings.shards)
             what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}"
             say(f"index: {what}, {model}")
             _encode(chunks, work, model, settings)
             shards = _write_shards(chunks, work, root, encoder.dimension, build, settings)
+            staging.resumed |= {shard.name for shard in shards}
             facts = IndexFacts.of_build(encoder, model, settings, shards, step.identity)
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
+        drop_other_attempts(step.remote, shards)
         work.delete()
     return step.published()
 
@@ -306,16 +307,17 @@ def compact(settings: CompactSettings) -> Published:
     work.begin()
     with output_errors(str(step.root)), step.publish() as staging:
         root = staging.remote or staging.path.resolve()
-        staging.resumed |= shard_names(len(work.facts.shards))
         changes = counted(work.changes, "segment")
         say(f"index compact: {work.version} and {changes} of changes, {counted(len(work.facts.shards), 'shard')}")
         connect()
         task = _compact_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
         threads, gpu = max(1, int(settings.cpus_per_shard)), settings.gpus_per_shard > 0
         shards = _collect([task.remote(work, n, root, threads, gpu) for n in range(len(work.facts.shards))], root)
+        staging.resumed |= {shard.name for shard in shards}
         next_facts = work.next_facts(shards)
         staging.counts = {"passages": next_facts.passages, "shards": len(shards), "changes": work.changes}
         staging.facts = {"index": next_facts.as_json()}
+    drop_other_attempts(step.remote, shards)
     work.end()
     return step.published()
 

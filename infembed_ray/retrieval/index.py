@@ -21,11 +21,10 @@ from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.corpus import require_columns
-from infembed_ray.retrieval.shard_files import ShardFacts, verify
+from infembed_ray.retrieval.shard_files import ShardFacts, drop_other_attempts, verify
 from infembed_ray.retrieval.shards import Hit, Shard, merge
 from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
-from infembed_ray.retrieval.work import shard_names
 from infembed_ray.retrieval.work_directory import work_directory
 from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, resolve_input
 
@@ -338,12 +337,13 @@ def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettin
         build = steps.choose_build(settings, sizes, encoder.dimension)
         steps.sort_here(corpus, settings, work, sizes)
         with step.publish() as staging:
-            staging.resumed |= shard_names(settings.shards)
             root = staging.remote or staging.path.resolve()
             shards = steps.write_shards_here(encoder, work, sizes, root, build, settings)
+            staging.resumed |= {shard.name for shard in shards}
             facts = IndexFacts.of_build(encoder, settings.model, settings, shards, step.identity)
             staging.counts = {"passages": facts.passages, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
+        drop_other_attempts(step.remote, shards)
         work.delete()
     return place
 

@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import re
+import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ INDEX_FILE = "index.faiss"
 PASSAGES_FILE = "passages.arrow"
 VECTORS_FILE = "vectors.npy"
 _RECORD = re.compile(r"shard-\d+\.json")
+_ATTEMPT = re.compile(r"shard-\d+(-[0-9a-f]+)?/")
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,26 @@ def verify(root: Place, facts: ShardFacts) -> None:
         with _opened(root, facts, name) as (file, place):
             if isinstance(checksums, FileChecksums):
                 checksums.verify(file, place)
-            elif whole_file_checksum(file) != checksums:
-                raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
+            else:
+                _require_whole(file, checksums, place)
+
+
+def verify_local(root: Place, facts: ShardFacts) -> None:
+    """Verify the files of a shard that this machine reads: those of `local_directory`.
+
+    Raises:
+        InputError: a file, or this machine's copy of it, is missing or corrupted.
+    """
+    if isinstance(root, Path):
+        verify(root, facts)
+        return
+    directory = local_directory(root, facts)
+    try:
+        verify(directory.parent, replace(facts, name=directory.name))
+    except InputError as damage:
+        raise InputError(
+            f"index={root}: this machine's copy of {facts.name} is damaged ({damage}); delete {directory} and run again"
+        ) from damage
 
 
 def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
@@ -121,9 +141,16 @@ def _copy_file(folder: Folder, facts: ShardFacts, name: str, file: Path) -> None
         if isinstance(checksums, FileChecksums):
             checksums.copy(source, file, place)
             return
-        if whole_file_checksum(source) != checksums:
-            raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
-    folder.download(f"{facts.name}/{name}", file)
+        unverified = file.with_name(f"{name}.unverified")
+        folder.download(f"{facts.name}/{name}", unverified)
+        with pa.OSFile(str(unverified)) as copy:
+            _require_whole(copy, checksums, place)
+        unverified.replace(file)
+
+
+def _require_whole(file: pa.NativeFile, checksum: str, place: str) -> None:
+    if whole_file_checksum(file) != checksum:
+        raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
 
 
 @contextlib.contextmanager
@@ -156,30 +183,33 @@ def _store_errors(root: Place) -> Iterator[None]:
 def shard_directory(root: Place, name: str) -> Iterator[Path]:
     """Give the directory of this machine in which to write a shard of the index in `root`.
 
-    For an index in an object store it lies in the scratch directory, until the block ends.
+    For an index in an object store it lies in the scratch directory, until the block ends. Its name is of this attempt only: an
+    attempt that was given up may still write, and must not overwrite the files of another one.
     """
     if isinstance(root, Path):
         (root / name).mkdir(exist_ok=True)
         yield root / name
     else:
         with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch()) as directory:
-            (Path(directory) / name).mkdir()
-            yield Path(directory) / name
+            attempt = Path(directory) / f"{name}-{secrets.token_hex(4)}"
+            attempt.mkdir()
+            yield attempt
 
 
-def mark_finished(root: Place, directory: Path, facts: ShardFacts) -> ShardFacts:
+def mark_finished(root: Place, name: str, directory: Path, facts: ShardFacts) -> ShardFacts:
     """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store.
 
     Args:
         root: of the index.
+        name: of the shard.
         directory: of `shard_directory`.
     """
     if isinstance(root, Path):
-        durable.replace_json(root / f"{facts.name}.json", asdict(facts))
+        durable.replace_json(root / f"{name}.json", asdict(facts))
     else:
-        for name in facts.checksums:
-            root.upload(directory / name, f"{facts.name}/{name}")
-        root.write(f"{facts.name}.json", json.dumps(asdict(facts)))
+        for file in facts.checksums:
+            root.upload(directory / file, f"{facts.name}/{file}")
+        root.write(f"{name}.json", json.dumps(asdict(facts)))
     return facts
 
 
@@ -203,3 +233,19 @@ def clear_finished(root: Place) -> None:
     for name in names:
         if _RECORD.fullmatch(name):
             root.delete(name) if isinstance(root, Folder) else (root / name).unlink()
+
+
+def drop_other_attempts(root: Folder | None, shards: Sequence[ShardFacts]) -> None:
+    """Delete the files of attempts at shards that a published index does not name.
+
+    Args:
+        root: of the index in an object store; None: the index is in a directory and has no such files.
+        shards: that it names.
+    """
+    if root is None:
+        return
+    names = {facts.name for facts in shards}
+    with convert_errors(root.base, "output"):
+        for file in root.entries():
+            if _ATTEMPT.match(file) and file.split("/")[0] not in names:
+                root.delete(file)

@@ -121,4 +121,6 @@ class StoredWork:
 
     def delete(self) -> None:
         """As `Work.delete`."""
+        if self.sizes() is not None:
+            self.folder.delete(SIZES_FILE)  # first: a build that finds the sizes expects all other files
         self.folder.clear()

@@ -93,8 +93,13 @@ def verify(index: str | Path) -> int:
     """
     root = find_input(str(index), "index")
     facts = IndexFacts.read(root)
-    for shard in facts.shards:
-        verify_shard(root, shard)
+    try:
+        for shard in facts.shards:
+            verify_shard(root, shard)
+    except InputError as damage:
+        if isinstance(root, Path):  # the next build moves a damaged version aside
+            raise
+        raise InputError(f"{damage} (before it is built again, delete {root}/{MANIFEST})") from damage
     log = change_log(root, facts)
     log.check(facts.folded)
     deque(log.read(facts.folded), maxlen=0)

@@ -56,11 +56,6 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}"
 
 
-def shard_names(shards: int) -> set[str]:
-    """Names of the directories of all shards."""
-    return {shard_name(shard) for shard in range(shards)}
-
-
 class Work(Protocol):
     """What the steps of a build leave behind; every process of a build sees it."""
 

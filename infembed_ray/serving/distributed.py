@@ -39,7 +39,7 @@ from infembed_ray.serving.service import Query
 
 START_TIMEOUT_S = 600.0
 """Time for replicas to start: a large model is read and warmed up, and a node may have to be added first. `Plan.reading_s` is
-added for the index."""
+added for the index and the model."""
 READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0

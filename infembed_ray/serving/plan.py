@@ -19,7 +19,7 @@ from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import is_uri
-from infembed_ray.places import address
+from infembed_ray.places import address, listing, place_of
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
@@ -40,7 +40,7 @@ from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
 SLOW_BYTES_PER_S = 50e6
-"""Least rate at which a node is expected to copy or read an index; start-up time-outs grow with the index at this rate."""
+"""Least rate at which a node is expected to copy or read an index or a model; start-up time-outs grow with them at this rate."""
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve's processes."""
 
@@ -55,6 +55,8 @@ class Plan:
     api: ApiArguments
     release: ReleaseSpec
     index_bytes: int
+    model_bytes: int
+    """Of the weights; 0 for a model on the hub."""
 
     @classmethod
     def resolve(cls, settings: ServeSettings) -> Plan:
@@ -105,12 +107,12 @@ class Plan:
             changes=address(index.changes),
             card=card,
         )
-        return cls(settings, encoder, shards, api, release, index.facts.bytes)
+        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path))
 
     @property
     def reading_s(self) -> float:
-        """Seconds to add to time-outs of the start, in which a node copies or reads up to the whole index."""
-        return self.index_bytes / SLOW_BYTES_PER_S
+        """Seconds to add to time-outs of the start, in which a node copies or reads up to the whole index and the model."""
+        return (self.index_bytes + self.model_bytes) / SLOW_BYTES_PER_S
 
     @property
     def url(self) -> str:
@@ -243,12 +245,25 @@ def _model_name(given: str, path: str) -> str:
     return place.parent.name if published else place.name
 
 
+def _model_bytes(place: str) -> int:
+    """Return the size of the weights in a directory or its URI; 0 for a hub name."""
+    from infembed_ray.modeling.checkpoint import is_weights
+
+    files = listing(place_of(place)) if is_uri(place) or Path(place).is_absolute() else {}
+    return sum(size for name, size in files.items() if is_weights(name))
+
+
 def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
     """InputError if the API would be open to other machines, or the settings contradict each other."""
     if not keys and not is_loopback(settings.host):
         raise InputError(
             f"host={settings.host}: open to other machines without API keys; "
             f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
+        )
+    if settings.shard_cache is not None and not settings.shard_cache.startswith(("/", "~")):
+        raise InputError(
+            f"shard_cache={settings.shard_cache}: replicas have other working directories; give an absolute path, or one "
+            "that begins with ~"
         )
     if (
         settings.gpus_per_shard and not on_a_cluster()

@@ -103,7 +103,7 @@ class Outputs:
     uri: str
     local: Path
     files: dict[str, bytes]
-    """Name -> bytes of the published files in the store."""
+    """Name -> bytes of the published files in the store; shards without the id of their attempt."""
     printed: str
 
     @property
@@ -167,7 +167,8 @@ class Stages:
         for info in found:
             if info.type == fs.FileType.File and f"/{STATES}/" not in info.path:  # hundreds of MB
                 with self.system.open_input_stream(info.path) as stream:
-                    files[info.path.removeprefix(f"{root}/")] = stream.read()
+                    name = re.sub(r"(shard-\d+)-[0-9a-f]+/", r"\1/", info.path.removeprefix(f"{root}/"))
+                    files[name] = stream.read()
         return files
 
 

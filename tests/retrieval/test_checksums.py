@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def test_an_interrupted_copy_resumes_with_the_blocks_that_are_missing_or_damaged
     assert {0, 20} <= set(again.reads) <= {0, 20, 30}  # 30 may have been read before the failure
     assert copy.read_bytes() == file.read_bytes()
     assert not partial.exists()
+
+
+def test_a_block_that_the_disk_takes_in_parts_is_written_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, start: pwrite(fd, data[: (len(data) + 1) // 2], start))
+    FileChecksums.measure(file).copy(Source(file), file.with_name("copy"), "place")
+    assert file.with_name("copy").read_bytes() == file.read_bytes()
 
 
 def test_the_checksum_of_older_indexes_is_the_fingerprint_of_a_file(file: Path) -> None:

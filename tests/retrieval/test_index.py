@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,8 @@ def files_of(index: Index) -> dict[str, bytes]:
     root = index.path
     if isinstance(root, Path):
         return {str(file.relative_to(root)): file.read_bytes() for file in root.glob("shard-*/*")}
-    return {name: root.open_input(name).read() for name in root.entries() if name != MANIFEST}
+    files = {name: root.open_input(name).read() for name in root.entries() if name != MANIFEST}
+    return {re.sub("-[0-9a-f]{8}/", "/", name): content for name, content in files.items()}
 
 
 @pytest.mark.integration

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,17 @@ import pytest
 from infembed_ray import object_store
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.retrieval.shard_files import ShardFacts, local_directory, verify
+from infembed_ray.retrieval.shard_files import (
+    ShardFacts,
+    clear_finished,
+    drop_other_attempts,
+    finished_shard,
+    local_directory,
+    mark_finished,
+    shard_directory,
+    verify,
+    verify_local,
+)
 from infembed_ray.retrieval.shards import Build, Shard
 from infembed_ray.storage import fingerprint
 from tests.retrieval.vectors import unit_vectors
@@ -113,6 +124,58 @@ def test_a_damaged_object_is_refused_and_copied_once_it_is_restored(
     folder.upload(root / name, name)
     assert (local_directory(folder, facts, tmp_path / "cache") / FILES[1]).read_bytes() == (root / name).read_bytes()
     verify(folder, facts)
+
+
+def test_a_damaged_copy_of_this_machine_is_found_although_the_store_is_whole(
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    folder = upload(root, facts, bucket, "copy")
+    verify_local(folder, facts)
+    copy = local_directory(folder, facts)
+    (copy / FILES[0]).write_bytes((copy / FILES[0]).read_bytes()[:-1] + b"x")
+    with pytest.raises(InputError, match=rf"^index={folder}: .*{FILES[0]} is corrupted.*; delete {copy} and run again"):
+        verify_local(folder, facts)
+    shutil.rmtree(copy)
+    verify_local(folder, facts)
+
+
+def test_the_bytes_that_are_kept_of_an_older_index_are_those_that_were_verified(
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = older(facts, root)
+    folder = upload(root, facts, bucket, "kept")
+    download = Folder.download
+
+    def damaged(self: Folder, name: str, file: Path) -> None:
+        download(self, name, file)
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "download", damaged)
+        with pytest.raises(InputError, match=rf"^index={folder}: {facts.name}/{FILES[0]} is corrupted"):
+            local_directory(folder, facts, tmp_path / "cache")
+    copy = local_directory(folder, facts, tmp_path / "cache")
+    assert (copy / FILES[0]).read_bytes() == (root / facts.name / FILES[0]).read_bytes()
+    assert sorted(os.listdir(copy)) == sorted([*FILES, "lock"])
+
+
+def test_a_late_attempt_at_a_shard_overwrites_no_other_one(bucket: str, tmp_path: Path) -> None:
+    folder = Folder.open(f"{bucket}/shard_files/late", "index")
+    written = []
+    for seed in range(2):
+        with shard_directory(folder, "shard-00000") as directory:
+            made = Shard.write(directory, ["a", "b"], ["x", "y"], unit_vectors(2, 8, seed=seed))
+            written.append(mark_finished(folder, "shard-00000", directory, made))
+    published, late = written
+    for facts in written:
+        verify(folder, facts)
+    assert finished_shard(folder, "shard-00000") == late
+    clear_finished(folder)
+    folder.write("manifest.json", "{}")
+    drop_other_attempts(folder, [published])
+    verify(folder, published)
+    assert set(folder.entries()) == {"manifest.json", *(f"{published.name}/{name}" for name in published.checksums)}
 
 
 def test_a_full_disk_and_a_store_that_fails_are_told_apart(

@@ -96,6 +96,31 @@ def test_passages_and_vectors_survive_for_the_shards(
     assert not list((tmp_path / "scratch").glob("*"))
 
 
+def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    work = StoredWork(Folder.open(f"{bucket}/interrupted-deletion", "output"))
+    sizes = fill(work, tmp_path / "corpus", 25, 2)
+    deleted, delete = [], Folder.delete
+
+    def interrupted(self: Folder, name: str) -> None:
+        if deleted:
+            raise KeyboardInterrupt
+        deleted.append(name)
+        delete(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "delete", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            work.delete()
+    assert work.sizes() is None
+    assert fill(work, tmp_path / "corpus", 25, 2) == sizes
+    work.delete()
+    work.delete()  # as after a corpus without passages
+    assert work.folder.entries() == {}
+
+
 def test_a_store_and_a_directory_give_the_same_files(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

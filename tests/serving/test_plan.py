@@ -22,7 +22,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan, _model_name, read_suggestions
+from infembed_ray.serving.plan import Plan, _model_bytes, _model_name, read_suggestions
 from infembed_ray.storage import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
 from tests.support.ports import free_port
@@ -176,10 +176,23 @@ def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_time_outs_of_the_start_grow_with_the_index(index: str, minilm: str) -> None:
+def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
+    index: str, minilm: str, bucket: str, tmp_path: Path
+) -> None:
     plan = Plan.resolve(ServeSettings(index=index, model=minilm, runtime="torch"))
-    assert plan.reading_s == Index.open(index).facts.bytes / 50e6
-    assert dataclasses.replace(plan, index_bytes=2_400 * 10**9).reading_s == 48_000
+    weights = (Path(minilm) / "model.safetensors").stat().st_size
+    assert plan.reading_s == (Index.open(index).facts.bytes + weights) / 50e6
+    assert dataclasses.replace(plan, index_bytes=2_400 * 10**9, model_bytes=0).reading_s == 48_000
+    store = Folder.open(f"{bucket}/sized", "model")
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"):
+        store.write(name, "12345")
+    assert _model_bytes(store.uri) == 10
+    assert _model_bytes("org/model") == 0
+
+
+def test_a_relative_shard_cache_is_rejected(settings: ServeSettings) -> None:
+    with pytest.raises(InputError, match=r"shard_cache=cache: .*give an absolute path, or one that begins with ~"):
+        Plan.resolve(settings.model_copy(update={"shard_cache": "cache"}))
 
 
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
