@@ -45,6 +45,7 @@ COPIES = "objects"
 _DOWNLOADS = 8
 _POLL_S = 0.2
 _LONGEST_PAUSE_S = 10.0
+_LONGEST_FLUSH_S = 30.0
 _OBJECT = re.compile(r"(?P<segment>.+)\.(?P<offset>\d{15})\.jsonl")
 _StoreError = (OSError, ArrowException)
 
@@ -97,6 +98,11 @@ class StoredJournal(Journal):
             self._uploads = _Uploads(self._files[self._segment_number].path, self._folder, self._upload, self._warn)
         return segment
 
+    def flush(self) -> None:
+        """Upload what was appended. Returns also if the store fails for long; the uploads are then repeated."""
+        if self._uploads is not None:
+            self._uploads.flush()
+
     def close(self) -> None:
         """Close the segment and upload the rest of it.
 
@@ -139,7 +145,8 @@ def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
         while True:
             stored = {name: entry.size for name, entry in folder.entries().items() if _is_journal(name)}
             here = {path.name: path for path in copies.glob("*.jsonl")}
-            missing = [name for name in stored if name not in here and (not partition or partition.reads(name))]
+            whole = {name for name, path in here.items() if path.stat().st_size == stored.get(name)}
+            missing = [name for name in stored.keys() - whole if not partition or partition.reads(name)]
             try:
                 with ThreadPoolExecutor(_DOWNLOADS) as threads:
                     list(threads.map(partial(_download, folder, copies), missing, (stored[name] for name in missing)))
@@ -185,22 +192,21 @@ def upload_leftovers(folder: Folder) -> None:
     Raises:
         InputError: the object store failed; the segments stay.
     """
-    left = list(segments([directory_of(folder)]))
-    if not left:
-        return
-    with convert_errors(str(folder), "journal"):
+    with convert_errors(str(folder), "journal"), contextlib.ExitStack() as locks:
+        ended = {path: lock_ended(path, locks) for path in segments([directory_of(folder)])}
+        left = {path: segment for path, segment in ended.items() if segment is not None}
+        if not left:
+            return
+        # Listed only now, since a writer uploads until it ends.
         ends: dict[str, int] = {}
         for name, entry in folder.entries().items():
             if found := _OBJECT.fullmatch(name):
                 ends[found["segment"]] = max(ends.get(found["segment"], 0), int(found["offset"]) + entry.size)
-        for path in left:
-            with contextlib.ExitStack() as locks:
-                segment = lock_ended(path, locks)
-                if segment is not None:
-                    end = ends.get(path.stem, 0)
-                    while lines := _lines(segment, end, JournalUpload().every_mb):
-                        end = _upload(lines, path, end, folder)
-                    path.unlink()
+        for path, segment in left.items():
+            end = ends.get(path.stem, 0)
+            while lines := _lines(segment, end, JournalUpload().every_mb):
+                end = _upload(lines, path, end, folder)
+            path.unlink()
 
 
 def wait_for_writers(directory: Path, partition: Partition | None = None) -> None:
@@ -243,6 +249,9 @@ class _Uploads:
     def __init__(self, path: Path, folder: Folder, settings: JournalUpload, warn: Callable[[str], object]) -> None:
         self._path, self._folder, self._settings, self._warn = path, folder, settings, warn
         self._stopped = threading.Event()
+        self._flushing = threading.Lock()
+        self._flushed = threading.Event()  # set by the thread when it has uploaded all that was appended before `flush`
+        self._flushed.set()
         self._thread = threading.Thread(target=self._run, name="journal uploads", daemon=True)
         self._thread.start()
 
@@ -251,16 +260,25 @@ class _Uploads:
         self._stopped.set()
         self._thread.join()
 
+    def flush(self) -> None:
+        """Upload what was appended; wait for it, but not for a store that fails for long."""
+        with self._flushing:
+            self._flushed = threading.Event()
+            self._flushed.wait(_LONGEST_FLUSH_S)
+
     def _run(self) -> None:
         every_s, every_mb = self._settings.every_s, self._settings.every_mb
         end, uploaded = 0, time.monotonic()
         with self._path.open("rb") as segment:
             while not self._stopped.wait(_POLL_S):
+                flushed = self._flushed
                 waiting = os.fstat(segment.fileno()).st_size - end
-                due = time.monotonic() - uploaded >= every_s
+                due = not flushed.is_set() or time.monotonic() - uploaded >= every_s
                 if (due or waiting >= every_mb << 20) and (lines := _lines(segment, end, every_mb)):
                     end = self._upload(lines, end)
                     uploaded = time.monotonic()
+                else:
+                    flushed.set()
 
     def _upload(self, lines: bytes, start: int) -> int:
         """Upload lines, however often it takes; return the position after them.

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import itertools
 import json
 import shutil
@@ -14,9 +15,16 @@ import pytest
 
 from infembed_ray import durable
 from infembed_ray.config.llm import JournalUpload, Limits
-from infembed_ray.llm import budget, journal_tools
-from infembed_ray.llm.journal import Journal, segments
-from infembed_ray.llm.journal_store import COPIES, copy_objects, directory_of, open_journal, upload_leftovers
+from infembed_ray.llm import budget, journal_store, journal_tools
+from infembed_ray.llm.journal import Journal, lock_ended, segments
+from infembed_ray.llm.journal_store import (
+    COPIES,
+    StoredJournal,
+    copy_objects,
+    directory_of,
+    open_journal,
+    upload_leftovers,
+)
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import SCRATCH, Folder
@@ -96,6 +104,17 @@ def test_a_full_object_is_uploaded_before_its_time(folder: Folder) -> None:
     sizes = [entry.size for entry in folder.entries().values()]
     assert sum(sizes) > 1_800_000
     assert len(open_journal(folder)) == 3
+
+
+def test_flushing_uploads_what_was_appended(folder: Folder) -> None:
+    journal = open_journal(folder, upload=NEVER)
+    journal.flush()  # nothing is open
+    for lines, text in enumerate("ab", start=1):
+        append(journal, text)
+        journal.flush()
+        assert uploaded(folder).count(b"\n") == lines
+    journal.flush()
+    assert len(folder.entries()) == 2
 
 
 _WRITE_UNTIL_KILLED = """
@@ -249,4 +268,31 @@ def test_a_compaction_deletes_only_objects_that_it_merged(folder: Folder, monkey
 
     monkeypatch.setattr(journal_tools, "compact", compact_after_a_copy_was_lost)
     journal_tools.compact_objects(folder)
+    assert answered(open_journal(folder), "ab") == "ab"
+
+
+def test_what_a_dying_writer_still_uploads_is_uploaded_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_journal(folder, upload=NEVER)
+    assert isinstance(journal, StoredJournal)
+    append(journal, "a")
+
+    def lock_once_it_is_dead(path: Path, locks: contextlib.ExitStack) -> BinaryIO | None:
+        for text in "bc":
+            append(journal, text)
+            journal.flush()
+        assert journal._uploads is not None
+        journal._uploads.stop()
+        Journal.close(journal)
+        return lock_ended(path, locks)
+
+    monkeypatch.setattr(journal_store, "lock_ended", lock_once_it_is_dead)
+    upload_leftovers(folder)
+    assert not list(segments([directory_of(folder)]))
+    assert uploaded(folder).count(b"\n") == 3
+
+
+def test_a_copy_of_another_size_is_copied_again(folder: Folder) -> None:
+    two_objects(folder)
+    copies = copy_objects(folder) / COPIES
+    next(segments([copies])).write_bytes(b"")
     assert answered(open_journal(folder), "ab") == "ab"
