@@ -25,9 +25,9 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.object_store import SCRATCH, is_uri
-from infembed_ray.places import Place
+from infembed_ray.places import Place, listing
 from infembed_ray.progress import counted
-from infembed_ray.storage import STATES, Step, local_path, resolve_input
+from infembed_ray.storage import STATES, Step, local_path
 
 if TYPE_CHECKING:
     from infembed_ray.evaluation.inputs import Inputs
@@ -362,7 +362,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     from infembed_ray.retrieval.build import choose_build
     from infembed_ray.retrieval.work_directory import work_root
 
-    _, model, step = preflight.prepare(settings)
+    corpus, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
     yield from _state(step, work)
     if step.found():
@@ -370,7 +370,6 @@ def _index(settings: IndexSettings) -> Iterator[str]:
         return
     if settings.gpus_per_shard and not on_a_cluster():
         factory.require_gpu_faiss()
-    corpus = resolve_input(settings.corpus, "corpus")
     (passages, more), encoder = check_all(
         lambda: preflight.count_passages(corpus, settings), lambda: preflight.check_model(settings, model)
     )
@@ -379,7 +378,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     build = choose_build(settings, [each], encoder.dimension)
     yield f"shards: {settings.shards} of {build.factory}, {each:,} passages each on average, {encoder.dimension} dimensions"
     assert build.factory is not None  # it was chosen, or given
-    text = sum(file.stat().st_size for file in data_files(corpus, "corpus"))
+    text = sum(size for file in data_files(corpus, "corpus") for size in listing(file).values())
     shard = estimate(build.factory, encoder.dimension, each, -(-text // passages))
     encoded = passages * encoder.dimension * _WEIGHT_BYTES
     if not more and isinstance(work, Path):

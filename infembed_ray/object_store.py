@@ -29,7 +29,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote, unquote
 
 from obstore import exceptions as failures
 from obstore import store as clients
@@ -134,7 +134,7 @@ class Folder:
     """The objects with one prefix, as files of a folder; or one object.
 
     Attributes:
-        base: scheme, bucket and path: `s3://bucket/path`.
+        base: scheme, bucket and path, quoted as in a URI: `s3://bucket/path`.
         query: query string of the URI, with the endpoint and its options.
     """
 
@@ -179,17 +179,17 @@ class Folder:
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return self.base.rsplit("/", 1)[-1]
+        return unquote(self.base.rsplit("/", 1)[-1])
 
     @property
     def suffix(self) -> str:
         """The suffix of the name, as of a `Path`."""
-        return PurePosixPath(self.base).suffix
+        return PurePosixPath(self.name).suffix
 
     @property
     def stem(self) -> str:
         """The name without its suffix, as of a `Path`."""
-        return PurePosixPath(self.base).stem
+        return PurePosixPath(self.name).stem
 
     @property
     def parent(self) -> Folder:
@@ -197,7 +197,7 @@ class Folder:
         return replace(self, base=self.base.rsplit("/", 1)[0])
 
     def __truediv__(self, name: str) -> Folder:
-        return replace(self, base=f"{self.base}/{name}") if name else self
+        return replace(self, base=f"{self.base}/{quote(name, safe='/=:@+,;~')}") if name else self
 
     def _open(self) -> tuple[Any, str]:
         system, path = filesystems.FileSystem.from_uri(self.uri)

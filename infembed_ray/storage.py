@@ -314,7 +314,7 @@ class Step:
             durable.replace_json(staging.path / MANIFEST, self._manifest(staging, time.monotonic() - start))
             with self._store_errors():
                 if self.remote is not None:
-                    _upload(staging, self.remote, before)
+                    _upload(staging, self.remote, before, still_held)
                 seen = self._seen_latest()
                 still_held()
                 self._create_manifest(staging.path / MANIFEST)
@@ -381,30 +381,36 @@ def _require_conditional_writes(remote: Folder, name: str) -> None:
     """Write and delete an object; InputError if that fails, or if the store ignores conditions."""
     with convert_errors(remote.base, name):
         probe = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
-        remote.create(probe, b"1")
+        first = remote.create(probe, b"1")
         ignored = remote.create(probe, b"2") is not None
+        if first is not None and not ignored:
+            remote.replace(probe, b"3", first)
+            ignored = remote.replace(probe, b"4", first) is not None
         remote.delete(probe)
     if ignored:
         raise InputError(
-            f"{name}={remote}: this store ignores conditional writes (If-None-Match), which keep two runs apart; upgrade "
-            "it, or give a directory"
+            f"{name}={remote}: this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart; "
+            "upgrade it, or give a directory"
         )
 
 
-def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry]) -> None:
+def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry], still_held: Callable[[], None]) -> None:
     """Upload an output without its manifest, and delete what an interrupted attempt left besides.
 
     Args:
         staging: the output.
         remote: its final place.
         before: what was there when the run began.
+        still_held: check of the lease, without which another run may have published here.
     """
     files = {file.relative_to(staging.path).as_posix(): file for file in output_files(staging.path)}
     del files[MANIFEST]
     for name, file in files.items():
+        still_held()
         remote.upload(file, name)
     for name, entry in remote.entries().items():
         if name not in files and before.get(name) == entry and name.split("/")[0] not in staging.resumed:
+            still_held()
             remote.delete(name)
 
 

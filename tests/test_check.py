@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray import check, cli
@@ -279,6 +281,26 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     out = shown("index", *given)[1]
     assert "finished on yesterday, so there is nothing to do" in out
     assert f"infembed index verify {step.path}" in out
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_corpus_of_an_index_in_an_object_store_is_not_copied(
+    shown, backbone: str, bucket: str, tmp_path: Path, monkeypatch, suffix: str
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    assert not list(scratch().iterdir())
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "output")
+    rows = [{"id": str(n), "text": f"passage {n}"} for n in range(40)]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows)
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "corpus.parquet")
+        corpus = tmp_path / "corpus.parquet"
+    upload(corpus, folder / f"corpus{suffix}")
+    given = [f"corpus={folder}/corpus{suffix}", f"model={backbone}", f"output={tmp_path}/out", "shards=2"]
+    status, out, err = shown("index", *given)
+    assert (status, err) == (0, [])
+    assert f"passages: 40 of {folder}/corpus{suffix}\n" in out
 
 
 def test_an_export_is_checked_without_weights(shown, backbone: str, tmp_path: Path) -> None:

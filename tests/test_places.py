@@ -39,6 +39,18 @@ def test_names_are_those_of_a_path(place):
     assert (file.is_file(), place.is_file(), place.exists(), (place / "c").exists()) == (True, False, True, False)
 
 
+@pytest.mark.parametrize("name", ["part 1.jsonl", "a%41.jsonl", "b#c?d=e&f.jsonl", "year=2024/ä+ö.jsonl"])
+def test_any_name_that_a_listing_returns_can_be_read(place, name):
+    if isinstance(place, Folder):
+        place.write(name, "x")
+    else:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text("x")
+    assert listing(place)[name] == 1
+    assert read_text(place / name) == "x"
+    assert (place / name).name == name.split("/")[-1]
+
+
 def test_an_address_leads_back_to_its_place(place, tmp_path):
     for known in (place, Folder("s3://bucket/a", "scheme=http"), tmp_path / "what?"):
         assert place_of(address(known)) == known

@@ -237,10 +237,14 @@ def test_of_two_writers_on_two_machines_one_publishes_and_the_other_names_it(fau
 
 
 def test_a_writer_whose_lease_was_taken_over_publishes_nothing(place, tmp_path):
-    one = remote_step(place, tmp_path)
-    with pytest.raises(InputError, match="another process has taken it over; nothing is published"), one.publish():
-        Folder.open(place, "x").write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
+    one, folder = remote_step(place, tmp_path), Folder.open(place, "x")
+    message = "another process has taken it over; nothing is published"
+    with pytest.raises(InputError, match=message), one.publish() as staging:
+        (staging.path / "file.txt").write_text("late")
+        folder.write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
+        folder.write(f"{one.identity}/file.txt", "of another")
     assert remote_step(place, tmp_path).found() is None
+    assert folder.read(f"{one.identity}/file.txt") == "of another"
 
 
 def test_the_second_of_two_manifests_is_refused(place, tmp_path):
@@ -299,8 +303,11 @@ def test_credentials_that_expire_publish_nothing_and_the_next_run_publishes(faul
     assert names(place) == {"latest", f"{one.identity}/file.txt", f"{one.identity}/manifest.json"}
 
 
-def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(Folder, "create", lambda folder, name, data: folder.write(name, data.decode()) or "version")
+@pytest.mark.parametrize("condition", ["create", "replace"])
+def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch, condition):
+    monkeypatch.setattr(
+        Folder, condition, lambda folder, name, data, *_: folder.write(name, data.decode()) or "version"
+    )
     with pytest.raises(InputError, match="this store ignores conditional writes"):
         remote_step(place, tmp_path)
 

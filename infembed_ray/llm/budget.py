@@ -93,12 +93,15 @@ class DurableLedger(Ledger):
         """See `Ledger.exchange`."""
         grant = super().exchange(report)
         if self._budget_usd is not None and self.committed_usd > self._noted_usd:
-            self._noted_usd = min(self._budget_usd, self.committed_usd + NOTED_AHEAD * self._budget_usd)
-            _write_note(self._journal, {"at_most_usd": max(self._noted_usd, self.committed_usd)})
+            noted = max(self.committed_usd, min(self._budget_usd, self.committed_usd + NOTED_AHEAD * self._budget_usd))
+            began = self._clock()
+            _write_note(self._journal, {"at_most_usd": noted})
+            self._noted_usd = noted
+            self.extend_leases(self._clock() - began)
         return grant
 
     def conclude(self) -> None:
         """Write what was really spent, once nothing is in flight."""
         if self._budget_usd is not None:
+            _write_note(self._journal, {"at_most_usd": self.committed_usd})
             self._noted_usd = self.committed_usd
-            _write_note(self._journal, {"at_most_usd": self._noted_usd})

@@ -135,7 +135,7 @@ def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
     directory = directory_of(folder)
     copies = directory / COPIES
     copies.mkdir(parents=True, exist_ok=True)
-    with convert_errors(str(folder), "journal"), durable.exclusive_lock(copies / ".lock", wait=True):
+    with convert_errors(str(folder), "journal"), locked(copies):
         while True:
             stored = {name: entry.size for name, entry in folder.entries().items() if _is_journal(name)}
             here = {path.name: path for path in copies.glob("*.jsonl")}
@@ -148,6 +148,11 @@ def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
             for name in here.keys() - stored.keys():
                 here[name].unlink()
             return directory
+
+
+def locked(copies: Path) -> contextlib.AbstractContextManager[None]:
+    """Wait until no other process changes this node's copies, and keep them from it."""
+    return durable.exclusive_lock(copies / ".lock", wait=True)
 
 
 def _download(folder: Folder, copies: Path, name: str, size: int) -> None:

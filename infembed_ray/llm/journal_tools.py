@@ -16,7 +16,7 @@ from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion
 from infembed_ray.llm.journal import decode, lock_ended, new_segment, segments
-from infembed_ray.llm.journal_store import COPIES, copy_objects, upload_leftovers
+from infembed_ray.llm.journal_store import COPIES, copy_objects, locked, upload_leftovers
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.progress import counted, say
@@ -49,6 +49,9 @@ class JournalStats:
     """By the model's name at the endpoint, as are the tokens."""
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     completion_tokens: Counter[str] = field(default_factory=Counter)
+    merged: list[Path] = field(default_factory=list)
+    """Segments that a compaction removed, whose entries are in those of `written`."""
+    written: list[Path] = field(default_factory=list)
 
     def __add__(self, other: JournalStats) -> JournalStats:
         return JournalStats(
@@ -126,12 +129,14 @@ def _merge(directory: Path, partition: Partition | None, paths: Iterable[Path]) 
         if found.entries and (wasteful or len(finished) > 1):
             durable.sync(merged)
             durable.sync_directory(directory)
+            found.written = [path]
         else:
             path.unlink()
             finished = [] if found.entries else finished
         for old in finished:
             old.unlink()
         durable.sync_directory(directory)
+    found.merged = finished
     return found
 
 
@@ -146,18 +151,19 @@ def export(journal: Path, file: Path) -> JournalStats:
 def compact_objects(folder: Folder) -> JournalStats:
     """Merge the objects of a journal in an object store as `compact` merges segments, also while runs use the journal.
 
+    The lock keeps `copy_objects` of other processes of this node from removing the merged file before it is uploaded.
+
     Raises:
         InputError: the object store failed. Every entry is still in at least one object.
     """
     copies = copy_objects(folder) / COPIES
-    before = {path.name for path in segments([copies])}
-    found = compact(copies)
-    after = {path.name for path in segments([copies])}
-    with convert_errors(str(folder), "DIR"):
-        for name in after - before:
-            folder.upload(copies / name, name)
-        for name in before - after:
-            folder.delete(name)
+    with convert_errors(str(folder), "DIR"), locked(copies):
+        found = compact(copies)
+        for path in found.written:
+            folder.upload(path, path.name)
+        for path in found.merged:
+            with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
+                folder.delete(path.name)
     return found
 
 

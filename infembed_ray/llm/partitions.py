@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-_IN_NAME = re.compile(r"-(\d+)of(\d+)\.")
+_IN_NAME = re.compile(r"-\d+-[0-9a-f]{8}-(\d+)of(\d+)\.(?:\d{15}\.)?jsonl$")  # as `journal.new_segment` names them
 
 
 def route_of(query: str, passage: str) -> str:
@@ -35,7 +35,7 @@ class Partition:
 
     @classmethod
     def in_name(cls, name: str) -> Partition | None:
-        """Return the partition in the name of a journal's file; None if rows of any partition may be in it."""
+        """Return the partition in the name of a segment or an object; None if rows of any partition may be in the file."""
         found = _IN_NAME.search(name)
         return None if found is None else cls(int(found[1]), int(found[2]))
 

@@ -209,6 +209,11 @@ class Ledger:
             del self._holders[report.holder]
         return Grant(granted, share, self._failure)
 
+    def extend_leases(self, seconds: float) -> None:
+        """Let all leases last longer by a time during which the ledger took no reports."""
+        for holder in self._holders.values():
+            holder.seen += seconds
+
     @property
     def committed_usd(self) -> float:
         """Upper bound of the run's cost: what is spent and what leases hold; 0 without a budget."""

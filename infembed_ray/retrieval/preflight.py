@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from itertools import islice
-from pathlib import Path
 
 import pyarrow.parquet as pq
 
@@ -12,7 +12,7 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.places import Place
+from infembed_ray.places import Place, errors_at, open_binary
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
@@ -20,6 +20,7 @@ from infembed_ray.storage import Step, find_input
 
 SAMPLE = 10_000
 """Most passages of a file that `count_passages` reads."""
+_BLOCK = 1 << 20
 
 
 def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
@@ -48,7 +49,7 @@ def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
     return encoder
 
 
-def count_passages(corpus: Path, settings: IndexSettings) -> tuple[int, bool]:
+def count_passages(corpus: Place, settings: IndexSettings) -> tuple[int, bool]:
     """Count the passages of a corpus and check its first rows, without reading all of it.
 
     Returns:
@@ -62,14 +63,14 @@ def count_passages(corpus: Path, settings: IndexSettings) -> tuple[int, bool]:
     seen: set[str] = set()
     for file in records.data_files(corpus, "corpus"):
         read = sum(1 for _ in islice(rows(file, settings.columns, settings.metadata, seen), SAMPLE))
-        if file.suffix == ".parquet":
-            read = pq.read_metadata(file).num_rows
-        elif file.suffix == ".jsonl":
-            unread = unread or read == SAMPLE  # only here, a later row can have other columns
-            with file.open("rb") as lines:
-                read = sum(1 for line in lines if line.strip())
-        else:
-            more = more or read == SAMPLE
+        with errors_at(file, "corpus"), open_binary(file) as source:
+            if file.suffix == ".parquet":
+                read = pq.read_metadata(source).num_rows
+            elif file.suffix == ".jsonl":
+                unread = unread or read == SAMPLE  # only here, a later row can have other columns
+                read = sum(1 for line in io.BufferedReader(source, _BLOCK) if line.strip())
+            else:
+                more = more or read == SAMPLE
         total += read
     if not total:
         raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")

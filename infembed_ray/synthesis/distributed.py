@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import json
 import os
 import threading
 import time
@@ -50,7 +49,7 @@ from infembed_ray.records import Seed
 from infembed_ray.storage import Published, Staging
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.outputs import Outputs
-from infembed_ray.synthesis.pipeline import Outcome, Spend, synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
 
 ROWS_PER_TASK = 64
@@ -92,11 +91,13 @@ def run(settings: SynthesizeSettings) -> Published:
     if done := step.finished():
         return done
     job = resolve(settings, seeds, table)
+    if isinstance(job.journal, Folder) and not job.has_key:
+        _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
-    if job.has_key:
-        _settle_journal(job.journal)
-    spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
-    with step.publish() as staging:
+    with step.publish() as staging:  # from here on no other run of this output spends
+        if job.has_key:
+            _settle_journal(job.journal)
+        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
         if job.in_batches:
             staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
             spent_usd += batches["usd"] or 0.0
@@ -238,8 +239,15 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
     coordinator = actor.remote(settings.limits, slots, spent_usd, job.journal, tasks)
     try:
         yield coordinator
+    except ray.exceptions.RayError as error:
+        raise InputError(_failed(error)) from error
     finally:
         ray.kill(coordinator)
+
+
+def _failed(error: ray.exceptions.RayError) -> str:
+    reason = " ".join(str(error).partition("\n\nThe above exception")[0].split())[-300:]
+    return f"an actor of the run failed ({reason}); run the same command again, the journal resumes"
 
 
 def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
@@ -249,10 +257,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
         try:
             grant: Grant = await coordinator.exchange.remote(report)
         except ray.exceptions.RayError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise RunFailure(
-                f"the actor that keeps the limits failed ({reason}); run the same command again, the journal resumes"
-            ) from error
+            raise RunFailure(_failed(error)) from error
         return grant
 
     window_s = settings.limits.window_s
@@ -349,7 +354,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     shown: set[str] = set()
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
-            outcome = None if result["outcome"] is None else _from_json(result["outcome"])
+            outcome = None if result["outcome"] is None else Outcome.from_json(result["outcome"])
             if outcome is not None and outcome.traceback is not None and outcome.row["error"] not in shown:
                 shown.add(outcome.row["error"])
                 say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
@@ -414,15 +419,23 @@ class _Synthesizer:
         self._driver.watch()
         self._journal.refresh()  # the task may have been lost with this actor's predecessor
         self._running += 1
-        tasks = await asyncio.gather(*(self._coordinator.rows.remote(task) for task in batch["task"].to_pylist()))
-        rows = [row for task in tasks for row in task.to_pylist()]
-        results = await asyncio.gather(*(self._result(**row) for row in rows))
-        if self._driver.died:  # Ray could not store a result, and would end this process before it has drained
-            await asyncio.Event().wait()
-        self._running -= 1
+        try:
+            results = await self._results(batch["task"].to_pylist())
+            if self._driver.died:  # Ray could not store a result, and would end this process before it has drained
+                await asyncio.Event().wait()
+        finally:
+            self._running -= 1
         if not self._running:
             await self._client.close()  # an actor does not know which task is its last
         return pa.Table.from_pylist(results, schema=_RESULTS)
+
+    async def _results(self, numbers: list[int]) -> list[dict[str, Any]]:
+        try:
+            tasks = await asyncio.gather(*(self._coordinator.rows.remote(number) for number in numbers))
+        except ray.exceptions.RayError as error:  # raising it would kill the actors before their requests are answered
+            self._limiter.fail(_failed(error))
+            return [{"index": None, "outcome": None}]
+        return await asyncio.gather(*(self._result(**row) for task in tasks for row in task.to_pylist()))
 
     async def _result(self, index: int, **seed: str) -> dict[str, Any]:
         async with self._rows:
@@ -431,15 +444,5 @@ class _Synthesizer:
                     outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._complete)
                     if failure := self._breaker.add(outcome):
                         self._limiter.fail(failure)
-                    return {"index": index, "outcome": _to_json(outcome)}
+                    return {"index": index, "outcome": outcome.to_json()}
         return {"index": index, "outcome": None}
-
-
-def _to_json(outcome: Outcome) -> str:
-    # Not by dataclasses.asdict, which copies all values.
-    return json.dumps({**vars(outcome), "paid": vars(outcome.paid), "replayed": vars(outcome.replayed)})
-
-
-def _from_json(text: str) -> Outcome:
-    values = json.loads(text)
-    return Outcome(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})

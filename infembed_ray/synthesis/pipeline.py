@@ -6,6 +6,7 @@ after the column that it writes, or `judge_` and what is judged. A malformed ans
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,17 @@ class Outcome:
     """Of an unexpected exception, which made the row a dead letter."""
     from_journal: bool = False
     """Whether a journal answered the row's last request."""
+
+    def to_json(self) -> str:
+        """Encode it for `from_json`."""
+        # Not by dataclasses.asdict, which copies all values.
+        return json.dumps({**vars(self), "paid": vars(self.paid), "replayed": vars(self.replayed)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """Decode what `to_json` encoded."""
+        values = json.loads(text)
+        return cls(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})
 
 
 def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:

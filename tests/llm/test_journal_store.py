@@ -5,11 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from infembed_ray import durable
 from infembed_ray.config.llm import JournalUpload, Limits
 from infembed_ray.llm import budget, journal_tools
 from infembed_ray.llm.journal import Journal, segments
@@ -207,3 +210,43 @@ def test_copies_of_merged_objects_are_removed(folder: Folder) -> None:
     folder.delete(name)
     copy_objects(folder)
     assert not list(segments([copies]))
+
+
+def two_objects(folder: Folder) -> None:
+    for text in "ab":
+        journal = open_journal(folder, upload=NEVER)
+        append(journal, text)
+        journal.close()
+
+
+def test_a_process_that_copies_objects_during_a_compaction_removes_none(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_objects(folder)
+    sync = durable.sync
+    others: list[threading.Thread] = []
+
+    def sync_while_another_copies(stream: BinaryIO) -> None:
+        sync(stream)
+        others.append(threading.Thread(target=copy_objects, args=(folder,)))
+        others[0].start()
+        others[0].join(1.0)
+
+    monkeypatch.setattr(durable, "sync", sync_while_another_copies)
+    assert journal_tools.compact_objects(folder).entries == 2
+    others[0].join()
+    assert len(folder.entries()) == 1
+    assert answered(open_journal(folder), "ab") == "ab"
+
+
+def test_a_compaction_deletes_only_objects_that_it_merged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_objects(folder)
+    compact = journal_tools.compact
+
+    def compact_after_a_copy_was_lost(copies: Path) -> journal_tools.JournalStats:
+        next(segments([copies])).unlink()
+        return compact(copies)
+
+    monkeypatch.setattr(journal_tools, "compact", compact_after_a_copy_was_lost)
+    journal_tools.compact_objects(folder)
+    assert answered(open_journal(folder), "ab") == "ab"

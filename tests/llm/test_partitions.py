@@ -27,8 +27,10 @@ def test_an_entry_without_a_route_belongs_to_every_partition() -> None:
 def test_the_name_of_a_file_tells_the_partition() -> None:
     third = Partition(3, 8)
     name = f"node-1-17-0123abcd-{third}.jsonl"
-    assert Partition.in_name(name) == Partition.in_name(name.replace(".jsonl", ".000000000512.jsonl")) == third
+    assert Partition.in_name(name) == Partition.in_name(name.replace(".jsonl", ".000000000000512.jsonl")) == third
     assert Partition.in_name("node-1of2-17-0123abcd.jsonl") is None
+    assert Partition.in_name("answers-3of8.jsonl") is None  # named by a user
+    assert Partition.in_name(f"gpu-1of4.cluster-17-0123abcd-{third}.jsonl") == third
     assert third.reads(name)
     assert not Partition(4, 8).reads(name)
     assert Partition(4, 9).reads(name)

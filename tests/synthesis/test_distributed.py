@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from infembed_ray import cli, records, storage
 from infembed_ray.config.synthesis import SynthesizeSettings
@@ -21,7 +22,7 @@ from infembed_ray.llm.journal_store import directory_of
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.quickstart import sample
 from infembed_ray.storage import Published
-from infembed_ray.synthesis import distributed
+from infembed_ray.synthesis import distributed, preflight
 from infembed_ray.synthesis.distributed import run
 from tests.support import faulty_store, object_store
 from tests.support.stand_in_llm import StandIn, stand_in
@@ -66,6 +67,31 @@ def one_line(given: SynthesizeSettings) -> str:
 def test_bad_settings_are_refused_before_anything_is_written_or_started(seeds: Path, tmp_path: Path) -> None:
     assert "distractors=64" in one_line(settings(seeds, tmp_path, distractors=64))
     assert not any(path.suffix == ".partial" for path in tmp_path.iterdir())
+
+
+def test_the_budget_is_read_while_no_other_run_can_spend_it(
+    seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    model = {"max_tokens": 64}
+    given = settings(seeds, tmp_path, limits={"budget_usd": 1}, generator=model, judge=model)
+
+    def begin_another_run(*_: object) -> float:
+        with preflight.prepare(given)[2].publish():
+            raise AssertionError("two runs write one output")
+
+    monkeypatch.setattr(distributed.budget, "spent_usd", begin_another_run)
+    assert "has been writing this output" in one_line(given)
+
+
+def test_without_a_key_the_answers_of_all_nodes_are_uploaded_before_the_journal_is_read(
+    no_key: None, bucket: str, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    settled: list[Any] = []
+    monkeypatch.setattr(distributed, "_settle_journal", settled.append)
+    assert "OPENAI_API_KEY" in one_line(settings(seeds, tmp_path / "out", journal=f"{bucket}/no-key"))
+    assert settled == [Folder(f"{bucket}/no-key")]
 
 
 # ------------------------------------------------------------------------------------------------- whole runs
@@ -281,6 +307,24 @@ def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
         assert len(killed) == 1
         assert answered_most(server) == 1
     assert rows_of(published) == rows_of(uninterrupted)
+
+
+@pytest.mark.ray
+def test_the_death_of_the_coordinator_ends_the_run_with_one_line_and_the_journal_resumes_it(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    def kill_it(server: StandIn) -> None:
+        wait_until(lambda: len(server.log("answered")) >= 50)
+        [name] = [name for name in ray.util.list_named_actors() if name.startswith("synthesis-limits-")]
+        ray.kill(ray.get_actor(name))
+
+    with stand_in(latency_s=0.05, jitter_s=0.05) as server:
+        killer = threading.Thread(target=kill_it, args=(server,))
+        killer.start()
+        message = one_line(settings(seeds, tmp_path, server, limits={"requests_per_minute": 10**6}))
+        killer.join()
+        assert "run the same command again, the journal resumes" in message
+        assert run(settings(seeds, tmp_path, server)).manifest["counts"]["replayed"] >= 50
 
 
 @pytest.mark.ray

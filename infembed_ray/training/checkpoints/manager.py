@@ -52,6 +52,7 @@ class CheckpointManager:
         self._attempt = from_first(secrets.token_hex(4))
         self._valid: list[Checkpoint] = []  # newest first
         self._upload: Upload | None = None
+        self._failed: list[Upload] = []  # repeated before the export
         self._run_files: RunFiles | None = None
         if self._remote is not None and world()[0] == 0:
             self._run_files = RunFiles(directory.parent, self._remote)
@@ -237,20 +238,15 @@ class CheckpointManager:
     def settle(self) -> None:
         """Wait for the upload in progress and log a warning if it failed; every worker must call it."""
         upload, self._upload = self._upload, None
-        if upload is None:
+        if upload is None or not (fault := upload.settle()):
             return
-        first = world()[0] == 0
-        faults = [fault for fault in from_all(None if first else upload.fault()) if fault]
-        if first:
-            if faults:  # the files for which worker 0 waits will not arrive
-                upload.cancel()
-            fault = next(iter(faults), None) or upload.fault()
-            if fault:
-                self._warn(
-                    upload.checkpoint.progress.step,
-                    f"checkpoint {upload.checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
-                    f"{self.directory}, and training continues",
-                )
+        self._failed.append(upload)
+        if world()[0] == 0:
+            self._warn(
+                upload.checkpoint.progress.step,
+                f"checkpoint {upload.checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
+                f"{self.directory}, and training continues",
+            )
 
     def _warn(self, step: int, message: str) -> None:
         try:
@@ -261,32 +257,41 @@ class CheckpointManager:
     # ----------------------------------------------------------------------------------------------------- the result
 
     def require_saved(self, progress: Progress) -> None:
-        """Check that the last checkpoint of the run was saved.
+        """Check that the last checkpoint of the run was saved, and repeat failed uploads; every worker must call it.
 
         Raises:
-            InputError: it was not, so that there is nothing to export.
+            InputError: it was not, so that there is nothing to export; or an upload failed again, on every worker.
         """
         if not self._is_saved(progress):
             raise InputError(
                 f"output={self.directory.parent}: the last checkpoint could not be saved; free disk space and run the same "
                 "command again, which resumes from the checkpoint before"
             )
+        for upload in self._failed:
+            tag = upload.checkpoint.tag
+            if upload.checkpoint in self._valid and (fault := upload.repeat()):
+                raise InputError(
+                    f"output={self._remote}: checkpoint {tag} was not uploaded: {fault}; nothing was exported, and each "
+                    f"node keeps its files in {self.directory}; check the object store and run the same command again"
+                )
 
     def result(self) -> tuple[Path, Progress]:
         """Return directory and progress of the checkpoint to export; one worker calls it.
 
-        That is the checkpoint with the highest score, the newest of equals, or without scores the newest. A damaged one
-        is skipped with a warning.
+        That is the checkpoint with the highest score, the newest of equals; a damaged one is skipped with a warning. Without
+        scores it is the last one.
 
         Raises:
-            InputError: all are damaged.
+            InputError: all with a score, or the last one, are damaged.
         """
-        for checkpoint in self._by_score() + [c for c in self._valid if c.progress.score is None]:
+        for checkpoint in self._by_score() or self._valid[:1]:
             fault = next((f for f in (self._fault(checkpoint, name) for name in checkpoint.files) if f), None)
             if fault is None:
                 return self.directory / checkpoint.tag, checkpoint.progress
             self._warn(checkpoint.progress.step, f"checkpoint {checkpoint.tag} is not exported: {fault}")
-        raise InputError(f"output={self.directory.parent}: all checkpoints are damaged; check the disk and run again")
+        raise InputError(
+            f"output={self._remote or self.directory.parent}: no undamaged checkpoint can be exported; check the disk and run again"
+        )
 
     def stop_uploads(self) -> None:
         """Stop uploading the run's own files while they grow."""

@@ -12,6 +12,7 @@ from pyarrow import ArrowException
 from infembed_ray.object_store import Folder
 from infembed_ray.storage import STATES
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, is_tag, step_of
+from infembed_ray.training.collectives import from_all, from_first
 from infembed_ray.training.node_files import RunFiles
 
 _POLL_S = 0.5
@@ -49,18 +50,35 @@ class Upload:
         self._keep = keep
         self._timeout_s = timeout_s
         self._cancelled = threading.Event()
+        self._start()
+
+    def _start(self) -> None:
+        self._cancelled.clear()
         self._fault: str | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)  # so that a worker can exit during an upload
         self._thread.start()
 
-    def fault(self) -> str | None:
-        """Wait for the end of the upload and return what went wrong, or None."""
+    def settle(self) -> str | None:
+        """Wait for the upload of all workers; every worker must call it.
+
+        Returns:
+            What went wrong on any worker, the same on each, or None.
+        """
+        first = self._run_files is not None
+        fault = next((fault for fault in from_all(None if first else self._own_fault()) if fault), None)
+        if fault:  # the files for which worker 0 waits will not arrive
+            self._cancelled.set()
+        return from_first(fault or (self._own_fault() if first else None))
+
+    def repeat(self) -> str | None:
+        """Upload the checkpoint once more and settle; every worker must call it."""
+        self._thread.join()  # one that was cancelled
+        self._start()
+        return self.settle()
+
+    def _own_fault(self) -> str | None:
         self._thread.join()
         return self._fault
-
-    def cancel(self) -> None:
-        """Stop waiting for the files of other workers."""
-        self._cancelled.set()
 
     def _run(self) -> None:
         try:

@@ -393,7 +393,7 @@ def test_damaged_best_checkpoint_is_replaced_by_the_next_best_on_export(tmp_path
         found, progress = kept.result()
         assert (found, progress.step) == (state, number)
         (state / "file").write_text("")
-    with pytest.raises(InputError, match="all checkpoints are damaged"):
+    with pytest.raises(InputError, match="no undamaged checkpoint can be exported"):
         kept.result()
     assert re.search(r"^checkpoint step-00000001-\w+ is not exported: file has 0 bytes", warnings(tmp_path)[0])
 

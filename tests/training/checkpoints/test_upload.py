@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.checkpoints.manager import CheckpointManager
@@ -21,7 +22,7 @@ def machine(bucket, tiny, tmp_path):
     Folder.open(f"{bucket}/{tmp_path.name}", "output")
 
     def manager_of(name, **changes):
-        settings = settings_of(tiny, keep_last=1, workers=1, **changes)
+        settings = settings_of(tiny, **({"keep_last": 1, "workers": 1} | changes))
         settings = settings.model_copy(update={"output": f"{bucket}/{tmp_path.name}"})
         (tmp_path / name).mkdir(exist_ok=True)
         return CheckpointManager(tmp_path / name / "states", settings, Sampler(RECORDS, 1, 4, 2, 42))
@@ -101,3 +102,42 @@ def test_upload_times_out_with_a_warning_if_files_of_other_workers_are_missing(m
     saved.settle()
     [warning] = warnings(saved.directory.parent)
     assert re.search("was not uploaded to s3://.*: the files of all workers were not there after 1 s", warning)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_failed_upload_of_the_last_checkpoint_is_repeated_before_the_export(machine, monkeypatch, failures):
+    upload, left = Folder.upload, [failures]
+
+    def fails(folder, file, name):
+        if name.endswith("/file") and left[0]:
+            left[0] -= 1
+            raise OSError("the store does not answer")
+        upload(folder, file, name)
+
+    saved = machine("a")
+    save(saved, 1)
+    monkeypatch.setattr(Folder, "upload", fails)
+    save(saved, 2)
+    [warning] = warnings(saved.directory.parent)
+    assert "the store does not answer" in warning
+    if failures == 2:
+        with pytest.raises(InputError, match=r"step-00000002-\w+ was not uploaded: the store does not answer"):
+            saved.require_saved(Progress(2))
+    else:
+        saved.require_saved(Progress(2))
+    uploaded = [
+        int(name.split("-")[1]) for name in (saved._remote / "states").entries() if name.endswith("complete.json")
+    ]
+    assert uploaded == [3 - failures]
+
+
+def test_checkpoint_before_the_last_is_not_exported(machine):
+    """A file that another node wrote is missing in the store, so this node has only the checkpoint before."""
+    saved = machine("a", keep_last=2)
+    save(saved, 1)
+    save(saved, 2)
+    last = saved._valid[0].tag
+    (saved._remote / "states").delete(f"{last}/file")
+    (saved.directory / last / "file").unlink()
+    with pytest.raises(InputError, match="no undamaged checkpoint can be exported"):
+        saved.result()
