@@ -18,10 +18,12 @@ import hashlib
 import importlib
 import json
 import os
+import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -34,6 +36,7 @@ from obstore import store as clients
 from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
+from infembed_ray import durable
 from infembed_ray.errors import InputError
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
@@ -84,6 +87,25 @@ def scratch() -> Path:
     if not given and path.stat().st_uid != os.getuid():
         raise InputError(f"{path}: belongs to another user; set {SCRATCH} to a directory of your own")
     return path
+
+
+@contextmanager
+def room(prefix: str) -> Iterator[Path]:
+    """Give a directory below `scratch` for the time of the block; delete those that killed processes of this node left.
+
+    A process holds a lock in its directory. The directory gets its name once the lock is held.
+    """
+    prefix = f"{prefix}-{platform.node()}@"  # a scratch directory may be a shared one
+    for left in scratch().glob(f"{prefix}*"):
+        with suppress(OSError), durable.exclusive_lock(left / "lock"):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix="new-", dir=scratch()))
+    with durable.exclusive_lock(made / "lock"):
+        directory = made.rename(made.with_name(made.name.replace("new-", prefix, 1)))
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)

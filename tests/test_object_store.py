@@ -1,5 +1,7 @@
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -9,7 +11,7 @@ from obstore.exceptions import BaseError
 
 from infembed_ray import leases, object_store
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, Version, convert_errors
+from infembed_ray.object_store import SCRATCH, Folder, Version, convert_errors, room
 from tests.support.faulty_store import EXPIRED, FORWARD, LOST_REPLY, UNAVAILABLE, Fault
 
 
@@ -190,3 +192,31 @@ def test_the_other_clouds_get_a_client_of_their_own(base, query, client):
     """Tested without an account: obstore accepts the options."""
     made = object_store._control_client(base, query, "c", "", ())
     assert type(made).__name__ == client
+
+
+HOLD = """
+import os, sys
+from infembed_ray.object_store import room
+with room("build") as directory:
+    (directory / "file").touch()
+    print(directory, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_room_ends_with_its_block_and_that_of_a_killed_process_when_the_next_one_begins(tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    held = tmp_path / os.path.basename(holder.stdout.readline().strip())
+    with room("build") as one, room("build") as other:
+        assert {held, one, other} == set(tmp_path.iterdir())
+        assert (held / "file").exists()
+        holder.kill()
+        holder.communicate()
+        with room("shard") as elsewhere:
+            assert {held, one, other, elsewhere} == set(tmp_path.iterdir())
+        with room("build") as third:
+            assert {one, other, third} == set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import secrets
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import pyarrow as pa
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, convert_errors, scratch
+from infembed_ray.object_store import Folder, convert_errors, room, scratch
 from infembed_ray.places import Place
 from infembed_ray.progress import say
 from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
@@ -190,8 +189,8 @@ def shard_directory(root: Place, name: str) -> Iterator[Path]:
         (root / name).mkdir(exist_ok=True)
         yield root / name
     else:
-        with tempfile.TemporaryDirectory(prefix="shard-", dir=scratch()) as directory:
-            attempt = Path(directory) / f"{name}-{secrets.token_hex(4)}"
+        with room("shard") as directory:
+            attempt = directory / f"{name}-{secrets.token_hex(4)}"
             attempt.mkdir()
             yield attempt
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +17,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray.object_store import Folder, scratch
+from infembed_ray.object_store import Folder, room
 from infembed_ray.retrieval.corpus import spool_file
 from infembed_ray.retrieval.passages import write_passages
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
 from infembed_ray.retrieval.shards import write_vectors
 from infembed_ray.retrieval.work import SIZES_FILE, SPOOL, Chunk, shard_name
-
-
-@contextlib.contextmanager
-def room() -> Iterator[Path]:
-    """Give a directory on this machine's disk for the time of the block."""
-    with tempfile.TemporaryDirectory(prefix="build-", dir=scratch()) as directory:
-        yield Path(directory)
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class StoredWork:
     @contextlib.contextmanager
     def spool(self, part: int) -> Iterator[Path]:
         """As `Work.spool`."""
-        with room() as directory:
+        with room("build") as directory:
             yield directory / SPOOL
             for file in (directory / SPOOL).iterdir():
                 self.folder.upload(file, f"{SPOOL}/{part:05d}/{file.name}")
@@ -59,7 +51,7 @@ class StoredWork:
     @contextlib.contextmanager
     def spooled(self, shard: int) -> Iterator[list[Path]]:
         """As `Work.spooled`."""
-        with room() as directory:
+        with room("build") as directory:
             files = []
             for name in sorted((self.folder / SPOOL).entries()):
                 if name.endswith(spool_file(Path("/"), shard).as_posix()):
@@ -77,7 +69,7 @@ class StoredWork:
 
     def write_sorted(self, shard: int, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
         """As `Work.write_sorted`."""
-        with room() as directory:
+        with room("build") as directory:
             file = directory / PASSAGES_FILE
             with pa.ipc.new_file(str(file), schema) as writer:
                 for table in tables:
@@ -96,7 +88,7 @@ class StoredWork:
 
     def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
         """As `Work.write_encoded`."""
-        with room() as directory:
+        with room("build") as directory:
             write_vectors(directory / VECTORS_FILE, [vectors], *vectors.shape)
             self.folder.upload(directory / VECTORS_FILE, chunk.name)
 
