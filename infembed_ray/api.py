@@ -51,7 +51,7 @@ def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /
     made = synthesize(
         seeds=sample.SEEDS, replay=[sample.JOURNAL], generator=model, judge=model, output="runs/sample-records"
     )
-    print(made.path, made.manifest["counts"])
+    print(made.address, made.manifest["counts"])
     ```
 
     Raises:
@@ -69,7 +69,7 @@ def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywor
     here = {"launcher": "process", "workers": 1}  # without them: Ray Train on a cluster
     data = {"records": "runs/quickstart/records", "split": "train"}
     trained = train(here | data, model="runs/quickstart/checkpoint", epochs=1, output="runs/mine")
-    encoder = InstructionEncoder.from_pretrained(trained.path)
+    encoder = InstructionEncoder.from_pretrained(trained.address)
     ```
 
     Raises:
@@ -102,7 +102,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
     from infembed_ray import Index, build_index
 
     built = build_index(corpus="runs/quickstart/corpus.jsonl", model="runs/quickstart/checkpoint", output="runs/index")
-    print(Index.open(built.path).facts.passages)
+    print(Index.open(built.address).facts.passages)
     ```
 
     Raises:

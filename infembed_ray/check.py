@@ -25,7 +25,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.object_store import SCRATCH, is_uri
-from infembed_ray.places import Place, listing
+from infembed_ray.places import Place, address, listing
 from infembed_ray.progress import counted
 from infembed_ray.storage import STATES, Step, local_path
 
@@ -366,7 +366,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     work = work_root(step, settings)
     yield from _state(step, work)
     if step.found():
-        yield f"its files are not read; `infembed index verify {step.path}` does"
+        yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
     if settings.gpus_per_shard and not on_a_cluster():
         factory.require_gpu_faiss()

@@ -14,6 +14,7 @@ them complete last.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
@@ -42,6 +43,8 @@ from infembed_ray.errors import InputError
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
 SCRATCH = "INFEMBED_SCRATCH"
 """Environment variable: local directory for copies from object stores and from the hub."""
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+"""Errors of a local file. Those of a store's client have no such number."""
 _CHUNK = 8 << 20
 _REQUEST_TIMEOUT = timedelta(seconds=10)
 _RETRY_TIMEOUT = timedelta(seconds=20)
@@ -81,10 +84,9 @@ def scratch() -> Path:
     Raises:
         InputError: another user owns it. Training states are loaded from it, and loading them can run code.
     """
-    given = os.environ.get(SCRATCH)
-    path = Path(given).expanduser().absolute() if given else Path(tempfile.gettempdir()) / f"infembed-{os.getuid()}"
+    path = _scratch_path()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not given and path.stat().st_uid != os.getuid():
+    if not os.environ.get(SCRATCH) and path.stat().st_uid != os.getuid():
         raise InputError(f"{path}: belongs to another user; set {SCRATCH} to a directory of your own")
     return path
 
@@ -106,6 +108,11 @@ def room(prefix: str) -> Iterator[Path]:
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _scratch_path() -> Path:
+    given = os.environ.get(SCRATCH)
+    return Path(given).expanduser().absolute() if given else Path(tempfile.gettempdir()) / f"infembed-{os.getuid()}"
 
 
 @dataclass(frozen=True)
@@ -417,12 +424,17 @@ def _aws_profile() -> Any:
 
 @contextmanager
 def convert_errors(place: str, setting: str) -> Iterator[None]:
-    """Convert errors of a store's client in the block to an InputError that names the setting."""
+    """Convert errors of a store's client, and of the scratch disk, in the block to an InputError that names the setting."""
     try:
         yield
     except (OSError, ArrowException, failures.BaseError) as error:
         reason = str(error).partition("Debug source:")[0]
         reason = " ".join((reason.partition("non-2xx status code: ")[2] or reason).split())
+        if isinstance(error, OSError) and error.errno in _DISK:
+            raise InputError(
+                f"{setting}={place}: a file of this machine cannot be used ({reason[:240]}); {SCRATCH} is {_scratch_path()}: free "
+                "space there, or set it to another writable directory"
+            ) from error
         raise InputError(
             f"{setting}={place}: the object store failed ({reason[:240]}); check the address, the credentials and region in "
             "the environment, and AWS_ENDPOINT_URL"

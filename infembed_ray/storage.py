@@ -179,10 +179,11 @@ class Published:
     """A finished output.
 
     Attributes:
-        path: on this machine. An output in an object store may be missing here; `resolve_input` downloads it.
+        path: on this machine. Of an output in an object store, it has at most what the driver wrote, and nothing if an earlier
+            run made it. The weights of a training and the shards of an index are only at `address`.
         manifest: the content of its `manifest.json`.
         fresh: whether this run made it.
-        uri: in the object store, if it is in one.
+        uri: in the object store with its query, if it is in one.
     """
 
     path: Path
@@ -191,14 +192,18 @@ class Published:
     uri: str | None = None
 
     @property
+    def address(self) -> str:
+        """The URI, or else the path: where all of the output is. Settings and readers take it as an input."""
+        return self.uri or str(self.path)
+
+    @property
     def summary(self) -> str:
         """Where the output is and, if this run did nothing, why and whether other code made it: a few lines."""
-        place = self.uri or str(self.path)
         if self.fresh:
-            return place
+            return self.address
         done = f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}"
         other = provenance.difference(self.manifest)
-        return "\n".join([done, *([f"warning: {other}"] if other else []), place])
+        return "\n".join([done, *([f"warning: {other}"] if other else []), self.address])
 
 
 @dataclass
@@ -258,7 +263,7 @@ class Step:
         require_writable(self.root, "output")
         self._remote_root = remote
         self.remote = None if remote is None else remote / self.identity
-        self._uri = None if self.remote is None else self.remote.base
+        self._uri = None if self.remote is None else self.remote.uri
         if remote is not None:
             _require_conditional_writes(remote, "output")
 

@@ -301,6 +301,10 @@ def test_the_corpus_of_an_index_in_an_object_store_is_not_copied(
     status, out, err = shown("index", *given)
     assert (status, err) == (0, [])
     assert f"passages: 40 of {folder}/corpus{suffix}\n" in out
+    given[2] = f"output={folder}/out"
+    _, _, step = preflight.prepare(IndexSettings.load(None, given))
+    step.remote.write(MANIFEST, '{"created": "yesterday"}')
+    assert f"infembed index verify {step.remote}`" in shown("index", *given)[1]
 
 
 def test_an_export_is_checked_without_weights(shown, backbone: str, tmp_path: Path) -> None:

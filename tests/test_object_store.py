@@ -121,6 +121,16 @@ def test_a_refused_write_is_an_error_of_one_line(faulty, folder, tmp_path, fault
         assert "\n" not in str(caught.value)
 
 
+def test_a_full_disk_is_not_a_failure_of_the_store(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    (tmp_path / "copy.partial").symlink_to("/dev/full")
+    folder.write("object", "x" * 100_000)
+    message = f"model=.*No space left on device.*{SCRATCH} is {tmp_path}: free space there"
+    with pytest.raises(InputError, match=message) as caught, convert_errors(folder.base, "model"):
+        folder.download("object", tmp_path / "copy")
+    assert "credentials" not in str(caught.value)
+
+
 def test_files_survive_a_store_that_is_slow_and_sometimes_unavailable(faulty, folder, tmp_path):
     chance = random.Random(7)
     faulty.decide = lambda request: chance.choices([FORWARD, UNAVAILABLE, Fault(delay_s=0.2)], [90, 5, 5])[0]

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -154,6 +155,12 @@ def test_an_output_in_an_object_store_is_found_from_any_machine(place, tmp_path)
     assert again.summary.endswith(str(published.uri))
     for uri in (place, published.uri):
         assert (resolve_input(uri, "model") / "file.txt").read_text() == "result"
+
+
+def test_the_address_of_an_output_can_be_opened_from_another_environment(place, tmp_path):
+    published = publish(remote_step(f"{place}?region=us-east-1", tmp_path))
+    assert re.fullmatch(rf"{place}/\w+\?region=us-east-1", published.address)
+    assert (resolve_input(published.address, "model") / "file.txt").read_text() == "result"
 
 
 def test_a_failed_block_uploads_nothing_and_a_partial_upload_is_not_finished(place, tmp_path):

@@ -19,8 +19,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
-from infembed_ray.object_store import Folder, convert_errors, scratch
-from infembed_ray.places import Place
+from infembed_ray.object_store import Folder, scratch
+from infembed_ray.places import Place, errors_at
 
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""
@@ -41,14 +41,15 @@ def file_of(corpus: pa.Table, directory: Place) -> Place:
 def share(corpus: pa.Table, directory: Place) -> Place:
     """Write a corpus batch by batch to its file, which all nodes map into memory; return the file."""
     file = file_of(corpus, directory)
-    copy = _copy_of(file)
-    if not copy.is_file():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with durable.replacing(copy, shared=True) as target, pa.ipc.new_file(target, CORPUS) as writer:
-            for batch in _batches(corpus):
-                writer.write_batch(batch)
-    if isinstance(file, Folder) and not file.is_file():
-        file.parent.upload(copy, file.name)
+    with errors_at(file, "embeddings"):
+        copy = _copy_of(file)
+        if not copy.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with durable.replacing(copy, shared=True) as target, pa.ipc.new_file(target, CORPUS) as writer:
+                for batch in _batches(corpus):
+                    writer.write_batch(batch)
+        if isinstance(file, Folder) and not file.is_file():
+            file.parent.upload(copy, file.name)
     return file
 
 
@@ -65,11 +66,12 @@ def shared(file: Place) -> pa.Table:
         InputError: this node does not see the file.
     """
     if isinstance(file, Folder):
-        copy = _copy_of(file)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with convert_errors(str(file), "embeddings"), durable.exclusive_lock(copy.with_suffix(".lock"), wait=True):
-            if not copy.is_file():
-                file.parent.download(file.name, copy)
+        with errors_at(file, "embeddings"):
+            copy = _copy_of(file)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with durable.exclusive_lock(copy.with_suffix(".lock"), wait=True):
+                if not copy.is_file():
+                    file.parent.download(file.name, copy)
         file = copy
     if not file.is_file():
         raise InputError(

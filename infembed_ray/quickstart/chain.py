@@ -82,7 +82,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     require_free_port("127.0.0.1", port)
     outputs = run_stages(root, backbone)
     settings = ServeSettings(
-        index=str(outputs.index.path),
+        index=outputs.index.address,
         model_name=MODEL_NAME,
         suggestions=str(_write_suggestions(root / SUGGESTIONS, outputs.records)),
         port=port,
@@ -105,10 +105,10 @@ def run_stages(root: Path, backbone: str) -> Outputs:
     """Run every stage before serving, from synthesis to the index."""
     made = _synthesize(root)
     analysis = _run(
-        "quality report of the records", analyze, AnalyzeSettings(records=str(made.path), output=str(root / "analysis"))
+        "quality report of the records", analyze, AnalyzeSettings(records=made.address, output=str(root / "analysis"))
     )
     checkpoint = _train(root, made, backbone)
-    evaluated = _evaluate(root, made, {BEFORE: backbone, AFTER: str(checkpoint.path)})
+    evaluated = _evaluate(root, made, {BEFORE: backbone, AFTER: checkpoint.address})
     return Outputs(made, analysis, checkpoint, evaluated, _index(root, made, checkpoint))
 
 
@@ -127,7 +127,7 @@ def _train(root: Path, made: Published, backbone: str) -> Published:
         "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2",
         train,
         TrainSettings(
-            records=str(made.path),
+            records=made.address,
             split="train",
             model=backbone,
             output=str(root / "checkpoint"),
@@ -142,7 +142,7 @@ def _evaluate(root: Path, made: Published, models: dict[str, str]) -> Published:
         "before and after, on topics the model has not seen",
         evaluate,
         EvaluateSettings(
-            records=str(made.path),
+            records=made.address,
             split="test",
             models=models,
             distractors=str(SEEDS),
@@ -160,7 +160,7 @@ def _index(root: Path, made: Published, checkpoint: Published) -> Published:
     return _run(
         "all passages of the sample, in two FAISS shards",
         index,
-        IndexSettings(corpus=str(corpus), model=str(checkpoint.path), output=str(root / "index"), actors=2),
+        IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"), actors=2),
     )
 
 

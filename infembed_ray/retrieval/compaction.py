@@ -100,7 +100,7 @@ class Compaction:
         """The base, where there is nothing to fold in."""
         manifest = read_manifest(self.base, "index")
         if isinstance(self.base, Folder):
-            return Published(Path(self.base.name), manifest, fresh=False, uri=self.base.base)
+            return Published(Path(self.base.name), manifest, fresh=False, uri=self.base.uri)
         return Published(self.base, manifest, fresh=False)
 
     @property

@@ -17,13 +17,14 @@ import pyarrow as pa
 
 from infembed_ray import durable
 from infembed_ray.object_store import Folder
-from infembed_ray.places import Place, address
+from infembed_ray.places import Place, address, listing, open_binary
 from infembed_ray.records import Record, columns_of
 from infembed_ray.storage import fingerprint, resolve_input
 
 RECORDS = "records.arrow"
 _ROWS = 1024
 """Rows per record batch of the file; the last batch may have fewer."""
+_BLOCK = 1 << 20
 _TOKENS = "tokens"
 _COLUMNS = [f.name for f in fields(Record)]
 
@@ -35,10 +36,15 @@ class Dataset(Sequence[Record]):
         self.path = path
 
     def uploaded(self, folder: Folder) -> Dataset:
-        """Upload the file to a folder of an object store, and return the same records for workers on other nodes."""
+        """Upload the file to a folder of an object store, and return the same records for workers on other nodes.
+
+        An object with these bytes, of an interrupted run, stays: the nodes then use the copies that they have.
+        """
         assert isinstance(self.path, Path)
-        folder.upload(self.path, self.path.name)
-        return Dataset(folder / self.path.name)
+        target = folder / self.path.name
+        if not _same(self.path, target):
+            folder.upload(self.path, self.path.name)
+        return Dataset(target)
 
     @cached_property
     def _batches(self) -> list[pa.RecordBatch]:
@@ -104,3 +110,11 @@ class Dataset(Sequence[Record]):
         if not self._batches or _TOKENS not in self._batches[0].schema.names:
             return None
         return np.concatenate([batch.column(_TOKENS).to_numpy() for batch in self._batches])
+
+
+def _same(file: Path, target: Folder) -> bool:
+    """Whether an object exists and has the bytes of a file."""
+    if listing(target).get("") != file.stat().st_size:
+        return False
+    with open_binary(file) as ours, open_binary(target) as theirs:
+        return all(block == theirs.read(_BLOCK) for block in iter(lambda: ours.read(_BLOCK), b""))

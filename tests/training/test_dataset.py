@@ -1,12 +1,15 @@
 import json
 import pickle
+import time
 import tracemalloc
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray.errors import InputError
+from infembed_ray.object_store import Folder
 from infembed_ray.records import Record, columns_of, stream
 from infembed_ray.training.dataset import Dataset
 from tests.training.test_collate import record
@@ -49,6 +52,25 @@ def test_fingerprint_does_not_depend_on_the_input_format(dataset, tmp_path):
         assert written.fingerprint == dataset.fingerprint
     fewer = Dataset.write(tmp_path / "fewer.arrow", map(varied, range(MANY - 1)))
     assert fewer.fingerprint != dataset.fingerprint
+
+
+def test_an_upload_of_the_same_records_leaves_the_object_alone(bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "output")
+
+    def uploaded(last):
+        rows = Dataset.write(tmp_path / "records.arrow", [varied(0), last])
+        assert rows.uploaded(folder).path == folder / "records.arrow"
+        [entry] = folder.entries().values()
+        return entry
+
+    other = varied(1)
+    changed = replace(other, query_positive=other.query_positive[::-1])
+    first = uploaded(other)
+    time.sleep(1.1)  # the server's times are in seconds
+    assert uploaded(other) == first
+    second = uploaded(changed)
+    assert second.size == first.size
+    assert second != first
 
 
 @pytest.mark.integration
