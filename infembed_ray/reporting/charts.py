@@ -22,6 +22,10 @@ Interval = tuple[float, float]
 Mark = Literal["dot", "ring", "tick"]
 
 
+_SMALLEST = 1e-290
+"""Smaller values are drawn as 0: the spacing of their ticks would be no number."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """A linear axis.
@@ -48,6 +52,7 @@ class Scale:
 
 def ticks(low: float, high: float) -> list[float]:
     """Return three to seven evenly spaced round numbers that enclose an interval."""
+    low, high = (0.0 if abs(end) < _SMALLEST else end for end in (low, high))
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     spacing = (high - low) / 4
