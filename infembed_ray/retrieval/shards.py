@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,14 @@ from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.passages import batches, open_passages, row_of, schema, write_passages
 from infembed_ray.retrieval.searcher import Searcher, calibrate
-from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, VECTORS_FILE, ShardFacts, local_directory
+from infembed_ray.retrieval.shard_files import (
+    INDEX_FILE,
+    PASSAGES_FILE,
+    VECTORS_FILE,
+    ShardFacts,
+    local_directory,
+    verify,
+)
 
 _ROWS_AT_ONCE = 1 << 14
 _NO_METADATA: Mapping[str, Any] = {}
@@ -133,12 +140,17 @@ class Shard:
             cache: directory for the copy; None: the scratch directory of this machine.
 
         Raises:
-            InputError: a file is missing or has another size, or a block of the copy has a wrong checksum.
+            InputError: a file is missing, has another size or cannot be opened; or a block of the copy has a wrong checksum.
         """
         directory = local_directory(root, facts, cache)
-        index = faiss.read_index(str(directory / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
-        originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
-        return cls(Searcher(index, originals, facts.search, gpu), open_passages(directory / PASSAGES_FILE))
+        try:
+            index = faiss.read_index(str(directory / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
+            originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
+            passages = open_passages(directory / PASSAGES_FILE)
+        except (OSError, RuntimeError, ValueError):
+            verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
+            raise
+        return cls(Searcher(index, originals, facts.search, gpu), passages)
 
     def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
         """Find the passages of each query with the largest inner products, by (score, id), descending.
