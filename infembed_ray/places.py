@@ -21,7 +21,7 @@ def open_binary(file: Place) -> Any:
     """Open a file for reading at any position, in place: a pyarrow file."""
     if isinstance(file, Path):
         return pyarrow.OSFile(str(file))
-    system, path = file._open()
+    system, path = file.file_system()
     return system.open_input_file(path)
 
 

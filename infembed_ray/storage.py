@@ -32,7 +32,7 @@ from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
 from infembed_ray.leases import lease
 from infembed_ray.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
-from infembed_ray.places import Place, fingerprint_files
+from infembed_ray.places import Place, errors_at, fingerprint_files
 from infembed_ray.progress import say
 
 MANIFEST = "manifest.json"
@@ -53,6 +53,11 @@ def local_path(value: str, name: str) -> Path:
         known = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
         raise InputError(f"{name}={value}: must be a path of this machine; mount it, or give a shared directory{known}")
     return Path(value.removeprefix("file://")).expanduser().absolute()
+
+
+def open_place(value: str, name: str) -> Place:
+    """Open the directory or the folder of an object store that a setting names; InputError as both."""
+    return Folder.open(value, name) if is_uri(value) else local_path(value, name)
 
 
 def find_input(value: str, name: str) -> Place:
@@ -262,6 +267,7 @@ class Step:
         self.path = self.root / self.identity
         require_writable(self.root, "output")
         self._remote_root = remote
+        self._place: Place = remote or self.root
         self.remote = None if remote is None else remote / self.identity
         self._uri = None if self.remote is None else self.remote.uri
         if remote is not None:
@@ -275,7 +281,7 @@ class Step:
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
         if done := self.found():
-            with self._store_errors():
+            with errors_at(self._place, "output"):
                 self._set_latest(self._seen_latest())
         return done
 
@@ -284,7 +290,7 @@ class Step:
         if self.remote is None:
             manifest = read_manifest(self.path, "output") if (self.path / MANIFEST).is_file() else None
         else:
-            with self._store_errors():
+            with errors_at(self._place, "output"):
                 text = self.remote.read(MANIFEST)
             manifest = None if text is None else json.loads(text)
         return None if manifest is None else Published(self.path, manifest, fresh=False, uri=self._uri)
@@ -300,14 +306,14 @@ class Step:
         Raises:
             InputError: another run writes this output, or has just published it; or the object store failed.
         """
-        place = self._remote_root or self.root
+        place = self._place
         before: dict[str, Entry] = {}
         with contextlib.ExitStack() as held:
             # The directory of this machine has a lease of its own, also where the output is in an object store.
             still_held = held.enter_context(lease(self.root, self.identity, f"output={place}"))
             if self._remote_root is not None and self.remote is not None:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
-                with self._store_errors():
+                with errors_at(self._place, "output"):
                     still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={place}"))
                     before = self.remote.entries()
             if self.found():
@@ -317,7 +323,7 @@ class Step:
             start = time.monotonic()
             yield staging
             durable.replace_json(staging.path / MANIFEST, self._manifest(staging, time.monotonic() - start))
-            with self._store_errors():
+            with errors_at(self._place, "output"):
                 if self.remote is not None:
                     _upload(staging, self.remote, before, still_held)
                 seen = self._seen_latest()
@@ -329,12 +335,6 @@ class Step:
     def published(self) -> Published:
         """Return the output that `publish` made."""
         return Published(self.path, read_manifest(self.path, "output"), fresh=True, uri=self._uri)
-
-    def _store_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Convert errors of the block, if the output is in an object store."""
-        if self._remote_root is None:
-            return contextlib.nullcontext()
-        return convert_errors(self._remote_root.base, "output")
 
     def _create_manifest(self, file: Path) -> None:
         """Put the manifest of an output whose other files are in the store, unless another run has."""

@@ -19,7 +19,6 @@ from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.places import Place, address, errors_at
 
 EMBEDDINGS = "embeddings"
@@ -118,7 +117,7 @@ def content_hash(task: Task) -> str:
 def store_of(settings: EvaluateSettings) -> Place:
     """Return the place of embeddings and scores; InputError if it cannot be written."""
     given = settings.embeddings or settings.output
-    place = Folder.open(given, "embeddings") if is_uri(given) else storage.local_path(given, "embeddings")
+    place = storage.open_place(given, "embeddings")
     store = place if settings.embeddings else place / EMBEDDINGS
     storage.require_writable(store, "embeddings")
     return store

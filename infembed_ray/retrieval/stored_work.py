@@ -65,7 +65,7 @@ class StoredWork:
 
     def is_sorted(self, shard: int) -> bool:
         """As `Work.is_sorted`."""
-        return PASSAGES_FILE in (self.folder / shard_name(shard)).entries()
+        return (self.folder / shard_name(shard) / PASSAGES_FILE).is_file()
 
     def write_sorted(self, shard: int, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
         """As `Work.write_sorted`."""

@@ -20,8 +20,8 @@ from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.object_store import Folder, convert_errors, is_uri
-from infembed_ray.storage import Step, local_path, require_writable, resolve_input
+from infembed_ray.object_store import convert_errors, is_uri
+from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
@@ -92,7 +92,7 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
 
 def _journal_place(settings: SynthesizeSettings) -> JournalPlace:
     name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
-    place = Folder.open(given, name) if is_uri(given) else local_path(given, name)
+    place = open_place(given, name)
     return place if settings.journal else place / "journal"
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,6 +103,15 @@ def blocks() -> list[Block]:
 def inline_code(page: str) -> list[str]:
     """The inline code of a page's prose."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(written()[page]))
+
+
+def install_commands(directory: Path) -> None:
+    """Create a directory with `infembed` and `python`, which run this checkout's package with this interpreter."""
+    directory.mkdir()
+    for name, module in (("infembed", " -m infembed_ray.cli"), ("python", "")):
+        tool = directory / name
+        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
+        tool.chmod(0o755)
 
 
 def commands(code: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.quickstart import chain
-from tests.docs.pages import Block, blocks
+from tests.docs.pages import Block, blocks, install_commands
 
 pytestmark = [pytest.mark.ray, pytest.mark.integration]
 
@@ -35,11 +35,7 @@ class Session:
         self.root = root
         self.failures: dict[str, str] = {}
         tools = root / "bin"
-        tools.mkdir()
-        (tools / "infembed").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m infembed_ray.cli "$@"\n')
-        (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-        for tool in tools.iterdir():
-            tool.chmod(0o755)
+        install_commands(tools)
         paths = f"{tools}:{os.environ['PATH']}"
         source = str(Path(__file__).parents[2])
         self.environment = {**os.environ, "PATH": paths, "PYTHONPATH": source, "RAY_ADDRESS": ray_address}

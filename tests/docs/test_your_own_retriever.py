@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import ROOT, blocks, install_commands
 from tests.support.ports import free_port
 
 PAGE = "docs/start/your-own-retriever.md"
@@ -45,11 +44,7 @@ def test_the_commands_of_the_page_lead_from_rows_to_a_search(tmp_path: Path, min
     for name in ("tests", "infembed_ray"):
         (tmp_path / name).symlink_to(ROOT / name)
     tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "infembed").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m infembed_ray.cli "$@"\n')
-    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+    install_commands(tools)
     done = subprocess.run(
         ["bash", "-c", script({"8000": free_port(), "8001": free_port()})],
         cwd=tmp_path,

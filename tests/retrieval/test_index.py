@@ -213,11 +213,8 @@ def test_rows_have_metadata_and_the_same_rows_are_not_indexed_again(
     assert again.search(encoder.encode_queries("ice"))[0][0].id == "p1"
 
 
-@pytest.mark.integration
-def test_an_interrupted_build_in_process_encodes_only_the_missing_chunks(
-    encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work, "CHUNK_PASSAGES", 2)
+def interrupted_after_two_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Interrupt builds before the third chunk; returns the first rows of the encoded ones. Clear it to go on."""
     encoded: list[int] = []
     encode_chunk = build.encode_chunk
 
@@ -228,6 +225,15 @@ def test_an_interrupted_build_in_process_encodes_only_the_missing_chunks(
         encode_chunk(*arguments)
 
     monkeypatch.setattr(build, "encode_chunk", up_to_two)
+    return encoded
+
+
+@pytest.mark.integration
+def test_an_interrupted_build_in_process_encodes_only_the_missing_chunks(
+    encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "CHUNK_PASSAGES", 2)
+    encoded = interrupted_after_two_chunks(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         Index.build(PASSAGES, encoder, tmp_path)
     assert not (tmp_path / LATEST).exists()
@@ -254,17 +260,8 @@ def test_an_index_in_an_object_store_has_the_same_bytes_and_resumes(
     monkeypatch.setattr(work, "CHUNK_PASSAGES", 2)
     rows = [{"id": f"p{n}", "text": text, "day": date(2024, 1, n + 1)} for n, text in enumerate(PASSAGES)]
     local = Index.build(rows, encoder, tmp_path / "local", metadata={"day": "date"}, shards=2, factory="IVF1,SQ8")
-    encoded: list[int] = []
-    encode_chunk = build.encode_chunk
-
-    def up_to_two(*arguments: Any) -> None:
-        if len(encoded) == 2:
-            raise KeyboardInterrupt
-        encoded.append(arguments[2].start)
-        encode_chunk(*arguments)
-
     given: dict[str, Any] = {"metadata": {"day": "date"}, "shards": 2, "factory": "IVF1,SQ8"}
-    monkeypatch.setattr(build, "encode_chunk", up_to_two)
+    encoded = interrupted_after_two_chunks(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         Index.build(rows, encoder, f"{bucket}/built", **given)
     folder = Folder.open(f"{bucket}/built", "output")
