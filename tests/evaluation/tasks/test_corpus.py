@@ -73,7 +73,7 @@ def test_concurrent_conversions_both_succeed(source: Path, scratch: Path) -> Non
 
 def test_texts_are_never_all_in_memory(source: Path) -> None:
     size, length = 30_000, 1000
-    mapped("task", [source], lambda: [("0", "0")])  # imports what pyarrow imports at the first use
+    mapped("task", [source], lambda: iter([("0", "0")]))  # imports what pyarrow imports at the first use
     source.write_text("other")
     before = pa.total_allocated_bytes()
     tracemalloc.start()
