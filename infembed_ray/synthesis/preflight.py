@@ -175,6 +175,7 @@ def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
     """A budget needs the price and the token limit of every model; tokens a minute need the token limit."""
     limits = settings.limits
     models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
+    models |= {} if settings.cheap_judge is None else {"cheap_judge": settings.cheap_judge}
     models |= {f"steps.{step}": model for step, model in settings.steps.items()}
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
