@@ -97,6 +97,11 @@ class Traffic:
                 return math.exp(step * _LATENCY_STEP)
         return None
 
+    def mean_s(self) -> float | None:
+        """Return the mean latency in seconds, at most 5 % too high; None without answers."""
+        total = sum(answers * math.exp(step * _LATENCY_STEP) for step, answers in self.latencies.items())
+        return total / self.latencies.total() if self.latencies else None
+
 
 @dataclass(frozen=True)
 class LeaseReport:

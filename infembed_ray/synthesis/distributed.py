@@ -15,12 +15,11 @@ import contextlib
 import gc
 import itertools
 import os
-import threading
-import time
+import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,9 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infembed_ray import records
+from infembed_ray import durable, records
 from infembed_ray.config.llm import Endpoint, Limits
-from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.synthesis import Canary, SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
@@ -41,17 +40,23 @@ from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process,
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.lease import Lease, RateLimiter
 from infembed_ray.llm.partitions import Partition, route_of
+from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats, resources
 from infembed_ray.object_store import Folder
-from infembed_ray.progress import Advance, say, track
+from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Staging
+from infembed_ray.storage import Published, Step
+from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
-from infembed_ray.synthesis.outputs import Outputs
+from infembed_ray.synthesis.forecast import forecast, sample
+from infembed_ray.synthesis.live_progress import live_progress
+from infembed_ray.synthesis.outputs import Outputs, nothing_kept, traffic
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
+from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
 
+CANARY = "canary"
+"""Directory of the canary's records and forecast, in the output."""
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
 TASKS_PER_ACTOR = 4
@@ -97,14 +102,23 @@ def run(settings: SynthesizeSettings) -> Published:
     with step.publish() as staging:  # from here on no other run of this output spends
         if job.has_key:
             _settle_journal(job.journal)
-        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
+        shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
+        if settings.canary is not None and job.has_key and not has_pending_batches(job):
+            staging.facts["canary"] = _run_canary(job, step, staging.path / CANARY, settings.canary)
+            _settle_journal(job.journal)
         if job.in_batches:
-            staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
-            spent_usd += batches["usd"] or 0.0
-        connect()
-        tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
-        with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
-            _synthesize_all(job, tasks, coordinator, staging)
+            staging.facts["batches"] = _ask_in_batches(job, _spent_usd(job))
+        breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
+        with Outputs(staging.path, table) as outputs:
+            stats = _run_rows(job, step, outputs, breaker.add)
+        staging.counts = outputs.counts()
+        staging.facts |= {**outputs.facts(), "traffic": traffic(stats), "left_out": dict(job.survey.left_out)}
+        ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
+        assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
+        if not staging.counts["kept"]:
+            raise InputError(nothing_kept(staging, breaker.failure or outputs.first_failure))
+    if staging.facts["cheap_judge"] is not None:
+        say(f"synthesize: {described(staging.facts['cheap_judge'])}")
     if staging.counts["dead_letter"]:
         say(
             f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"
@@ -134,46 +148,83 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
         raise InputError(str(failure)) from failure
 
 
-def _synthesize_all(job: Job, tasks: Path, coordinator: Any, staging: Staging) -> None:
-    """Run all rows and write their outputs.
+def _run_canary(job: Job, step: Step, directory: Path, canary: Canary) -> dict[str, Any]:
+    """Run a sample of the rows, print a forecast for all of them, and return it for the manifest.
 
     Raises:
-        InputError: some rows were not finished, or no record was kept.
+        InputError: the run must end here, or some rows were not finished.
     """
-    unfinished = 0
-    breaker = CircuitBreaker(job.settings, min(ALIKE, job.survey.seeds))
+    settings = job.settings
+    drawn = sample(job.seeds, canary.seeds, settings.seed)
+    rows: list[Outcome] = []
+    directory.mkdir()
+    with Outputs(directory, job.table) as outputs:
+        part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
+        stats = _run_rows(part, step, outputs, rows.append, "canary")
+    price = BATCH_PRICE if job.in_batches else 1.0
+    made = forecast(rows, job.survey.seeds, stats, settings.limits, price, settings.seed)
+    say(f"synthesize: {made}")
+    facts = {**asdict(made), "counts": outputs.counts(), "usd_paid": outputs.facts()["usd"]}
+    durable.replace_json(directory / "forecast.json", facts)
+    if refusal := made.refusal(canary):
+        raise InputError(
+            f"{refusal}; {made}. Its records are in {directory}. To go on, change the setting, or set canary=null; the journal "
+            "keeps its answers"
+        )
+    return facts
+
+
+def _spent_usd(job: Job) -> float:
+    return 0.0 if job.settings.limits.budget_usd is None else budget.spent_usd(job.journal, job.table)
+
+
+def _run_rows(
+    job: Job, step: Step, outputs: Outputs, see: Callable[[Outcome], object], title: str = "synthesize"
+) -> LedgerStats:
+    """Run all rows and write their outputs; `see` gets each outcome. Return the state of the run at its end.
+
+    Raises:
+        InputError: some rows were not finished.
+    """
+    connect()
+    unfinished, seeds = 0, job.survey.seeds
     budget_usd = job.settings.limits.budget_usd
-    try:
-        with (
-            Outputs(staging.path, job.table) as outputs,
-            track("synthesize", job.survey.seeds) as advance,
-            _live_progress(coordinator, outputs, budget_usd, advance),
-        ):
-            for index, outcome in _fan_out(job, tasks, coordinator):
-                if outcome is None:
-                    unfinished += 1
-                elif not unfinished:
-                    outputs.add(index, outcome)
-                    breaker.add(outcome)
-                    advance()
-    finally:
-        tasks.unlink(missing_ok=True)
-    if isinstance(job.journal, Folder):
-        _settle_journal(job.journal)
-    stats: LedgerStats = ray.get(coordinator.stats.remote())
+    tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
+    with _coordinator(job, tasks, step.identity, _spent_usd(job)) as coordinator:
+        try:
+            with (
+                track(title, seeds) as advance,
+                live_progress(lambda: _stats(coordinator), lambda: outputs.note(seeds), budget_usd, advance),
+            ):
+                for index, outcome in _fan_out(job, tasks, coordinator):
+                    if outcome is None:
+                        unfinished += 1
+                    elif not unfinished:
+                        outputs.add(index, outcome)
+                        see(outcome)
+                        advance()
+        finally:
+            tasks.unlink(missing_ok=True)
+        if isinstance(job.journal, Folder):
+            _settle_journal(job.journal)
+        stats: LedgerStats = ray.get(coordinator.stats.remote())
     if budget_usd is not None:
         budget.note_unjournaled(job.journal, job.table, stats.committed_usd)
     if unfinished:
         raise InputError(
-            f"{stats.failure}; {unfinished} of {job.survey.seeds} seeds are left undone and nothing is published; "
+            f"{stats.failure}; {unfinished} of {seeds} seeds are left undone and nothing is published; "
             "the journal keeps what was answered, the same command resumes"
         )
-    staging.counts = outputs.counts()
-    staging.facts |= {**outputs.facts(), "traffic": _traffic(stats), "left_out": dict(job.survey.left_out)}
-    ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
-    assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
-    if not staging.counts["kept"]:
-        raise InputError(_nothing_kept(staging, breaker.failure or outputs.first_failure))
+    return stats
+
+
+def _stats(coordinator: Any) -> LedgerStats | None:
+    """Return the state of the run; None if the coordinator is lost, which the actors report."""
+    try:
+        stats: LedgerStats = ray.get(coordinator.stats.remote())
+    except ray.exceptions.RayError:
+        return None
+    return stats
 
 
 def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
@@ -198,15 +249,6 @@ def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -
             ray.get(settled)
         except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
             say("synthesize: a node was lost; answers that it had not uploaded are asked for again")
-
-
-def _nothing_kept(staging: Staging, why: str) -> str:
-    counts = staging.counts
-    files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
-    return (
-        f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
-        f"nothing is published: {why}; {files}, the journal keeps every answer"
-    )
 
 
 # ---------------------------------------------------------------------------------------------- the coordinator
@@ -263,51 +305,6 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
     window_s = settings.limits.window_s
     lease = Lease(uuid.uuid4().hex, resources(settings.limits), settings.in_flight, window_s)
     return RateLimiter(lease, exchange, min(LONGEST_INTERVAL_S, window_s / REPORTS_PER_WINDOW))
-
-
-@contextlib.contextmanager
-def _live_progress(coordinator: Any, outputs: Outputs, budget_usd: float | None, advance: Advance) -> Iterator[None]:
-    """Update the progress note each second, also while no row ends; print the actors' warnings."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        printed: set[str] = set()
-        answered, then = 0, time.monotonic()
-        while not ended.wait(1.0):
-            try:
-                stats: LedgerStats = ray.get(coordinator.stats.remote())
-            except ray.exceptions.RayError:
-                return  # the actors report it
-            now, traffic = time.monotonic(), stats.traffic
-            rate, answered, then = (traffic.answered - answered) / (now - then), traffic.answered, now
-            spent = "" if budget_usd is None else f", {stats.spent_usd:.2f} of {budget_usd:g} USD"
-            load = f"{rate:.0f}/s, {stats.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
-            advance(0, note=f"{outputs.note()}; {load}")
-            for warning in stats.warnings:
-                if warning not in printed:
-                    printed.add(warning)
-                    say(f"synthesize: {warning}")
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        advance(0, note=outputs.note())
-
-
-def _traffic(stats: LedgerStats) -> dict[str, Any]:
-    """Return the manifest's figures of the endpoints."""
-    traffic = stats.traffic
-    return {
-        "answered": traffic.answered,
-        "rate_limited": traffic.rate_limited,
-        "failed": traffic.failed,
-        "latency_s": {name: traffic.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "warnings": list(stats.warnings),
-    }
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out

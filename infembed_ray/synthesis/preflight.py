@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
+from infembed_ray.records import Seed
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
@@ -37,7 +38,7 @@ class Job:
     """The resolved inputs of a run."""
 
     settings: SynthesizeSettings
-    seeds: Source
+    seeds: Iterable[Seed]
     survey: SeedSurvey
     table: PriceTable
     journal: JournalPlace
@@ -122,6 +123,11 @@ def _check_journal(job: Job) -> None:
             job.journal.delete(PROBE)
 
 
+def has_pending_batches(job: Job) -> bool:
+    """Whether batches of an earlier run wait to be collected: their requests must not be asked online."""
+    return isinstance(job.journal, Path) and bool(batch_files.pending(job.journal / BATCHES))
+
+
 def _check_batches(job: Job) -> None:
     if not isinstance(job.journal, Path):
         if job.in_batches:
@@ -149,7 +155,7 @@ def _check_distractors(job: Job) -> None:
     settings, passages = job.settings, len(job.survey.pool)
     if passages <= settings.distractors:
         raise InputError(
-            f"distractors={settings.distractors}: seeds={job.seeds.path} has only {passages} different passages to draw from; "
+            f"distractors={settings.distractors}: seeds={settings.seeds} has only {passages} different passages to draw from; "
             f"set distractors={passages - 1} or give more seeds"
         )
 
