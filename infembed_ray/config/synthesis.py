@@ -15,11 +15,11 @@ SeedFormat = Literal["table", "msmarco", "robust04", "leetcode", "metamath"]
 class CheapJudge(ChatModel):
     """A cheap model that judges first: it answers twice, with the candidates in two orders.
 
-    Two equal picks are its verdict. If they differ, or an answer has no pick, the verdict is in doubt and `judge` gives it.
+    Two equal picks of the right passage are its verdict; otherwise the verdict is in doubt, and `judge` gives it.
     """
 
     rejects: bool = Field(
-        True, description="whether it may reject a record; false: `judge` decides on every pick of a wrong passage"
+        False, description="whether two equal picks of a wrong passage reject the record, too; false: they are a doubt"
     )
     audit: float = Field(
         0.05, ge=0, le=1, description="share of the records that it settles for which `judge` is asked too, and decides"

@@ -162,6 +162,7 @@ def _run_canary(job: Job, step: Step, directory: Path, canary: Canary) -> dict[s
         part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
         stats = _run_rows(part, step, outputs, rows.append, "canary")
     price = BATCH_PRICE if job.in_batches else 1.0
+    rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
     made = forecast(rows, job.survey.seeds, stats, settings.limits, price, settings.seed)
     say(f"synthesize: {made}")
     facts = {**asdict(made), "counts": outputs.counts(), "usd_paid": outputs.facts()["usd"]}

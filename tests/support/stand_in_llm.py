@@ -45,7 +45,6 @@ from tests.support.stand_in_answers import (
     ATTEMPT_FAULTS,
     REQUEST_FAULTS,
     Behaviour,
-    completion,
     distorted,
     draw,
 )
@@ -191,7 +190,7 @@ class _Server:
         key = request.headers.get("Idempotency-Key")
         if key is not None and key in self._remembered:
             return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
-        response = completion(body, always, how.mistaken)
+        response = how.completion(body, always)
         request["usage"] = response["usage"]
         text = distorted(response, body, how)
         if key is not None:
@@ -292,7 +291,7 @@ class _Server:
             code = "server_error" if fault else "invalid_request_error"
             said = {"error": {"message": "Not answered.", "type": "error", "code": code}}
         else:
-            said = completion(body, always, how.mistaken)
+            said = how.completion(body, always)
             self._answered += 1
         ended = "answered" if status == 200 else fault or "bad_request"
         entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "batch": batch_id}

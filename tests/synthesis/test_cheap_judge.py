@@ -22,7 +22,7 @@ CHEAP = [f"cheap_judge_{scenario}" for scenario in ORDER]
 A_DISTRACTOR = _number_of("A passage about")
 
 
-def settings(audit: float = 0.0, rejects: bool = True, **values: Any) -> SynthesizeSettings:
+def settings(audit: float = 0.0, rejects: bool = False, **values: Any) -> SynthesizeSettings:
     cheap = {"model": "gpt-4o-mini", "audit": audit, "rejects": rejects}
     return SynthesizeSettings.from_mapping({"seeds": "", "output": "", "cheap_judge": cheap, **values})
 
@@ -55,7 +55,7 @@ def test_a_record_without_doubt_is_settled_by_two_cheap_answers_a_scenario_in_tw
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_judge_decides_only_the_scenario_in_which_two_cheap_answers_differ(scenario: str, answer: int) -> None:
     model = Model(**{f"cheap_judge_{scenario}": wrong_at(answer)})
-    got = outcome(model, settings())
+    got = outcome(model, settings(rejects=True))
     assert got.kind == "kept"
     assert steps(model) == [*(step for step in CHEAP for _ in range(2)), f"judge_{scenario}"]
     by = {each: "judge" if each == scenario else "cheap_judge" for each in SCENARIOS}
@@ -70,7 +70,7 @@ def test_a_cheap_answer_without_a_pick_is_a_doubt_and_not_a_dead_letter() -> Non
 
 def test_two_equal_wrong_picks_reject_the_record_at_once_even_after_a_doubt() -> None:
     model = Model(cheap_judge_negative_query=wrong_at(2), cheap_judge_negative_instruction="Answer: none")
-    got = outcome(model, settings())
+    got = outcome(model, settings(rejects=True))
     assert (got.kind, got.row["step"]) == ("rejected", "cheap_judge_negative_instruction")
     assert got.row["reason"] == "the judge picked none"
     assert steps(model) == [step for step in CHEAP[:2] for _ in range(2)]
@@ -80,7 +80,7 @@ def test_two_equal_wrong_picks_reject_the_record_at_once_even_after_a_doubt() ->
 
 def test_a_cheap_judge_that_may_not_reject_is_asked_once_for_a_wrong_pick() -> None:
     model = Model(cheap_judge_negative_query="Answer: none")
-    got = outcome(model, settings(rejects=False))
+    got = outcome(model, settings())
     assert got.kind == "kept"
     assert steps(model) == [CHEAP[0], *(step for step in CHEAP[1:] for _ in range(2)), JUDGING[0]]
 
@@ -91,7 +91,7 @@ def test_the_judge_decides_an_audited_record() -> None:
     assert (got.kind, got.row["step"], got.row["provenance"]["audit"]) == ("rejected", "judge_positive", "kept")
     assert steps(kept)[-3:] == JUDGING
     rejected = Model(cheap_judge_positive="Answer: none")
-    got = outcome(rejected, settings(audit=1.0))
+    got = outcome(rejected, settings(audit=1.0, rejects=True))
     assert (got.kind, got.row["provenance"]["audit"]) == ("kept", "rejected")
     assert got.row["provenance"]["judged_by"] == dict.fromkeys(SCENARIOS, "judge")
 
