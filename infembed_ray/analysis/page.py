@@ -15,7 +15,7 @@ from infembed_ray.analysis.duplicates import Duplicates, duplicates
 from infembed_ray.analysis.examples import RULE, Example, examples
 from infembed_ray.analysis.funnel import Funnel, Verdicts, funnel, verdicts
 from infembed_ray.analysis.inputs import RecordSet
-from infembed_ray.analysis.lengths import Length, lengths
+from infembed_ray.analysis.lengths import PAPER_SIZE, Length, Size, lengths, sizes
 from infembed_ray.reporting import page
 from infembed_ray.reporting.charts import Point, Scale
 
@@ -38,6 +38,7 @@ class Summary:
     verdicts: list[Verdicts]
     examples: list[Example]
     lengths: list[Length]
+    sizes: list[Size]
     topics: dict[str, int]
     sources: dict[str, int]
     duplicates: list[Duplicates]
@@ -62,6 +63,7 @@ def summarise(
         verdicts=verdicts(found),
         examples=examples(found, counted.rejections),
         lengths=lengths(found.kept),
+        sizes=sizes(found.kept),
         topics=dict(Counter(record.topic for record in found.kept if record.topic is not None).most_common()),
         sources=dict(Counter(record.source for record in found.kept).most_common()),
         duplicates=duplicates(found.kept),
@@ -87,6 +89,7 @@ def render(summary: Summary, source: str, ngram: int = 13) -> str:
         summary=summary,
         source=source,
         ngram=ngram,
+        paper_size=PAPER_SIZE,
         length_scales={
             kind: Scale(0.0, max(n for x in summary.lengths if x.kind == kind for n in (x.p95, x.mean, x.paper_mean)))
             for kind in {x.kind for x in summary.lengths}
