@@ -178,7 +178,7 @@ def _check_names(settings: SynthesizeSettings) -> None:
 
 
 def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
-    """A budget needs the price and the token limit of every model; tokens a minute need the token limit."""
+    """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too."""
     limits = settings.limits
     models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
     models |= {} if settings.cheap_judge is None else {"cheap_judge": settings.cheap_judge}
@@ -189,13 +189,15 @@ def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
         for name, model in models.items()
         if getattr(limits, limit) is not None and model.max_tokens is None
     ]
-    if limits.budget_usd is not None:
-        faults += [
-            f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
-            "give its prices in a file and set prices=FILE"
-            for name, model in models.items()
-            if table.price(model.model) is None
-        ]
+    most_usd = {"limits.budget_usd": limits.budget_usd}
+    if settings.canary is not None:
+        most_usd["canary.max_usd_per_1000_kept"] = settings.canary.max_usd_per_1000_kept
+    faults += [
+        f"{limit}={usd:g}: no price is known of {name}.model={model.model}; give its prices in a file and set prices=FILE"
+        for limit, usd in most_usd.items()
+        for name, model in models.items()
+        if usd is not None and table.price(model.model) is None
+    ]
     if faults:
         raise InputError(*faults)
 

@@ -13,7 +13,7 @@ from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.records import SCENARIOS
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
-from infembed_ray.synthesis.pipeline import STEPS, Outcome, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, Outcome, Spend, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model, outcome
 from tests.synthesis.test_pipeline import _number_of
@@ -136,9 +136,7 @@ def test_records_that_only_the_cheap_judge_saw_do_not_hide_a_judge_that_fails_al
     breaker = CircuitBreaker(given, alike=3)
     model = Model()
     asyncio.run(_run(breaker, model, given))
-    failed = Outcome(
-        "dead_letter", {"step": "judge_negative_query", "error": "HTTP 400: no"}, *([outcome(model).paid] * 2)
-    )
+    failed = Outcome("dead_letter", {"step": "judge_negative_query", "error": "HTTP 400: no"}, Spend(), Spend())
     for _ in range(3):
         breaker.add(failed)
     assert breaker.failure is not None
@@ -153,7 +151,7 @@ def test_a_cheap_judge_that_fails_always_stops_the_run_with_its_setting() -> Non
     breaker = CircuitBreaker(settings(), alike=3)
     for number in range(3):
         row = {"id": str(number), "step": CHEAP[0], "error": "HTTP 400: no"}
-        breaker.add(Outcome("dead_letter", row, *([outcome(Model()).paid] * 2)))
+        breaker.add(Outcome("dead_letter", row, Spend(), Spend()))
     assert breaker.failure is not None
     assert breaker.failure.startswith("cheap_judge.model=gpt-4o-mini: step cheap_judge_negative_query")
 
