@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infembed_ray.analysis.agreement import Agreement
 from infembed_ray.analysis.contamination import Contamination
@@ -30,6 +31,7 @@ class Summary:
     Attributes:
         topics, sources: topic or source -> kept records, most frequent first.
         diversities: by kind, then by set, the records first.
+        cheap_judge: figures of the manifest; None if only the judge judged.
         coverages: by kind; empty without an encoder.
         contaminations: by evaluation set, then by kind.
     """
@@ -43,6 +45,7 @@ class Summary:
     sources: dict[str, int]
     duplicates: list[Duplicates]
     cost: Cost | None
+    cheap_judge: dict[str, Any] | None
     diversities: list[Diversity]
     coverages: list[Coverage]
     agreements: list[Agreement]
@@ -68,6 +71,7 @@ def summarise(
         sources=dict(Counter(record.source for record in found.kept).most_common()),
         duplicates=duplicates(found.kept),
         cost=cost(found),
+        cheap_judge=found.manifest.get("cheap_judge"),
         diversities=list(diversities),
         coverages=list(coverages),
         agreements=list(agreements),

@@ -21,7 +21,7 @@ class JudgeAudit:
     def add(self, outcome: Outcome) -> None:
         """Count an outcome; a dead letter, or a record that was not judged, does not count."""
         provenance = outcome.row.get("provenance") or {}
-        judges = set(provenance.get("judged_by", {}).values()) - {None}
+        judges = set((provenance.get("judged_by") or {}).values()) - {None}
         if outcome.kind == "dead_letter" or not judges:
             return
         if provenance["audit"] is not None:

@@ -169,8 +169,8 @@ def _run_canary(job: Job, step: Step, directory: Path, canary: Canary) -> dict[s
     durable.replace_json(directory / "forecast.json", facts)
     if refusal := made.refusal(canary):
         raise InputError(
-            f"{refusal}; {made}. Its records are in {directory}. To go on, change the setting, or set canary=null; the journal "
-            "keeps its answers"
+            f"{refusal}; nothing is published. The canary's records are in {directory}. To go on, change the setting or set "
+            "canary=null; the journal keeps the answers"
         )
     return facts
 

@@ -251,7 +251,7 @@ class _Row:
             "completion_tokens": spend.completion_tokens,
             "usd": spend.usd,
             "verdicts": {scenario: self.verdicts.get(scenario) for scenario in SCENARIOS},
-            "judged_by": {scenario: self.judged_by.get(scenario) for scenario in SCENARIOS},
+            "judged_by": self.judged_by or None,
             "audit": self.audit,
         }
 

@@ -35,7 +35,7 @@ def test_the_run_ends_after_the_canary_and_the_same_command_goes_on_without_payi
             judge={"max_tokens": 500},
         )
         with pytest.raises(
-            InputError, match=r"^canary\.stop=true: the run ends after its forecast; forecast for 64 seeds"
+            InputError, match=r"^canary\.stop=true: the run ends after its forecast; nothing is published"
         ):
             run(given)
         answered = len(server.log("answered"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,26 @@ def test_the_seed_draws_the_audits_in_their_share() -> None:
     first = audited(0)
     assert 40 <= len(first) <= 80  # 60 +- 3 standard deviations
     assert first == audited(0) != audited(1)
+
+
+@pytest.mark.parametrize(("stubborn", "settled"), [(0.0, 0.8 * 0.8), (0.5, 0.9**3), (1.0, 0.8)])
+def test_verdicts_are_settled_as_often_as_the_error_rate_predicts(stubborn: float, settled: float) -> None:
+    """Every passage is good, so a verdict is settled if neither answer is wrong: (1 - e stubborn)(1 - e (1 - stubborn))^2."""
+    behaviour = stand_in_answers.Behaviour(mistaken_models="gpt-4o-mini=0.2", stubborn=stubborn)
+    model = Model()
+    for step in CHEAP:
+        model.answers[step] = lambda request: behaviour.completion(request.body, None)["choices"][0]["message"][
+            "content"
+        ]
+    by: Counter[str] = Counter()
+    for number in range(200):
+        row = outcome(
+            model, settings(), replace(SEED, id=str(number), query=f"how do bees make honey in year {number}")
+        )
+        assert row.kind == "kept"
+        by.update(row.row["provenance"]["judged_by"].values())
+    assert by.total() == 600
+    assert by["cheap_judge"] / 600 == pytest.approx(settled, abs=3 * (settled * (1 - settled) / 600) ** 0.5)
 
 
 def test_a_replayed_run_asks_nothing_again() -> None:
