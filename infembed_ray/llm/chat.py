@@ -91,6 +91,8 @@ class Completion:
     """It came from a journal and cost nothing in this run."""
     batched: bool = False
     """It came from the Batch API, at a lower price."""
+    cached_tokens: int = 0
+    """Prompt tokens that the endpoint had in its cache, at a lower price."""
 
 
 Complete = Callable[[Request], Awaitable[Completion]]

@@ -223,7 +223,8 @@ def completion_of(answer: Any) -> Completion:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no string")
-        prompt_tokens, completion_tokens = token_counts(answer.get("usage"), "prompt_tokens", "completion_tokens")
+        usage = answer.get("usage")
+        prompt_tokens, completion_tokens = token_counts(usage, "prompt_tokens", "completion_tokens")
         return Completion(
             text=replace_surrogates(content or ""),
             refusal=_text(message.get("refusal")) or None,
@@ -231,6 +232,7 @@ def completion_of(answer: Any) -> Completion:
             model=_text(answer.get("model")),
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
+            cached_tokens=_cached_tokens(usage, prompt_tokens),
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
@@ -246,6 +248,12 @@ def token_counts(usage: Any, *names: str) -> list[int]:
     except (AttributeError, TypeError, ValueError, OverflowError):
         counts = []
     return counts if counts and all(0 <= count <= MOST_TOKENS for count in counts) else [0] * len(names)
+
+
+def _cached_tokens(usage: Any, prompt_tokens: int) -> int:
+    """Return how many of the prompt's tokens the endpoint had in its cache; 0 if it does not say so plausibly."""
+    details = usage.get("prompt_tokens_details") if prompt_tokens else None
+    return min(token_counts(details, "cached_tokens")[0], prompt_tokens) if details else 0
 
 
 def _text(value: Any) -> str:

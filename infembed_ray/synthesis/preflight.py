@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
@@ -21,6 +22,7 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
+from infembed_ray.progress import say
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
@@ -75,7 +77,7 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
-    """Read the seeds once and locate the journals.
+    """Read the seeds once and locate the journals; warn if the prices are old.
 
     Args:
         settings: of the run.
@@ -85,6 +87,8 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
+    if warning := table.warning([model.model for model in models(settings).values()], settings.prices, date.today()):
+        say(f"synthesize: {warning}")
     survey = seeds.survey()
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, _journal_place(settings), replay)
@@ -160,6 +164,12 @@ def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
     return {"endpoint": settings.endpoint, **others}
 
 
+def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
+    """Return name of the setting -> model."""
+    steps = {f"steps.{step}": model for step, model in settings.steps.items()}
+    return {"generator": settings.generator, "judge": settings.judge, **steps}
+
+
 def _check_names(settings: SynthesizeSettings) -> None:
     faults = [
         f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
@@ -174,19 +184,17 @@ def _check_names(settings: SynthesizeSettings) -> None:
 def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
     """A budget needs the price and the token limit of every model; tokens a minute need the token limit."""
     limits = settings.limits
-    models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
-    models |= {f"steps.{step}": model for step, model in settings.steps.items()}
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
         for limit in ("budget_usd", "tokens_per_minute")
-        for name, model in models.items()
+        for name, model in models(settings).items()
         if getattr(limits, limit) is not None and model.max_tokens is None
     ]
     if limits.budget_usd is not None:
         faults += [
             f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
             "give its prices in a file and set prices=FILE"
-            for name, model in models.items()
+            for name, model in models(settings).items()
             if table.price(model.model) is None
         ]
     if faults:

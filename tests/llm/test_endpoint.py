@@ -10,7 +10,7 @@ import pytest
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.endpoint import error_message, list_models, parse_completion, retry_after_s
+from infembed_ray.llm.endpoint import completion_of, error_message, list_models, parse_completion, retry_after_s
 
 
 @pytest.mark.parametrize(
@@ -114,3 +114,20 @@ def test_a_refused_key_is_named_and_not_shown(
     ) as error:
         list_models(listing(401, b'{"error": "secret"}')[0])
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({"cached_tokens": 64}, 64),
+        ({"cached_tokens": 1000}, 100),
+        ({"cached_tokens": -1}, 0),
+        ({}, 0),
+        (None, 0),
+        (3, 0),
+    ],
+)
+def test_cached_tokens_are_at_most_the_prompts(details: object, cached: int) -> None:
+    message = {"message": {"content": "x"}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 100, "completion_tokens": 1, "prompt_tokens_details": details}
+    assert completion_of({"choices": [message], "usage": usage}).cached_tokens == cached
