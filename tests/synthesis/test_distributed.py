@@ -80,7 +80,7 @@ def test_the_budget_is_read_while_no_other_run_can_spend_it(
         with preflight.prepare(given)[2].publish():
             raise AssertionError("two runs write one output")
 
-    monkeypatch.setattr(distributed.budget, "spent_usd", begin_another_run)
+    monkeypatch.setattr(distributed.budget, "resume", begin_another_run)
     assert "has been writing this output" in one_line(given)
 
 
