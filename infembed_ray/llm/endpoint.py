@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import email.utils
 import json
 import os
-import re
 import socket
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -22,6 +19,7 @@ from yarl import URL
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import UNREADABLE, Completion, Request, RowFailure, RunFailure, replace_surrogates
 from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_headers import retry_after_s
 from infembed_ray.llm.rate_limits import Amounts, worst_case
 
 MOST_TOKENS = 10**8
@@ -272,14 +270,3 @@ def error_message(body: bytes) -> tuple[str, str | None]:
 def one_line(value: object) -> str:
     """Return an endpoint's text for use in a message: one line of valid UTF-8, at most 300 characters."""
     return replace_surrogates(" ".join(str(value).split())[:300])
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that `Retry-After` asks for, given as seconds or a date; 0 without it."""
-    value = headers.get("Retry-After", "")
-    if re.fullmatch(r"\d+(\.\d*)?", value):
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return 0.0

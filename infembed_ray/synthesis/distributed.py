@@ -97,7 +97,7 @@ def run(settings: SynthesizeSettings) -> Published:
     with step.publish() as staging:  # from here on no other run of this output spends
         if job.has_key:
             _settle_journal(job.journal)
-        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
+        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         if job.in_batches:
             staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
             spent_usd += batches["usd"] or 0.0
@@ -169,7 +169,7 @@ def _synthesize_all(job: Job, tasks: Path, coordinator: Any, staging: Staging) -
             "the journal keeps what was answered, the same command resumes"
         )
     staging.counts = outputs.counts()
-    staging.facts |= {**outputs.facts(), "traffic": _traffic(stats), "left_out": dict(job.survey.left_out)}
+    staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
     ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
     assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
     if not staging.counts["kept"]:
@@ -250,7 +250,7 @@ def _failed(error: ray.exceptions.RayError) -> str:
     return f"an actor of the run failed ({reason}); run the same command again, the journal resumes"
 
 
-def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
+def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: JournalPlace) -> RateLimiter:
     """Return the rate limiter of this actor."""
 
     async def exchange(report: LeaseReport) -> Grant:
@@ -261,7 +261,9 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
         return grant
 
     window_s = settings.limits.window_s
-    lease = Lease(uuid.uuid4().hex, resources(settings.limits), settings.in_flight, window_s)
+    holder = uuid.uuid4().hex
+    record = None if settings.limits.budget_usd is None else budget.spend_record(journal, holder)
+    lease = Lease(holder, resources(settings.limits), settings.in_flight, window_s, record=record)
     return RateLimiter(lease, exchange, min(LONGEST_INTERVAL_S, window_s / REPORTS_PER_WINDOW))
 
 
@@ -296,18 +298,6 @@ def _live_progress(coordinator: Any, outputs: Outputs, budget_usd: float | None,
         ended.set()
         thread.join()
         advance(0, note=outputs.note())
-
-
-def _traffic(stats: LedgerStats) -> dict[str, Any]:
-    """Return the manifest's figures of the endpoints."""
-    traffic = stats.traffic
-    return {
-        "answered": traffic.answered,
-        "rate_limited": traffic.rate_limited,
-        "failed": traffic.failed,
-        "latency_s": {name: traffic.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "warnings": list(stats.warnings),
-    }
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out
@@ -402,7 +392,7 @@ class _Synthesizer:
         self._settings = settings
         self._coordinator = coordinator
         self._pool: Sequence[str] = ray.get(pool)
-        self._limiter = _rate_limiter(settings, coordinator)
+        self._limiter = _rate_limiter(settings, coordinator, journal)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)

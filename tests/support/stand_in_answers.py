@@ -53,6 +53,13 @@ class Behaviour:
     """A member of the response that is nested 10,000 deep."""
     refused_model: str = ""
     """HTTP 400 for this model, whatever the prompt."""
+    refused_parameters: str = ""
+    """HTTP 400 for parameters of models, for example `small:temperature,judge:json_schema`."""
+    # A rate limit of one model, in its headers and by 429s.
+    limited_model: str = ""
+    model_limit: int = 0
+    """Requests in a window, which refill steadily."""
+    model_window_s: float = 60.0
     # Batches.
     batch_s: float = 0.0
     """Processing time of a batch."""

@@ -69,6 +69,8 @@ class _Server:
         self._batches: dict[str, dict[str, Any]] = {}
         self._working: set[asyncio.Task[None]] = set()
         self._requests = count()
+        self._used = (0.0, time.monotonic())
+        """Requests of the limited model that have not refilled, and when that was so."""
         self._remembered: dict[str, str] = {}
         self._sent: dict[asyncio.BaseTransport, int] = {}
         """Connection -> number of the last request answered on it, until the client has certainly received the answer."""
@@ -146,6 +148,7 @@ class _Server:
         ended = "abandoned"
         try:
             how, response = await self._answer(request, body, digest)
+            response.headers.update(request.get("headers", {}))
             if how in ("answered", "remembered"):
                 transport = request.transport
                 await response.prepare(request)
@@ -162,6 +165,22 @@ class _Server:
             entry |= request.get("usage", {})
             self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
 
+    def _take(self, request: web.Request) -> bool:
+        """Take one request from the rate limit of the limited model, and put what is left into the response's headers."""
+        limit, now = self._behaviour.model_limit, time.monotonic()
+        rate = limit / self._behaviour.model_window_s
+        used = max(0.0, self._used[0] - rate * (now - self._used[1]))
+        taken = used + 1 <= limit
+        used += taken
+        self._used = used, now
+        request["headers"] = {
+            "x-ratelimit-limit-requests": str(limit),
+            "x-ratelimit-remaining-requests": str(int(limit - used)),
+            "x-ratelimit-reset-requests": f"{1000 * used / rate:.0f}ms",
+            **({} if taken else {"retry-after-ms": f"{1000 * (used + 1 - limit) / rate:.0f}"}),
+        }
+        return taken
+
     async def _answer(self, request: web.Request, body: dict[str, Any], digest: str) -> tuple[str, web.StreamResponse]:
         how = self._behaviour
         if how.key and request.headers.get("Authorization") != f"Bearer {how.key}":
@@ -170,6 +189,8 @@ class _Server:
             return "unknown_model", _error(404, f"The model `{body['model']}` does not exist.", "model_not_found")
         if how.quota and self._answered >= how.quota:
             return "over_quota", _error(429, "You exceeded your current quota.", "insufficient_quota")
+        if body["model"] == how.limited_model and not self._take(request):
+            return "rate_limited", _error(429, "Rate limit reached.", "rate_limit_exceeded")
         rng = random.Random(f"{how.seed}/{digest}/{self._attempts[digest]}")
         fault = draw(how, ATTEMPT_FAULTS, rng)
         if fault == "rate_limited":
