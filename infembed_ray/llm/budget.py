@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from infembed_ray.llm.journal import decode, segments
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.journal_store import JournalPlace, sources
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
+from infembed_ray.llm.rate_limits import USD, Amounts, Grant, LeaseReport, Ledger
 from infembed_ray.object_store import Folder
 from infembed_ray.progress import say
 
@@ -81,7 +82,7 @@ def reconcile(journal: JournalPlace) -> str:
     )
 
 
-def spend_record(journal: JournalPlace, holder: str) -> memoryview | None:
+def spend_record(journal: JournalPlace, holder: str) -> memoryview[float] | None:
     """Create the record of what a process has spent, and of the worst case of what it has in flight: two USD numbers.
 
     The record is a mapped file, so a change costs no system call and survives the process, but not the machine.
@@ -215,6 +216,13 @@ class DurableLedger(Ledger):
             self._noted_usd, self._noted = noted, holders
             self.extend_leases(self._clock() - began)
         return grant
+
+    def charge(self, used: Amounts, report: Sequence[str]) -> None:
+        """Count what the ledger's own process used, and show its report to the user."""
+        self._use({name: amount for name, amount in used.items() if name in self._used}, self._clock())
+        self._began_usd += used[USD]
+        self._noted_usd = -1.0  # the next exchange notes it
+        self._warnings |= dict.fromkeys(report)
 
     def conclude(self) -> None:
         """Write what was really spent, once nothing is in flight."""

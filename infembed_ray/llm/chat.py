@@ -95,6 +95,21 @@ class Completion:
     """Prompt tokens that the endpoint had in its cache, at a lower price."""
 
 
+Dialect = Mapping[str, str | None]
+"""Parameter of ours -> what is sent instead: another name, or None if it is left out. For `response_format`, another type."""
+
+
+def adapted(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """Return a request's body with the parameters of a dialect."""
+    sent = dict(body)
+    for name, instead in dialect.items():
+        if name in sent:
+            value = sent.pop(name)
+            if instead is not None:
+                sent |= {name: {"type": instead}} if name == "response_format" else {instead: value}
+    return sent
+
+
 Complete = Callable[[Request], Awaitable[Completion]]
 """Asks a model; raises RowFailure or RunFailure."""
 

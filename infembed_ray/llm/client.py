@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Complete, Completion, Request, RowFailure, RunFailure, Unjournaled
+from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, Unjournaled
 from infembed_ray.llm.endpoint import CHAT, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
 from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
@@ -48,6 +48,8 @@ class ChatClient:
         limiter: enforces the limits. A request that waits for its retry is not in flight.
         table: prices, for the worst case of a request.
         wire: the kind of request.
+        learn: called before the first request is sent; returns the dialects of each endpoint's models, and raises
+            RunFailure if a model cannot be asked. None: parameters are sent as they are.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ChatClient:
         limiter: RateLimiter,
         table: PriceTable,
         wire: WireFormat = CHAT,
+        learn: Callable[[], Awaitable[Sequence[Mapping[str, Dialect]]]] | None = None,
     ) -> None:
         self._wire = wire
         self._routes = [_RestingRoute(endpoint, wire.path, limiter) for endpoint in endpoints]
@@ -66,6 +69,8 @@ class ChatClient:
         self._table = table
         self._session: aiohttp.ClientSession | None = None
         self._asking: dict[str, list[asyncio.Future[Completion]]] = {}
+        self._learn = learn
+        self._learning = asyncio.Lock()
 
     async def complete(self, request: Request) -> Completion:
         """Return the completion of a request: from the journal, from an equal request in flight, or from an endpoint.
@@ -120,6 +125,8 @@ class ChatClient:
 
     async def send(self, request: Request) -> Completion:
         """Send a request within the limits, with retries, and without the journal; raises as `complete` does."""
+        if self._learn is not None:
+            await self._learn_dialects()
         cost = self._wire.worst_case(request, self._table)
         tries = _Tries()
         while True:
@@ -148,6 +155,19 @@ class ChatClient:
             if pause_s:
                 await self._limiter.pause(pause_s)
 
+    async def _learn_dialects(self) -> None:
+        async with self._learning:
+            if self._learn is None or self._limiter.failure is not None:
+                return
+            try:
+                learned = await self._learn()
+            except RunFailure as failure:
+                self._limiter.fail(str(failure))
+                raise
+            for route, dialects in zip(self._routes, learned, strict=True):
+                route.dialects = dialects
+            self._learn = None
+
     async def _enter(self, model: str, cost: Amounts) -> tuple[_RestingRoute, Gate]:
         """Wait until a request with this worst case may be sent; return the endpoint and the gate, to be left afterwards."""
         await self._limiter.enter(cost)
@@ -172,7 +192,7 @@ class ChatClient:
             headers = {**headers, route.endpoint.idempotency_header: key}
         try:
             async with session.post(
-                url, data=request.sent, headers=headers, proxy=proxy, timeout=route.timeout
+                url, data=route.body(request), headers=headers, proxy=proxy, timeout=route.timeout
             ) as response:
                 answer = await response.read()
         except asyncio.TimeoutError as error:

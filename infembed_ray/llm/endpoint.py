@@ -17,7 +17,16 @@ import aiohttp
 from yarl import URL
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import UNREADABLE, Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.chat import (
+    UNREADABLE,
+    Completion,
+    Dialect,
+    Request,
+    RowFailure,
+    RunFailure,
+    adapted,
+    replace_surrogates,
+)
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_headers import retry_after_s
 from infembed_ray.llm.rate_limits import Amounts, worst_case
@@ -77,6 +86,8 @@ class Route:
         self.timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
         self.answered = False
         """Whether it has answered a request."""
+        self.dialects: Mapping[str, Dialect] = {}
+        """Model -> the parameters that it takes."""
         self._path = path
         self._addresses: dict[str, tuple[URL, Mapping[str, str], str | None]] = {}
 
@@ -91,6 +102,11 @@ class Route:
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
             self._addresses[model] = (URL(url), headers, _proxy(url))
         return self._addresses[model]
+
+    def body(self, request: Request) -> bytes:
+        """Return the body of a request in the model's dialect."""
+        dialect = self.dialects.get(request.model)
+        return json.dumps(adapted(request.body, dialect), ensure_ascii=False).encode() if dialect else request.sent
 
     def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return what an HTTP error means: Unanswered (retry), RowFailure or RunFailure."""

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from infembed_ray.llm.chat import RunFailure
@@ -37,7 +37,7 @@ class Lease:
         slots: int,
         window_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        record: MutableSequence[float] | memoryview | None = None,
+        record: memoryview[float] | None = None,
     ) -> None:
         self._holder = holder
         self._record = record if USD in names else None

@@ -19,9 +19,8 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray import records
-from infembed_ray.config.llm import Endpoint, Limits
+from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.chat import Dialect, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
@@ -48,6 +47,7 @@ from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
 from infembed_ray.storage import Published, Staging
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
+from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
@@ -212,22 +212,6 @@ def _nothing_kept(staging: Staging, why: str) -> str:
 # ---------------------------------------------------------------------------------------------- the coordinator
 
 
-class _Coordinator(budget.DurableLedger):
-    """The limits of a run and the rows of its tasks, which other nodes need no shared directory to read."""
-
-    def __init__(self, limits: Limits, slots: int, spent_usd: float, journal: JournalPlace, tasks: Path) -> None:
-        super().__init__(limits, slots, spent_usd, journal)
-        self._file = tasks
-
-    @cached_property
-    def _tasks(self) -> pa.RecordBatchFileReader:
-        return pa.ipc.open_file(pa.memory_map(str(self._file)))
-
-    def rows(self, task: int) -> pa.RecordBatch:
-        """Return the numbered seeds of a task."""
-        return self._tasks.get_batch(task)
-
-
 @contextlib.contextmanager
 def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iterator[Any]:
     """Start the coordinator as an actor on the driver's node: it then dies only together with the driver."""
@@ -235,8 +219,8 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
     slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
-    actor = ray.remote(num_cpus=0)(_Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings.limits, slots, spent_usd, job.journal, tasks)
+    actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
+    coordinator = actor.remote(settings, slots, spent_usd, job.journal, tasks)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
@@ -274,8 +258,9 @@ def _live_progress(coordinator: Any, outputs: Outputs, budget_usd: float | None,
 
     def watch() -> None:
         printed: set[str] = set()
-        answered, then = 0, time.monotonic()
-        while not ended.wait(1.0):
+        answered, then, over = 0, time.monotonic(), False
+        while not over:
+            over = ended.wait(1.0)
             try:
                 stats: LedgerStats = ray.get(coordinator.stats.remote())
             except ray.exceptions.RayError:
@@ -284,7 +269,10 @@ def _live_progress(coordinator: Any, outputs: Outputs, budget_usd: float | None,
             rate, answered, then = (traffic.answered - answered) / (now - then), traffic.answered, now
             spent = "" if budget_usd is None else f", {stats.spent_usd:.2f} of {budget_usd:g} USD"
             load = f"{rate:.0f}/s, {stats.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
-            advance(0, note=f"{outputs.note()}; {load}")
+            begun = (
+                stats.in_flight or answered or traffic.rate_limited or traffic.failed or sum(outputs.counts().values())
+            )
+            advance(0, note=f"{outputs.note()}; {load}" if begun else "starting the actors on Ray")
             for warning in stats.warnings:
                 if warning not in printed:
                     printed.add(warning)
@@ -396,7 +384,8 @@ class _Synthesizer:
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
-        self._client = ChatClient(endpoints, self._journal, self._limiter, prices.load(settings.prices))
+        table = prices.load(settings.prices)
+        self._client = ChatClient(endpoints, self._journal, self._limiter, table, learn=self._learn_dialects)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(self._client.complete)
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
@@ -404,6 +393,15 @@ class _Synthesizer:
         self._running = 0
         gc.freeze()  # exempts the imported modules
         gc.set_threshold(YOUNG_OBJECTS)
+
+    async def _learn_dialects(self) -> Sequence[Mapping[str, Dialect]]:
+        try:
+            learned: Sequence[Mapping[str, Dialect]] | str = await self._coordinator.dialects.remote()
+        except ray.exceptions.RayError as error:
+            raise RunFailure(_failed(error)) from error
+        if isinstance(learned, str):
+            raise RunFailure(learned)
+        return learned
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._driver.watch()

@@ -15,7 +15,7 @@ from infembed_ray.config.llm import ChatModel, Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import RunFailure, Unjournaled
+from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying, run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
@@ -25,7 +25,7 @@ from infembed_ray.object_store import convert_errors, is_uri
 from infembed_ray.progress import say
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, model_of, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
@@ -168,6 +168,12 @@ def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
     """Return name of the setting -> model."""
     steps = {f"steps.{step}": model for step, model in settings.steps.items()}
     return {"generator": settings.generator, "judge": settings.judge, **steps}
+
+
+def probes(settings: SynthesizeSettings) -> dict[str, Request]:
+    """Return name of a model's setting -> a short request with its parameters; one of those with equal parameters."""
+    requests = [(name, templates.probe(model)) for name, model in (model_of(settings, step) for step in STEPS)]
+    return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
 
 
 def _check_names(settings: SynthesizeSettings) -> None:

@@ -76,15 +76,16 @@ REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
 
 AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy makers", "patients", "shoppers")
 ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
+PROBE = "This is a test."
 _WORD = re.compile(r"[a-z][a-z'-]+")
 _STAMP = re.compile(r"\(Note \d+\)")
 _SHOWN_AS_JSON = re.compile(r'^\{"(\w+)": "(<.*>)"\}$', re.MULTILINE)
 
 
 def answer(body: Mapping[str, Any], mistaken: float = 0.0) -> str:
-    """Return the answer to a request, in JSON if it asks for that."""
+    """Return the answer to a request, in JSON if its prompt asks for that."""
     prompt = body["messages"][0]["content"]
-    if "response_format" not in body:
+    if not _SHOWN_AS_JSON.search(prompt):
         return say(prompt, mistaken)
     as_text = _SHOWN_AS_JSON.sub(lambda shown: f"{shown[1].capitalize()}: {shown[2]}", prompt)
     label, value = say(as_text, mistaken).split(": ", 1)
@@ -94,6 +95,8 @@ def answer(body: Mapping[str, Any], mistaken: float = 0.0) -> str:
 def say(prompt: str, mistaken: float = 0.0) -> str:
     """Return the answer to one of the pipeline's prompts."""
     rng = random.Random(prompt)
+    if prompt.startswith(PROBE):
+        return "Answer: yes"
     if "Candidates:" in prompt:
         return f"Answer: {_judge(prompt, rng, mistaken)}"
     if "Passage: <" in prompt:

@@ -6,6 +6,7 @@ prints its URL and serves until it is interrupted. `stand_in` serves in a thread
 Equal requests get equal answers. Faults are drawn per attempt; refusals and useless answers are drawn per request. The log
 has one line per request that says how it ended:
 
+    probed       a short request with a model's parameters was answered, before the run's own requests
     answered     the client received all of the answer
     undelivered  the answer was sent, but the client died or disconnected before it received all of it
     remembered   the answer to an `Idempotency-Key` that was answered before
@@ -43,6 +44,7 @@ from aiohttp import web
 
 from tests.support.stand_in_answers import (
     ATTEMPT_FAULTS,
+    PROBE,
     REQUEST_FAULTS,
     Behaviour,
     completion,
@@ -187,6 +189,16 @@ class _Server:
             return "refused_key", _error(401, "Incorrect API key provided.", "invalid_api_key")
         if how.models and body["model"] not in how.models.split(","):
             return "unknown_model", _error(404, f"The model `{body['model']}` does not exist.", "model_not_found")
+        for refused in filter(None, how.refused_parameters.split(",")):
+            model, parameter = refused.split(":")
+            used = [*body, body.get("response_format", {}).get("type")]
+            if model == body["model"] and parameter in used:
+                said = f"Unsupported parameter: '{parameter}' is not supported with this model."
+                return "refused_parameter", _error(400, said, "unsupported_parameter", param=parameter)
+        if body["messages"][0]["content"].startswith(PROBE) and body["model"] != how.refused_model:
+            response = completion(body)
+            request["usage"] = response["usage"]
+            return "probed", web.json_response(response)
         if how.quota and self._answered >= how.quota:
             return "over_quota", _error(429, "You exceeded your current quota.", "insufficient_quota")
         if body["model"] == how.limited_model and not self._take(request):
@@ -326,9 +338,11 @@ class _Server:
         }
 
 
-def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:
+def _error(
+    status: int, message: str, code: str, retry_after_s: float | None = None, param: str | None = None
+) -> web.Response:
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
-    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
+    body = {"error": {"message": message, "type": "error", "param": param, "code": code}}
     return web.json_response(body, status=status, headers=headers)
 
 
