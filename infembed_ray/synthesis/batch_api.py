@@ -58,6 +58,8 @@ class BatchReport:
     completion_tokens: int = 0
     usd: float | None = 0.0
     """Price of the answers; None if the price table lacks a model."""
+    probe_usd: float = 0.0
+    """Price of the short requests that found out the models' parameters."""
 
 
 async def answer_in_batches(
@@ -127,7 +129,7 @@ class _BatchRunner:
             for line in learned.report:
                 say(f"synthesize: {line}")
             self._committed_usd += learned.used[USD]
-            self.report.usd = None if self.report.usd is None else self.report.usd + learned.used[USD]
+            self.report.probe_usd = learned.used[USD]
 
     def unfinished(self) -> list[Batch]:
         """Return the batches that an earlier run submitted and did not collect; note what others left unanswered."""

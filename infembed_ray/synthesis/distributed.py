@@ -100,7 +100,7 @@ def run(settings: SynthesizeSettings) -> Published:
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         if job.in_batches:
             staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
-            spent_usd += batches["usd"] or 0.0
+            spent_usd += (batches["usd"] or 0.0) + batches["probe_usd"]
         connect()
         tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
         with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:

@@ -167,6 +167,12 @@ class _Server:
             entry |= request.get("usage", {})
             self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
 
+    def _refused(self, body: dict[str, Any]) -> str | None:
+        """Return a parameter of a body that its model refuses."""
+        used = [*body, body.get("response_format", {}).get("type")]
+        pairs = (each.split(":") for each in self._behaviour.refused_parameters.split(",") if each)
+        return next((name for model, name in pairs if model == body["model"] and name in used), None)
+
     def _take(self, request: web.Request) -> bool:
         """Take one request from the rate limit of the limited model, and put what is left into the response's headers."""
         limit, now = self._behaviour.model_limit, time.monotonic()
@@ -189,12 +195,9 @@ class _Server:
             return "refused_key", _error(401, "Incorrect API key provided.", "invalid_api_key")
         if how.models and body["model"] not in how.models.split(","):
             return "unknown_model", _error(404, f"The model `{body['model']}` does not exist.", "model_not_found")
-        for refused in filter(None, how.refused_parameters.split(",")):
-            model, parameter = refused.split(":")
-            used = [*body, body.get("response_format", {}).get("type")]
-            if model == body["model"] and parameter in used:
-                said = f"Unsupported parameter: '{parameter}' is not supported with this model."
-                return "refused_parameter", _error(400, said, "unsupported_parameter", param=parameter)
+        if refused := self._refused(body):
+            said = f"Unsupported parameter: '{refused}' is not supported with this model."
+            return "refused_parameter", _error(400, said, "unsupported_parameter", param=refused)
         if body["messages"][0]["content"].startswith(PROBE) and body["model"] != how.refused_model:
             response = completion(body)
             request["usage"] = response["usage"]
@@ -320,7 +323,7 @@ class _Server:
         fault = draw(how, ("batch_fault",), random.Random(f"{how.seed}/{digest}/{batch_id}"))
         always = draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
         status, said = 200, {}
-        if fault or always == "bad_request":
+        if fault or always == "bad_request" or self._refused(body):
             status = 500 if fault else 400
             code = "server_error" if fault else "invalid_request_error"
             said = {"error": {"message": "Not answered.", "type": "error", "code": code}}
