@@ -18,9 +18,8 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray import durable, records
-from infembed_ray.config.llm import Endpoint, Limits
+from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import Canary, SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.chat import Dialect, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
@@ -49,9 +48,10 @@ from infembed_ray.records import Seed
 from infembed_ray.storage import Published, Step
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
+from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.forecast import forecast, sample
 from infembed_ray.synthesis.live_progress import live_progress
-from infembed_ray.synthesis.outputs import Outputs, nothing_kept, traffic
+from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
 
@@ -102,6 +102,8 @@ def run(settings: SynthesizeSettings) -> Published:
     with step.publish() as staging:  # from here on no other run of this output spends
         if job.has_key:
             _settle_journal(job.journal)
+        if settings.limits.budget_usd is not None:
+            budget.resume(job.journal, table)
         shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
         if settings.canary is not None and job.has_key and not has_pending_batches(job):
             staging.facts["canary"] = _run_canary(job, step, staging.path / CANARY, settings.canary)
@@ -112,7 +114,7 @@ def run(settings: SynthesizeSettings) -> Published:
         with Outputs(staging.path, table) as outputs:
             stats = _run_rows(job, step, outputs, breaker.add)
         staging.counts = outputs.counts()
-        staging.facts |= {**outputs.facts(), "traffic": traffic(stats), "left_out": dict(job.survey.left_out)}
+        staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
         if not staging.counts["kept"]:
@@ -143,9 +145,12 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
             journal.close()
 
     try:
-        return asdict(run_in_thread(ask()))
+        report = run_in_thread(ask())
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
+    if job.settings.limits.budget_usd is not None:
+        budget.note_unjournaled(job.journal, job.table, spent_usd + (report.usd or 0.0) + report.probe_usd)
+    return asdict(report)
 
 
 def _run_canary(job: Job, step: Step, directory: Path, canary: Canary) -> dict[str, Any]:
@@ -255,22 +260,6 @@ def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -
 # ---------------------------------------------------------------------------------------------- the coordinator
 
 
-class _Coordinator(budget.DurableLedger):
-    """The limits of a run and the rows of its tasks, which other nodes need no shared directory to read."""
-
-    def __init__(self, limits: Limits, slots: int, spent_usd: float, journal: JournalPlace, tasks: Path) -> None:
-        super().__init__(limits, slots, spent_usd, journal)
-        self._file = tasks
-
-    @cached_property
-    def _tasks(self) -> pa.RecordBatchFileReader:
-        return pa.ipc.open_file(pa.memory_map(str(self._file)))
-
-    def rows(self, task: int) -> pa.RecordBatch:
-        """Return the numbered seeds of a task."""
-        return self._tasks.get_batch(task)
-
-
 @contextlib.contextmanager
 def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iterator[Any]:
     """Start the coordinator as an actor on the driver's node: it then dies only together with the driver."""
@@ -278,8 +267,8 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
     slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
-    actor = ray.remote(num_cpus=0)(_Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings.limits, slots, spent_usd, job.journal, tasks)
+    actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
+    coordinator = actor.remote(settings, slots, spent_usd, job.journal, tasks)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
@@ -293,7 +282,7 @@ def _failed(error: ray.exceptions.RayError) -> str:
     return f"an actor of the run failed ({reason}); run the same command again, the journal resumes"
 
 
-def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
+def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: JournalPlace) -> RateLimiter:
     """Return the rate limiter of this actor."""
 
     async def exchange(report: LeaseReport) -> Grant:
@@ -304,7 +293,9 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
         return grant
 
     window_s = settings.limits.window_s
-    lease = Lease(uuid.uuid4().hex, resources(settings.limits), settings.in_flight, window_s)
+    holder = uuid.uuid4().hex
+    record = None if settings.limits.budget_usd is None else budget.spend_record(journal, holder)
+    lease = Lease(holder, resources(settings.limits), settings.in_flight, window_s, record=record)
     return RateLimiter(lease, exchange, min(LONGEST_INTERVAL_S, window_s / REPORTS_PER_WINDOW))
 
 
@@ -400,11 +391,12 @@ class _Synthesizer:
         self._settings = settings
         self._coordinator = coordinator
         self._pool: Sequence[str] = ray.get(pool)
-        self._limiter = _rate_limiter(settings, coordinator)
+        self._limiter = _rate_limiter(settings, coordinator, journal)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
-        self._client = ChatClient(endpoints, self._journal, self._limiter, prices.load(settings.prices))
+        table = prices.load(settings.prices)
+        self._client = ChatClient(endpoints, self._journal, self._limiter, table, learn=self._learn_dialects)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(self._client.complete)
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
@@ -412,6 +404,15 @@ class _Synthesizer:
         self._running = 0
         gc.freeze()  # exempts the imported modules
         gc.set_threshold(YOUNG_OBJECTS)
+
+    async def _learn_dialects(self) -> Sequence[Mapping[str, Dialect]]:
+        try:
+            learned: Sequence[Mapping[str, Dialect]] | str = await self._coordinator.dialects.remote()
+        except ray.exceptions.RayError as error:
+            raise RunFailure(_failed(error)) from error
+        if isinstance(learned, str):
+            raise RunFailure(learned)
+        return learned
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._driver.watch()

@@ -19,7 +19,7 @@ def live_progress(
 
     Args:
         stats: state of the run; None ends the updates.
-        forecast: first part of the note.
+        forecast: first part of the note; "" before a row ends.
         budget_usd: of the run.
         advance: of the progress display.
     """
@@ -27,13 +27,17 @@ def live_progress(
 
     def watch() -> None:
         printed: set[str] = set()
-        answered, then = 0, time.monotonic()
-        while not ended.wait(1.0) and (state := stats()) is not None:
-            now, traffic = time.monotonic(), state.traffic
+        answered, then, over = 0, time.monotonic(), False
+        while not over:
+            over = ended.wait(1.0)
+            if (state := stats()) is None:
+                return
+            now, traffic, rows = time.monotonic(), state.traffic, forecast()
             rate, answered, then = (traffic.answered - answered) / (now - then), traffic.answered, now
             spent = "" if budget_usd is None else f", {state.spent_usd:.2f} of the budget's {budget_usd:g} USD"
             load = f"{rate:.0f}/s, {state.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
-            advance(0, note=f"{forecast()}; {load}")
+            begun = rows or state.in_flight or traffic.answered or traffic.rate_limited or traffic.failed
+            advance(0, note=f"{rows or 'no row has ended'}; {load}" if begun else "starting the actors on Ray")
             for warning in state.warnings:
                 if warning not in printed:
                     printed.add(warning)

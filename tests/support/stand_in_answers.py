@@ -61,6 +61,13 @@ class Behaviour:
     """A member of the response that is nested 10,000 deep."""
     refused_model: str = ""
     """HTTP 400 for this model, whatever the prompt."""
+    refused_parameters: str = ""
+    """HTTP 400 for parameters of models, for example `small:temperature,judge:json_schema`."""
+    # A rate limit of one model, in its headers and by 429s.
+    limited_model: str = ""
+    model_limit: int = 0
+    """Requests in a window, which refill steadily."""
+    model_window_s: float = 60.0
     # Batches.
     batch_s: float = 0.0
     """Processing time of a batch."""
@@ -90,15 +97,16 @@ AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy 
 ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
 POOR = "(It misses the request.)"
 """Mark of a poor passage, by which the judge recognizes it."""
+PROBE = "This is a test."
 _WORD = re.compile(r"[a-z][a-z'-]+")
 _STAMP = re.compile(r"\(Note \d+\)")
 _SHOWN_AS_JSON = re.compile(r'^\{"(\w+)": "(<.*>)"\}$', re.MULTILINE)
 
 
 def answer(body: Mapping[str, Any], mistaken: float = 0.0, stubborn: float = 0.0, poor: float = 0.0) -> str:
-    """Return the answer to a request, in JSON if it asks for that."""
+    """Return the answer to a request, in JSON if its prompt asks for that."""
     prompt = body["messages"][0]["content"]
-    if "response_format" not in body:
+    if not _SHOWN_AS_JSON.search(prompt):
         return say(prompt, mistaken, stubborn, poor)
     as_text = _SHOWN_AS_JSON.sub(lambda shown: f"{shown[1].capitalize()}: {shown[2]}", prompt)
     label, value = say(as_text, mistaken, stubborn, poor).split(": ", 1)
@@ -108,6 +116,8 @@ def answer(body: Mapping[str, Any], mistaken: float = 0.0, stubborn: float = 0.0
 def say(prompt: str, mistaken: float = 0.0, stubborn: float = 0.0, poor: float = 0.0) -> str:
     """Return the answer to one of the pipeline's prompts."""
     rng = random.Random(prompt)
+    if prompt.startswith(PROBE):
+        return "Answer: yes"
     if "Candidates:" in prompt:
         return f"Answer: {_judge(prompt, rng, mistaken, stubborn)}"
     if "Passage: <" in prompt:
