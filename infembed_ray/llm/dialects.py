@@ -21,6 +21,7 @@ from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunF
 from infembed_ray.llm.endpoint import CHAT, Route, Unanswered, one_line
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, worst_case
+from infembed_ray.llm.transport import Transport
 
 _INSTEAD: dict[str, tuple[str | None, ...]] = {
     "max_completion_tokens": ("max_tokens",),
@@ -60,24 +61,27 @@ async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Reques
     """
     learned = Learned(tuple({} for _ in endpoints), [], {REQUESTS: 0, TOKENS: 0, USD: 0.0})
     failures: list[RunFailure] = []
-    async with aiohttp.ClientSession() as session:
+    transport = Transport()
 
-        async def ask(name: str, endpoint: Endpoint, dialects: dict[str, Dialect]) -> None:
-            route = Route(endpoint, CHAT.path)
-            try:
-                for setting, request in requests.items():
-                    probe = _Probe(name, route, session, setting, request, table, learned)
-                    dialects[request.model] = await probe.dialect(dialects.get(request.model, {}))
-            except RunFailure as failure:
-                failures.append(failure)
-                learned.report.append(str(failure))
+    async def ask(name: str, endpoint: Endpoint, dialects: dict[str, Dialect]) -> None:
+        route = Route(endpoint, CHAT.path)
+        try:
+            for setting, request in requests.items():
+                probe = _Probe(name, route, transport, setting, request, table, learned)
+                dialects[request.model] = await probe.dialect(dialects.get(request.model, {}))
+        except RunFailure as failure:
+            failures.append(failure)
+            learned.report.append(str(failure))
 
-        asked = [
-            (name, endpoint, dialects)
-            for (name, endpoint), dialects in zip(endpoints.items(), learned.dialects, strict=True)
-            if endpoint.probe
-        ]
+    asked = [
+        (name, endpoint, dialects)
+        for (name, endpoint), dialects in zip(endpoints.items(), learned.dialects, strict=True)
+        if endpoint.probe
+    ]
+    try:
         await asyncio.gather(*(ask(*each) for each in asked))
+    finally:
+        await transport.close()
     if failures and len(failures) == len(endpoints):
         raise failures[0]
     return learned
@@ -89,7 +93,7 @@ class _Probe:
 
     name: str
     route: Route
-    session: aiohttp.ClientSession
+    transport: Transport
     setting: str
     request: Request
     table: PriceTable
@@ -97,20 +101,17 @@ class _Probe:
 
     async def dialect(self, dialect: Dialect) -> Dialect:
         """Send the request until its parameters are taken, and report what they are; begin with a known dialect."""
-        url, headers, proxy = self.route.address(self.request.model)
+        address = self.route.address(self.request.model)
         busy = 0
         while True:
             body = adapted(self.request.body, dialect)
             try:
-                async with self.session.post(
-                    url, data=json.dumps(body), headers={**headers}, proxy=proxy, timeout=self.route.timeout
-                ) as response:
-                    status, answer = response.status, await response.read()
+                status, headers, answer = await self.transport.post(address, json.dumps(body).encode(), {})
                 if status == 200:
                     self._count(answer)
                     self._report(dialect)
                     return dialect
-                failure = self.route.failure(self.request, status, response.headers, answer)
+                failure = self.route.failure(self.request, status, headers, answer)
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = Unanswered(one_line(error) or "time-out")
             if isinstance(failure, RunFailure):

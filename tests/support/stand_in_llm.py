@@ -198,7 +198,7 @@ class _Server:
             said = f"Unsupported parameter: '{refused}' is not supported with this model."
             return "refused_parameter", _error(400, said, "unsupported_parameter", param=refused)
         if body["messages"][0]["content"].startswith(PROBE) and body["model"] != how.refused_model:
-            response = completion(body)
+            response = how.completion(body, None)
             request["usage"] = response["usage"]
             return "probed", web.json_response(response)
         if how.quota and self._answered >= how.quota:
