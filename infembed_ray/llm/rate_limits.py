@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.llm.chat import Completion, Request
@@ -156,6 +157,19 @@ class LedgerStats:
     failure: str | None
     warnings: tuple[str, ...]
     """Distinct warnings, in order of arrival."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the manifest's figures of the endpoints."""
+        traffic = self.traffic
+        return {
+            "answered": traffic.answered,
+            "rate_limited": traffic.rate_limited,
+            "failed": traffic.failed,
+            "latency_s": {
+                name: traffic.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+            },
+            "warnings": list(self.warnings),
+        }
 
 
 @dataclass

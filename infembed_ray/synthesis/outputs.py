@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 
 from infembed_ray import records
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import LedgerStats
 from infembed_ray.progress import counted
 from infembed_ray.storage import Staging
 from infembed_ray.synthesis.audit import JudgeAudit
@@ -136,18 +135,6 @@ class Outputs:
                 funnel[step] = {"reached": left, **stopped}
             left -= sum(stopped.values())
         return funnel
-
-
-def traffic(stats: LedgerStats) -> dict[str, Any]:
-    """Return the manifest's figures of the endpoints."""
-    seen = stats.traffic
-    return {
-        "answered": seen.answered,
-        "rate_limited": seen.rate_limited,
-        "failed": seen.failed,
-        "latency_s": {name: seen.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "warnings": list(stats.warnings),
-    }
 
 
 def nothing_kept(staging: Staging, why: str) -> str:
