@@ -137,8 +137,6 @@ class LedgerStats:
     """State of a run as the ledger knows it."""
 
     in_flight: int
-    slots: int
-    """Most requests in flight."""
     spent_usd: float
     """Settled USD; 0 without a budget."""
     committed_usd: float
@@ -230,7 +228,6 @@ class Ledger:
         now = self._clock()
         return LedgerStats(
             in_flight=sum(holder.in_flight for holder in self._holders.values() if now - holder.seen <= LEASE_S),
-            slots=int(self._bounds[SLOTS]),
             spent_usd=self._used.get(USD, 0.0),
             committed_usd=self.committed_usd,
             traffic=self._traffic,

@@ -13,13 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import os
 import shutil
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infembed_ray import durable, records
+from infembed_ray import durable
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import Canary, SynthesizeSettings
 from infembed_ray.errors import InputError
@@ -38,7 +36,7 @@ from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.lease import Lease, RateLimiter
-from infembed_ray.llm.partitions import Partition, route_of
+from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats, resources
 from infembed_ray.object_store import Folder
@@ -54,6 +52,7 @@ from infembed_ray.synthesis.live_progress import live_progress
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
+from infembed_ray.synthesis.tasks import write_tasks
 
 CANARY = "canary"
 """Directory of the canary's records and forecast, in the output."""
@@ -74,7 +73,6 @@ REPORTS_PER_WINDOW = 200
 """Renewals of a lease per window, so that it holds little unused; at least one every LONGEST_INTERVAL_S."""
 LONGEST_INTERVAL_S = 0.5
 
-_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 _RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.string())])  # null outcome: the row was not finished
 
 
@@ -102,17 +100,18 @@ def run(settings: SynthesizeSettings) -> Published:
     with step.publish() as staging:  # from here on no other run of this output spends
         if job.has_key:
             _settle_journal(job.journal)
-        if settings.limits.budget_usd is not None:
-            budget.resume(job.journal, table)
+        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
         if settings.canary is not None and job.has_key and not has_pending_batches(job):
-            staging.facts["canary"] = _run_canary(job, step, staging.path / CANARY, settings.canary)
+            staging.facts["canary"] = _run_canary(job, step, staging.path / CANARY, settings.canary, spent_usd)
             _settle_journal(job.journal)
+            spent_usd = _spent_usd(job)
         if job.in_batches:
-            staging.facts["batches"] = _ask_in_batches(job, _spent_usd(job))
+            staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
+            spent_usd += (batches["usd"] or 0.0) + batches["probe_usd"]
         breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
         with Outputs(staging.path, table) as outputs:
-            stats = _run_rows(job, step, outputs, breaker.add)
+            stats = _run_rows(job, step, outputs, breaker.add, spent_usd)
         staging.counts = outputs.counts()
         staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
@@ -145,15 +144,12 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
             journal.close()
 
     try:
-        report = run_in_thread(ask())
+        return asdict(run_in_thread(ask()))
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
-    if job.settings.limits.budget_usd is not None:
-        budget.note_unjournaled(job.journal, job.table, spent_usd + (report.usd or 0.0) + report.probe_usd)
-    return asdict(report)
 
 
-def _run_canary(job: Job, step: Step, directory: Path, canary: Canary) -> dict[str, Any]:
+def _run_canary(job: Job, step: Step, directory: Path, canary: Canary, spent_usd: float) -> dict[str, Any]:
     """Run a sample of the rows, print a forecast for all of them, and return it for the manifest.
 
     Raises:
@@ -165,10 +161,11 @@ def _run_canary(job: Job, step: Step, directory: Path, canary: Canary) -> dict[s
     directory.mkdir()
     with Outputs(directory, job.table) as outputs:
         part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
-        stats = _run_rows(part, step, outputs, rows.append, "canary")
+        stats = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
     price = BATCH_PRICE if job.in_batches else 1.0
     rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
-    made = forecast(rows, job.survey.seeds, stats, settings.limits, price, settings.seed)
+    latency_s, slots = stats.traffic.mean_s(), _slots(settings)
+    made = forecast(rows, job.survey.seeds, latency_s, slots, settings.limits, price, settings.seed)
     say(f"synthesize: {made}")
     facts = {**asdict(made), "counts": outputs.counts(), "usd_paid": outputs.facts()["usd"]}
     durable.replace_json(directory / "forecast.json", facts)
@@ -185,7 +182,12 @@ def _spent_usd(job: Job) -> float:
 
 
 def _run_rows(
-    job: Job, step: Step, outputs: Outputs, see: Callable[[Outcome], object], title: str = "synthesize"
+    job: Job,
+    step: Step,
+    outputs: Outputs,
+    see: Callable[[Outcome], object],
+    spent_usd: float,
+    title: str = "synthesize",
 ) -> LedgerStats:
     """Run all rows and write their outputs; `see` gets each outcome. Return the state of the run at its end.
 
@@ -196,7 +198,7 @@ def _run_rows(
     unfinished, seeds = 0, job.survey.seeds
     budget_usd = job.settings.limits.budget_usd
     tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
-    with _coordinator(job, tasks, step.identity, _spent_usd(job)) as coordinator:
+    with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
         try:
             with (
                 track(title, seeds) as advance,
@@ -264,17 +266,22 @@ def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -
 def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iterator[Any]:
     """Start the coordinator as an actor on the driver's node: it then dies only together with the driver."""
     settings = job.settings
-    slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
     actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings, slots, spent_usd, job.journal, tasks)
+    coordinator = actor.remote(settings, _slots(settings), spent_usd, job.journal, tasks)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
         raise InputError(_failed(error)) from error
     finally:
         ray.kill(coordinator)
+
+
+def _slots(settings: SynthesizeSettings) -> int:
+    """Return the most requests in flight of all actors together."""
+    slots = settings.actors * settings.in_flight
+    return min(settings.limits.in_flight or slots, slots)
 
 
 def _failed(error: ray.exceptions.RayError) -> str:
@@ -309,7 +316,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     """
     settings = job.settings
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
-    tasks = _write_tasks(file, job.seeds, rows, settings.actors)
+    tasks = write_tasks(file, job.seeds, rows, settings.actors)
     driver = this_process()
     pool = ray.put(job.survey.pool)
 
@@ -348,30 +355,6 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
                 shown.add(outcome.row["error"])
                 say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
             yield result["index"], outcome
-
-
-def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[Partition, list[int]]:
-    """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
-
-    The coordinator maps the file, so neither a process nor the object store grows with the seeds.
-    """
-    waiting: defaultdict[Partition, list[dict[str, Any]]] = defaultdict(list)
-    tasks: defaultdict[Partition, list[int]] = defaultdict(list)
-    numbers = itertools.count()
-    with pa.ipc.new_file(str(file), _SEEDS) as stream:
-
-        def write(partition: Partition) -> None:
-            stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
-            tasks[partition].append(next(numbers))
-
-        for index, seed in enumerate(seeds):
-            partition = Partition.route(route_of(seed.query, seed.passage), actors)
-            waiting[partition].append({"index": index, **records.columns_of(seed)})
-            if len(waiting[partition]) == rows:
-                write(partition)
-        for partition in list(waiting):
-            write(partition)
-    return tasks
 
 
 class _Synthesizer:

@@ -13,7 +13,6 @@ import numpy as np
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.config.synthesis import Canary
-from infembed_ray.llm.rate_limits import LedgerStats
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.pipeline import Outcome
 
@@ -33,8 +32,8 @@ class Forecast:
     Attributes:
         sampled: seeds of the sample; `seeds`: of the run.
         usd_per_1000_kept: None if the sample has no kept record or a price is unknown.
-        hours: of requests, at the sample's mean latency and its last limit of requests in flight, and no faster than the
-            limits per minute allow; its interval is that of the calls. None if journals answered the sample.
+        hours: of requests, at the sample's mean latency with all slots in use, and no faster than the limits per minute
+            allow; its interval is that of the calls. None if journals answered the sample.
     """
 
     sampled: int
@@ -92,14 +91,21 @@ def sample(seeds: Iterable[Seed], size: int, seed: int) -> list[Seed]:
 
 
 def forecast(
-    rows: Sequence[Outcome], seeds: int, stats: LedgerStats, limits: Limits, price: float, seed: int
+    rows: Sequence[Outcome],
+    seeds: int,
+    latency_s: float | None,
+    slots: int,
+    limits: Limits,
+    price: float,
+    seed: int,
 ) -> Forecast:
     """Make a forecast.
 
     Args:
         rows: outcomes of the sample, at least one.
         seeds: number of seeds of the run.
-        stats: state of the sample's run at its end.
+        latency_s: mean latency of the sample's requests; None if journals answered all.
+        slots: most requests in flight.
         limits: of the run.
         price: of the run's answers, as a share of that of the sample's.
         seed: of the bootstrap.
@@ -116,8 +122,7 @@ def forecast(
     sums = np.vstack([figures.sum(axis=0), counts @ figures])  # the sample itself first
     kept, calls, tokens, usd = sums.T
     scale = seeds / len(rows)
-    latency_s = stats.traffic.mean_s()
-    seconds = calls * (latency_s or 0.0) / stats.slots
+    seconds = calls * (latency_s or 0.0) / slots
     if limits.requests_per_minute is not None:
         seconds = np.maximum(seconds, 60 * calls / limits.requests_per_minute)
     if limits.tokens_per_minute is not None:

@@ -250,3 +250,15 @@ def test_the_p99_latency_is_at_most_5_percent_too_high(seconds: list[float]) -> 
     found = traffic.latency_s(0.99)
     assert found is not None
     assert exact * (1 - 1e-9) <= found <= exact * 1.05 * (1 + 1e-9)
+
+
+def test_the_mean_latency_is_at_most_a_twentieth_too_high() -> None:
+    traffic = Traffic()
+    assert traffic.mean_s() is None
+    taken = [0.01 * n for n in range(1, 200)]
+    for seconds in taken:
+        traffic.add_answer(seconds)
+    mean = sum(taken) / len(taken)
+    found = traffic.mean_s()
+    assert found is not None
+    assert mean <= found <= 1.05 * mean

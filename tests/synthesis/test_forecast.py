@@ -10,7 +10,6 @@ import pytest
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.config.synthesis import Canary
-from infembed_ray.llm.rate_limits import LedgerStats, Traffic
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.forecast import Forecast, forecast, sample, wilson
 from infembed_ray.synthesis.pipeline import Outcome, Spend
@@ -45,19 +44,12 @@ def test_wilsons_interval_is_that_of_the_published_example() -> None:
     assert wilson(29, 29)[2] == pytest.approx(1.0)
 
 
-def stats(latencies: int = 100, seconds: float = 2.0, slots: int = 10) -> LedgerStats:
-    traffic = Traffic()
-    for _ in range(latencies):
-        traffic.add_answer(seconds)
-    return LedgerStats(0, slots, 0.0, 0.0, traffic, None, ())
-
-
 def row(kind: Any, calls: int = 8, usd: float | None = 0.01) -> Outcome:
     return Outcome(kind, {}, Spend(calls, 900 * calls, 100 * calls, usd), Spend())
 
 
-def made(rows: list[Outcome], price: float = 1.0, state: LedgerStats | None = None, **limits: Any) -> Forecast:
-    return forecast(rows, 10 * len(rows), state or stats(), Limits(**limits), price, seed=0)
+def made(rows: list[Outcome], price: float = 1.0, latency_s: float | None = 2.0, **limits: Any) -> Forecast:
+    return forecast(rows, 10 * len(rows), latency_s, 10, Limits(**limits), price, seed=0)
 
 
 def test_figures_are_those_of_the_sample_scaled_to_all_seeds() -> None:
@@ -70,7 +62,7 @@ def test_figures_are_those_of_the_sample_scaled_to_all_seeds() -> None:
     assert found.usd_per_1000_kept[0] == pytest.approx(1000 * 5.0 / 300)
     assert (found.calls[0], found.tokens[0]) == pytest.approx((3000, 3_000_000))
     assert found.hours is not None
-    assert found.hours[0] == pytest.approx(3000 * 2.0 / 10 / 3600, rel=0.05)
+    assert found.hours[0] == pytest.approx(3000 * 2.0 / 10 / 3600)
     assert all(low < value < high for value, low, high in (found.usd, found.usd_per_1000_kept, found.calls))
 
 
@@ -87,7 +79,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 def test_replayed_answers_cost_what_they_cost_and_batches_half() -> None:
     replayed = [Outcome("kept", {}, Spend(), Spend(8, 100, 10, 0.01))] * 5
-    found = made(replayed, price=0.5, state=stats(latencies=0))
+    found = made(replayed, price=0.5, latency_s=None)
     assert found.usd is not None
     assert found.usd[0] == pytest.approx(50 * 0.005)
     assert found.hours is None

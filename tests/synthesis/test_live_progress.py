@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from infembed_ray.llm.rate_limits import LedgerStats, Traffic
+from infembed_ray.config.llm import Limits
+from infembed_ray.llm.rate_limits import Ledger, LedgerStats, Traffic
 from infembed_ray.synthesis.live_progress import live_progress
 from tests.support.waiting import wait_until
 
@@ -22,7 +24,7 @@ def test_the_note_has_forecast_and_load_and_a_warning_is_printed_once(
     def stats() -> LedgerStats:
         for _ in range(50):
             traffic.add_answer(0.1)
-        return LedgerStats(7, 64, 1.25, 1.5, traffic, None, ("slow",))
+        return replace(Ledger(Limits(), 64).stats(), in_flight=7, spent_usd=1.25, traffic=traffic, warnings=("slow",))
 
     def advance(n: int = 1, note: str = "") -> None:
         assert n == 0
