@@ -12,7 +12,7 @@ from typing import Any
 UNREADABLE = "unreadable"
 """Finish reason of a complete response whose JSON exceeds Python's limits. It was paid for, so it is journaled."""
 
-_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, check_circular=False)
 
 
 class RowFailure(Exception):
@@ -135,7 +135,7 @@ def usable_text(completion: Completion) -> str:
 
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON can hold but UTF-8 cannot, with question marks."""
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _shortened(text: str, length: int = 120) -> str:

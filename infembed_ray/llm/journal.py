@@ -38,8 +38,8 @@ from infembed_ray.llm.chat import Completion, Request, RunFailure
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.partitions import Partition
 
-_JSON = json.JSONEncoder(ensure_ascii=False)
-SYNC_EVERY_S = 0.01
+_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+SYNC_EVERY_S = 0.025
 """Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
 
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')

@@ -42,6 +42,8 @@ Kind = Literal["kept", "rejected", "dead_letter"]
 SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead_letter": DEAD_LETTER}
 """Columns of the rows of each kind."""
 
+_COLUMNS = {kind: frozenset(schema.names) for kind, schema in SCHEMAS.items()}
+
 _JUDGE = "judge_"
 CHEAP_JUDGE = "cheap_judge_"
 """Prefix of the steps of `settings.cheap_judge`, which come before all steps of `settings.judge`."""
@@ -234,7 +236,7 @@ class _Row:
     def outcome(self, kind: Kind, **why: str) -> Outcome:
         """Return the row as far as it came; `why` says at which step it ended and for what reason."""
         known = {**self.columns, **why, "provenance": self._provenance()}
-        row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
+        row = {name: value for name, value in known.items() if name in _COLUMNS[kind]}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]
