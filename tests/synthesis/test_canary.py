@@ -30,6 +30,7 @@ def test_the_run_ends_after_the_canary_and_the_same_command_goes_on_without_payi
             server,
             canary={"seeds": 16, "stop": True},
             cheap_judge={"model": "gpt-4o-mini", "max_tokens": 500, "audit": 0.5},
+            actors=1,
             limits={"budget_usd": 1},
             generator={"max_tokens": 500},
             judge={"max_tokens": 500},
@@ -70,3 +71,20 @@ def test_the_run_ends_after_the_canary_and_the_same_command_goes_on_without_payi
     assert funnel["cheap_judge_negative_query"]["reached"] == 64
     ended = Counter(row["step"] for row in rejected)
     assert {step: funnel[step]["rejected"] for step in ended} == ended
+
+
+@pytest.mark.ray
+def test_the_canary_of_a_run_in_batches_is_asked_online_and_forecasts_the_price_of_batches(
+    ray_cluster: None, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "this_process", lambda: None)
+    with stand_in() as server:
+        given = settings(seeds, tmp_path, server, canary={"seeds": 10}, batches={"poll_s": 0.05}, limit=30)
+        manifest = run(given).manifest
+        assert answered_most(server) == 1
+        online = [entry for entry in server.log("answered") if "batch" not in entry]
+    canary = manifest["canary"]
+    assert len(online) == canary["counts"]["calls"]
+    assert manifest["counts"]["calls"] == 0
+    assert manifest["batches"]["answered"] == manifest["counts"]["replayed"] - len(online)
+    assert canary["usd"][0] == pytest.approx(30 / 10 * canary["usd_paid"] / 2)
