@@ -18,7 +18,7 @@ import aiohttp
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import Complete, Completion, Request, RowFailure, RunFailure, Unjournaled
-from infembed_ray.llm.endpoint import CHAT, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
+from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
@@ -74,7 +74,7 @@ class ChatClient:
                 up, the journal fails, or another process met such a failure. From then on, nothing more is sent.
         """
         try:
-            known = self._journal.get(request.key)
+            known = self._journal.get(*request.keys)
         except RunFailure as failure:
             self._limiter.fail(str(failure))
             raise
@@ -164,7 +164,10 @@ class ChatClient:
         route.reached = True
         if response.status != 200:
             raise route.failure(request, response.status, response.headers, answer)
-        completion = self._wire.parse(answer)
+        try:
+            completion = self._wire.parse(answer)
+        except ErrorBody as error:
+            raise route.failure(request, error.status, response.headers, error.body) from error
         route.answered = True
         route.faults = 0
         return completion
@@ -278,7 +281,7 @@ def replaying(journal: Journal) -> Complete:
     """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
 
     async def complete(request: Request) -> Completion:
-        known = journal.get(request.key)
+        known = journal.get(*request.keys)
         if known is None:
             raise Unjournaled(request)
         return known

@@ -234,7 +234,7 @@ def test_refused_cut_off_and_empty_answers_count_as_answers(tmp_path: Path) -> N
     with stand_in(refusal=0.05, cut_off=0.05, empty=0.05) as server:
         given = settings(server)
         assert fill(given, tmp_path).unanswered == {}
-        assert answered_most(server) == 1
+        assert answered_most(server) == 2  # a refused or empty answer is sampled once more
         kinds = Counter(outcome.kind for outcome in outcomes(given, tmp_path) if outcome)
     assert kinds["dead_letter"] > 0
     assert kinds.total() == len(SEEDS)
