@@ -199,7 +199,8 @@ class _Row:
         """
         model = model_of(self.settings, step)[1]
         # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).
-        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
+        own = self.settings.prompts
+        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"], own)
         values["language"] = self.language or "its programming language"
         request = replace(template.request(model, step, self.columns["id"], values, choices), route=self.route)
 
@@ -210,7 +211,7 @@ class _Row:
         try:
             return value(text)
         except Malformed as fault:
-            return value(await self._exchange(templates.repair(request, text, fault)))
+            return value(await self._exchange(templates.repair(request, text, fault, own)))
 
     async def _exchange(self, request: Request) -> str:
         """Return the text of an answer; ask again if it was cut off, or was refused or empty by chance."""
