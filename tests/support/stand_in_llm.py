@@ -326,6 +326,7 @@ class _Server:
             self._answered += 1
         ended = "answered" if status == 200 else fault or "bad_request"
         entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "batch": batch_id}
+        entry["fault"] = always
         self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
         return {
             "id": f"batch_req_{digest[:8]}",
@@ -382,6 +383,10 @@ class StandIn:
             if entry.get("number") in undelivered:
                 entry |= {"ended": "undelivered", "lost": undelivered[entry["number"]]}
         return [entry for entry in entries if ended is None or entry["ended"] == ended]
+
+    def usable_answers(self) -> Counter[str]:
+        """Return request -> number of its usable answers. A useless one may be asked for again with an equal body."""
+        return Counter(each["request"] for each in self.log("answered") if each.get("fault") not in UNUSABLE)
 
     def hold(self) -> None:
         """Keep all answers back until `release`."""

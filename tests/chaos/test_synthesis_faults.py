@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger, resources
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
-from tests.support.stand_in_answers import CHAOS, UNUSABLE
+from tests.support.stand_in_answers import CHAOS
 from tests.support.stand_in_llm import StandIn, stand_in
-from tests.synthesis.runs import ROWS
+from tests.synthesis.runs import ROWS, answered_most
 
 pytestmark = pytest.mark.integration
 
@@ -60,12 +59,6 @@ def outcomes(server: StandIn, journal: Path, structured: bool) -> list[Outcome]:
     return asyncio.run(run())
 
 
-def usable(server: StandIn) -> Counter[str]:
-    """Request -> number of its usable answers."""
-    answers = server.log("answered")
-    return Counter(entry["request"] for entry in answers if entry["fault"] not in UNUSABLE)
-
-
 @pytest.mark.parametrize("structured", [False, True], ids=["text", "json"])
 def test_every_row_that_a_further_request_can_mend_ends_as_without_faults(tmp_path: Path, structured: bool) -> None:
     with stand_in() as flawless:
@@ -74,7 +67,7 @@ def test_every_row_that_a_further_request_can_mend_ends_as_without_faults(tmp_pa
         got = outcomes(server, tmp_path / "journal", structured)
         log = server.log()
         assert {*CHAOS} <= {entry["ended"] for entry in log} | {entry.get("fault") for entry in log}
-        assert usable(server).most_common(1)[0][1] == 1
+        assert answered_most(server) == 1
     assert len(got) == len(SEEDS)
     errors = [row.row["error"] for row in got if row.kind == "dead_letter"]
     unmended = [error for error in errors if error.startswith(UNMENDED)]
