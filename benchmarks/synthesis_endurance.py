@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.chaos.seeds import write_seeds  # noqa: E402
+from tests.support.stand_in_answers import UNUSABLE  # noqa: E402
 from tests.support.stand_in_llm import ATTEMPT_FAULTS, REQUEST_FAULTS, StandIn, stand_in_process  # noqa: E402
 
 EVERY_S = 2.0
@@ -165,7 +166,8 @@ def main() -> None:
         title = f"{options.seeds:,} seeds, {len(log):,} requests, 2 actors: resident memory, private dashed"
         options.figure.write_text(figure(samples, title))
     actors = sorted({name for _, sample in samples for name in sample if name.startswith("actor")})
-    answered = Counter(entry["request"] for entry in log if entry["ended"] == "answered")
+    usable = (entry for entry in log if entry["ended"] == "answered" and entry["fault"] not in UNUSABLE)
+    answered = Counter(entry["request"] for entry in usable)
     print(json.dumps({
         "counts": manifest["counts"],
         "unaccounted": options.seeds - len(ids) + sum(times - 1 for times in ids.values()),

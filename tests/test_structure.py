@@ -17,13 +17,14 @@ REASON = "# Long: "
 """A comment that begins so, above the def or its decorators, permits a longer function."""
 
 TESTS_WITHOUT_A_MODULE = {
-    "chaos": "kill processes of whole runs",
+    "chaos": "kill processes of whole runs, or let endpoints fail",
     "docs": "run the documentation's samples",
     "gpu": "run on a GPU, without Ray",
     "jobs": "submit the job scripts",
     "reporting/test_browser.py": "opens every report in a browser",
     "synthesis/test_canary.py": "whole runs with a canary",
     "synthesis/test_cheap_judge.py": "the pipeline with two judges",
+    "synthesis/test_asking_again.py": "makes records with a journal",
     "test_packaging.py": "builds the wheel",
     "test_structure.py": "this file",
     "view/test_pages.py": "opens the pages in a browser",

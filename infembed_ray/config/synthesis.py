@@ -72,6 +72,9 @@ class SynthesizeSettings(Settings):
     steps: dict[str, ChatModel] = Field(
         {}, description="step -> the model for it instead, for example judge_positive: {model: gpt-5}"
     )
+    prompts: str | None = runtime_field(
+        None, description="directory or URI of your own prompt files, which replace the bundled ones of the same name"
+    )
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
     more_endpoints: tuple[Endpoint, ...] = runtime_field(
         (), description="also serve the models: requests are shared by weight, and each stands in for the others"

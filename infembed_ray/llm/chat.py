@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,21 @@ from typing import Any
 UNREADABLE = "unreadable"
 """Finish reason of a complete response whose JSON exceeds Python's limits. It was paid for, so it is journaled."""
 
+CAP = "max_completion_tokens"
+"""Parameter that bounds the tokens of an answer."""
+
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, check_circular=False)
+_CAPPED = re.compile(rb'\{"%b": \d+, ' % CAP.encode())
+_CUT_OFF = {"length", "max_tokens", "max_output_tokens", "max_completion_tokens", "model_length", "token_limit"}
+_FILTERED = {"content_filter", "content_filtered", "safety", "image_safety", "recitation", "blocklist", "spii"}
+_FILTERED |= {"prohibited_content", "refusal", "sensitive", "guardrail_intervened"}
+
+_BEGIN = r"(?:<(?:seed:)?(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷)"
+_END = _BEGIN.replace("<(", "</(").replace(r"\[", r"\[/").replace("◁", "◁/")
+_REASONING = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
+_BEFORE_ANSWER = re.compile(rf"{_END}|<\|channel\|>final\b.*?<\|message\|>|\Aanalysis.*?assistantfinal", re.DOTALL)
+_AFTER_ANSWER = re.compile(rf"(?:\A|\n)[ \t]*{_BEGIN}|<\|\w+\|>")
+_MARKS = ("<", "[THINK]", "◁", "assistantfinal")  # one of them is in every text with reasoning
 
 
 class RowFailure(Exception):
@@ -71,9 +86,31 @@ class Request:
 
     @cached_property
     def key(self) -> str:
-        """The journal key: SHA-256 (64 hex digits) of everything that decides the answer, body and prompt version."""
-        decides = b'{"body": %b, "prompt": %b}' % (self.sent, _CANONICAL.encode(self.prompt).encode())
+        """SHA-256 (64 hex digits) of everything that decides the answer, body and prompt version."""
+        return self._hash(self.sent)
+
+    @cached_property
+    def complete_key(self) -> str:
+        """The journal key of a complete answer: the hash without the token cap, which then decided nothing."""
+        capped = _CAPPED.match(self.sent)
+        return self._hash(b"{" + self.sent[capped.end() :]) if capped else self.key
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The journal keys under which its answer may be: `key` if the cap cut it off, `complete_key` if not.
+
+        `key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off one, or a
+        resumed row would differ from the first one. Earlier versions journaled every answer under `key`.
+        """
+        return tuple(dict.fromkeys((self.key, self.complete_key)))
+
+    def _hash(self, body: bytes) -> str:
+        decides = b'{"body": %b, "prompt": %b}' % (body, _CANONICAL.encode(self.prompt).encode())
         return hashlib.sha256(decides).hexdigest()
+
+    def journal_key(self, completion: Completion) -> str:
+        """Return the key under which an answer is journaled."""
+        return self.key if completion.cut_off else self.complete_key
 
 
 @dataclass(frozen=True)
@@ -93,6 +130,21 @@ class Completion:
     """It came from the Batch API, at a lower price."""
     cached_tokens: int = 0
     """Prompt tokens that the endpoint had in its cache, at a lower price."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the token cap ended it. Providers name this differently; an unknown name is a normal end."""
+        return self.finish_reason.lower() in _CUT_OFF
+
+    @property
+    def refused(self) -> bool:
+        """Whether the model or a content filter refused to answer."""
+        return bool(self.refusal) or self.finish_reason.lower() in _FILTERED
+
+    @property
+    def empty(self) -> bool:
+        """Whether it ended without an answer, apart from reasoning."""
+        return self.finish_reason != UNREADABLE and not without_reasoning(self.text).strip()
 
 
 Dialect = Mapping[str, str | None]
@@ -115,22 +167,34 @@ Complete = Callable[[Request], Awaitable[Completion]]
 
 
 def usable_text(completion: Completion) -> str:
-    """Return the text of a completion that ended normally.
+    """Return the text of a completion that ended normally, without the model's reasoning.
 
     Raises:
         RowFailure: the answer is a refusal, filtered, cut off at the token limit, unreadable or empty.
     """
-    if completion.refusal:
-        raise RowFailure(f"refused: {_shortened(completion.refusal)}")
-    if completion.finish_reason == "content_filter":
-        raise RowFailure("refused: the endpoint's content filter stopped the answer")
-    if completion.finish_reason == "length":
+    if completion.refused:
+        raise RowFailure(
+            f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}"
+        )
+    if completion.cut_off:
         raise RowFailure(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
     if completion.finish_reason == UNREADABLE:
         raise RowFailure("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
-    if not completion.text.strip():
+    if completion.empty:
         raise RowFailure("empty answer")
-    return completion.text
+    return without_reasoning(completion.text)
+
+
+def without_reasoning(text: str) -> str:
+    """Remove the reasoning that some models and servers leave in an answer.
+
+    It may be in tags (`<think>`), also without the first tag, which many chat templates write, or without the last one;
+    or in the channels of the harmony format, also where the server has removed its special tokens.
+    """
+    if text.lstrip().startswith("{") or not any(mark in text for mark in _MARKS):
+        return text
+    answer = _BEFORE_ANSWER.split(_REASONING.sub("", text))[-1]
+    return _AFTER_ANSWER.split(answer)[0]
 
 
 def replace_surrogates(text: str) -> str:

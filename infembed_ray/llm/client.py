@@ -18,7 +18,7 @@ import aiohttp
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, Unjournaled
-from infembed_ray.llm.endpoint import CHAT, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
+from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
 from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
@@ -82,7 +82,7 @@ class ChatClient:
                 up, the journal fails, or another process met such a failure. From then on, nothing more is sent.
         """
         try:
-            known = self._journal.get(request.key)
+            known = self._journal.get(*request.keys)
         except RunFailure as failure:
             self._limiter.fail(str(failure))
             raise
@@ -203,7 +203,10 @@ class ChatClient:
             gate.read(response.headers)
         if response.status != 200:
             raise route.failure(request, response.status, response.headers, response.body)
-        completion = self._wire.parse(response.body)
+        try:
+            completion = self._wire.parse(response.body)
+        except ErrorBody as error:
+            raise route.failure(request, error.status, response.headers, error.body) from error
         route.answered = True
         route.faults = 0
         return completion
@@ -330,7 +333,7 @@ def replaying(journal: Journal) -> Complete:
     """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
 
     async def complete(request: Request) -> Completion:
-        known = journal.get(request.key)
+        known = journal.get(*request.keys)
         if known is None:
             raise Unjournaled(request)
         return known

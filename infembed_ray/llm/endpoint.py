@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import urllib.error
 import urllib.parse
@@ -37,6 +38,14 @@ _PROBE_S = 10.0
 """Time for an endpoint to list its models."""
 _RETRYABLE = {408, 409, 425}  # besides 429 and every 5xx
 _MAYBE_PAID = {408, 502, 504, 520, 524}  # time-outs and gateway errors: the model behind may have answered
+_MEANINGS = (
+    (402, "insufficient_quota"),
+    (401, "invalid_api_key|authentication_error"),
+    (429, "rate.?limit|too.many.requests|resource_exhausted|throttl"),
+    (503, "overload|unavailable|capacity|time.?out"),
+    (400, "invalid_request|invalid_argument|bad.?request|context.?length|too.long|policy|content.?filter|moderation"),
+)  # of errors without a status, the first that matches
+_INTERRUPTED = {"error", "abort", "aborted", "insufficient_system_resource"}
 
 
 class Unanswered(Exception):
@@ -57,6 +66,23 @@ class RateLimited(Unanswered):
 
 class ServerError(Unanswered):
     """The endpoint answered HTTP 5xx, which it may remember under an idempotency key."""
+
+
+class ErrorBody(Unanswered):
+    """The endpoint answered HTTP 200 with an error; `status` is the HTTP status that has its meaning.
+
+    Gateways pass an error of the model behind them on like this.
+    """
+
+    def __init__(self, error: Any) -> None:
+        self.body = json.dumps({"error": error}).encode()
+        said = error_message(self.body)[0]
+        super().__init__(said)
+        fields = error if isinstance(error, dict) else {}
+        codes = [str(fields.get(name, "")) for name in ("code", "status", "type")]
+        number = next((int(code) for code in codes if re.fullmatch(r"[45]\d\d", code)), None)
+        words = " ".join([*codes, said]).lower()
+        self.status = number or next((status for status, word in _MEANINGS if re.search(word, words)), 500)
 
 
 @dataclass(frozen=True)
@@ -227,19 +253,24 @@ def parse_completion(body: bytes) -> Completion:
 
 
 def completion_of(answer: Any) -> Completion:
-    """Convert a parsed response body; raises as `parse_completion` does."""
+    """Convert a parsed response body; raises as `parse_completion` does, and ErrorBody if it holds an error."""
     try:
+        if "choices" not in answer and (answer.get("error") or answer.get("object") == "error"):
+            raise ErrorBody(answer.get("error") or answer)
         choice = answer["choices"][0]
+        if error := choice.get("error"):
+            raise ErrorBody(error)
         message = choice["message"]
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            raise TypeError("content is no string")
+        content, refusal = _joined(message.get("content"))
+        finish_reason = _text(choice.get("finish_reason")) or "stop"
+        if finish_reason.lower() in _INTERRUPTED:
+            raise ServerError(f"the endpoint interrupted the answer (finish_reason={finish_reason})")
         usage = answer.get("usage")
         prompt_tokens, completion_tokens = token_counts(usage, "prompt_tokens", "completion_tokens")
         return Completion(
-            text=replace_surrogates(content or ""),
-            refusal=_text(message.get("refusal")) or None,
-            finish_reason=_text(choice.get("finish_reason")) or "stop",
+            text=replace_surrogates(content),
+            refusal=_text(message.get("refusal")) or refusal or None,
+            finish_reason=finish_reason,
             model=_text(answer.get("model")),
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -247,6 +278,15 @@ def completion_of(answer: Any) -> Completion:
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
+
+
+def _joined(content: Any) -> tuple[str, str]:
+    """Return text and refusal of a message's content, which may be a list of parts; parts with reasoning are left out."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    texts = [part["text"] for part in parts if part.get("type", "text") in ("text", "output_text")]
+    return "".join(texts), "".join(_text(part.get("refusal")) for part in parts)
 
 
 CHAT = WireFormat("chat/completions", parse_completion, worst_case)

@@ -99,12 +99,15 @@ class Journal:
             except FileNotFoundError:  # merged into another segment since it was listed
                 continue
 
-    def get(self, key: str) -> Completion | None:
-        """Return the completion of a request (`Request.key`), marked as replayed; None if it is not in the journal.
+    def get(self, *keys: str) -> Completion | None:
+        """Return the completion of the first of these keys that is in the journal, marked as replayed; None if none is.
 
         Raises:
             RunFailure: the journal cannot be read (a failing disk, too many open files).
         """
+        return next(filter(None, map(self._get, keys)), None)
+
+    def _get(self, key: str) -> Completion | None:
         try:
             while (place := self._index.find(key)) is not None:
                 number, offset = place
@@ -141,7 +144,7 @@ class Journal:
                 await asyncio.shield(self._syncing)
         except (OSError, RuntimeError) as error:
             raise self._failure("written", error) from error
-        self._index.add(request.key, self._segment_number, offset)
+        self._index.add(request.journal_key(completion), self._segment_number, offset)
 
     def open(self) -> BinaryIO:
         """Return this process's segment; from then on other processes see that it writes to the journal."""
@@ -268,7 +271,7 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
     Only key and route are used for lookups; prompt, step and row are for human readers.
     """
     entry = {
-        "key": request.key,
+        "key": request.journal_key(completion),
         **({"route": request.route} if request.route else {}),
         "model": request.model,
         "prompt": request.prompt,

@@ -5,6 +5,7 @@ Both are read as labelled text, so the pipeline's steps do not depend on the for
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import Any
 
 from infembed_ray.llm.chat import Malformed, replace_surrogates
 
+_JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
+_OBJECT = re.compile(r'\{\s*"')
 _SHOWN = re.compile(r"(?P<label>\w+): (?P<hint><.+>)")
 
 
@@ -52,16 +55,20 @@ class AnswerFormat:
         return {"type": "json_schema", "json_schema": {"name": self.name, "strict": True, "schema": schema}}
 
     def as_text(self, answer: str) -> str:
-        """Convert a JSON answer to labelled text.
+        """Convert a JSON answer to labelled text: the last JSON object with the value counts, whatever surrounds it.
 
         Raises:
-            Malformed: the answer is no JSON object that holds the value as a string.
+            Malformed: no JSON object in the answer holds the value as a string.
         """
-        try:
-            value = json.loads(answer)[self.name]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            value = None
-        if not isinstance(value, str):
+        value, at = None, 0
+        with contextlib.suppress(ValueError, RecursionError):  # beyond Python's limits
+            while begin := _OBJECT.search(answer, at):
+                at = begin.end()
+                with contextlib.suppress(json.JSONDecodeError):
+                    found, end = _JSON.raw_decode(answer, begin.start())
+                    if isinstance(found.get(self.name), str):
+                        value, at = found[self.name], end
+        if value is None:
             raise Malformed(f'{{"{self.name}": "..."}}', answer)
         return f"{self.label}: {replace_surrogates(value.strip())}"
 
@@ -69,7 +76,7 @@ class AnswerFormat:
 def labelled(label: str, text: str) -> str:
     """Return what follows `label:` in an answer, with line breaks but without surrounding blanks.
 
-    The label may be bold and may follow a preamble, as models often write it.
+    The label may be bold and may follow a preamble, and both may be in a fenced block, as models often write it.
 
     Raises:
         Malformed: no line begins with the label.
@@ -77,7 +84,8 @@ def labelled(label: str, text: str) -> str:
     found = _labelled(label).search(text)
     if found is None:
         raise Malformed(f"{label}:", text)
-    return found[1].rstrip()
+    fenced = text.count("```", 0, found.start()) % 2 == 1
+    return (found[1].rpartition("```")[0] or found[1] if fenced else found[1]).rstrip()
 
 
 @cache

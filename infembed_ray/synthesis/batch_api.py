@@ -275,7 +275,7 @@ class _BatchRunner:
                 self._count_unanswered(faults.get(request.key, otherwise), 1)
                 continue
             spent_usd += self._count_answered(request, completion)
-            if self._journal.get(request.key) is None:  # otherwise a crash interrupted an earlier collection
+            if self._journal.get(*request.keys) is None:  # otherwise a crash interrupted an earlier collection
                 new.append((request, completion))
                 if len(new) == _APPENDED_TOGETHER:
                     await self._append(new)

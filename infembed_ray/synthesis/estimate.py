@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm.chat import Completion, Malformed, Request
+from infembed_ray.llm.chat import Completion, Malformed, Request, without_reasoning
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.llm.structured_output import labelled
+from infembed_ray.llm.structured_output import AnswerFormat, labelled
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, model_of, synthesize
 from infembed_ray.synthesis.preflight import Job
@@ -40,7 +40,7 @@ class Estimate:
 
     Attributes:
         seeds: of the run; `rehearsed`: of these.
-        calls: requests that no journal answers; a malformed answer, which is asked for once more, is not in it.
+        calls: requests that no journal answers, without those after a malformed, cut-off, refused or empty answer.
         prompt_tokens: of these calls.
         answer_tokens: None if the settings put no bound on some answers.
         usd: at list prices; None if the answers have no bound, or a price is unknown.
@@ -90,9 +90,9 @@ class _Rehearsal:
         self._cheaply_judged: set[str] = set()
 
     async def __call__(self, request: Request) -> Completion:
-        known = self._journal.get(request.key)
+        known = self._journal.get(*request.keys)
         if known is not None:
-            self._note_passage(request.step, known.text)
+            self._note_passage(request.step, without_reasoning(known.text))
             return known
         self._count(request, self._job.settings)
         label, value = self._answer(request)
@@ -141,7 +141,7 @@ class _Rehearsal:
         """Note the passage of an answer, so that the judge picks it."""
         scenario = {"hard_negative_document_1": "negative_instruction", "hard_negative_document_2": "negative_query"}
         if step in scenario:
-            with contextlib.suppress(ValueError, TypeError, LookupError):
-                answer = f"Passage: {json.loads(answer)['passage']}"
+            with contextlib.suppress(Malformed):
+                answer = AnswerFormat("Passage", "").as_text(answer)
             with contextlib.suppress(Malformed):
                 self._passages[scenario[step]] = labelled("passage", answer).strip()

@@ -1,7 +1,8 @@
 """One seed through all steps of the pipeline (paper, section 4.1): it is kept, rejected, or becomes a dead letter.
 
 The calls of a row follow one another, so a row that fails pays for nothing more; rows run concurrently. A step is named
-after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more.
+after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more, and so are a cut-off
+one with a higher cap and, unless sampling is deterministic, a refused or empty one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from infembed_ray.config.synthesis import CheapJudge, SynthesizeSettings
 from infembed_ray.errors import in_one_line
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import (
+    CAP,
     Complete,
     Completion,
     Malformed,
@@ -207,7 +209,8 @@ class _Row:
         """
         model = model_of(self.settings, step)[1]
         # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).
-        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
+        own = self.settings.prompts
+        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"], own)
         values["language"] = self.language or "its programming language"
         request = replace(template.request(model, step, self.columns["id"], values, choices), route=self.route)
 
@@ -218,13 +221,28 @@ class _Row:
         try:
             return value(text)
         except Malformed as fault:
-            return value(await self._exchange(templates.repair(request, text, fault)))
+            return value(await self._exchange(templates.repair(request, text, fault, own)))
 
     async def _exchange(self, request: Request) -> str:
-        self.asked.append(_Asked(request.model, request.prompt, request.step, request.key))
-        completion = await self._complete(request)
-        self._answered.append((self.asked[-1], completion))
+        """Return the text of an answer; ask again if it was cut off, or was refused or empty by chance."""
+        model = model_of(self.settings, request.step)[1]
+        completion = await self._send(request)
+        if completion.cut_off and model.last_max_tokens != model.max_tokens:
+            higher = {**request.parameters, CAP: model.last_max_tokens}
+            completion = await self._send(replace(request, parameters=higher))
+        for number in range(1, model.resamples + 1 if model.temperature != 0 else 1):
+            if not (completion.refused or completion.empty):
+                break
+            # Not sent, but part of the journal key: the same question has one answer for each sample.
+            completion = await self._send(replace(request, prompt=f"{request.prompt} resample={number}"))
         return usable_text(completion)
+
+    async def _send(self, request: Request) -> Completion:
+        self.asked.append(_Asked(request.model, request.prompt, request.step, request.complete_key))
+        completion = await self._complete(request)
+        self.asked[-1] = self.asked[-1]._replace(key=request.journal_key(completion))
+        self._answered.append((self.asked[-1], completion))
+        return completion
 
     def dead_letter(self, error: str) -> Outcome:
         """Return the outcome after a failure of the last request, or of the first step if there is none yet."""

@@ -68,12 +68,16 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     """Open the seeds and the prices, and identify the run.
 
     Raises:
-        InputError: seeds or prices cannot be read, or the output cannot be written.
+        InputError: seeds, prices or prompts cannot be read, or the output cannot be written.
     """
-    seeds, table = check_all(lambda: Source(settings), lambda: prices.load(settings.prices))
+    seeds, table, _ = check_all(
+        lambda: Source(settings), lambda: prices.load(settings.prices), lambda: templates.check(settings.prompts)
+    )
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
         named["prices"] = resolve_input(settings.prices, "prices")
+    if settings.prompts is not None:
+        named["own_prompts"] = resolve_input(settings.prompts, "prompts")
     return seeds, table, Step("synthesize", settings, settings.output, named)
 
 

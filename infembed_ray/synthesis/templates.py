@@ -2,7 +2,7 @@
 
 A prompt file has a front matter with its `version` and the format of its `answer`, then the text of one user message with
 `{fields}`. `sources/<source>/` holds additions for seeds of that source. The versions are part of the journal's key, so a
-changed prompt is asked again.
+changed prompt is asked again. A user's directory may hold files that replace the bundled ones of the same name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 import yaml
 
 from infembed_ray.config.llm import ChatModel
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm.chat import Malformed, Request
 from infembed_ray.llm.structured_output import AnswerFormat
+from infembed_ray.storage import resolve_input
 
 DIRECTORY = Path(__file__).with_name("prompts")
-_SOURCES = DIRECTORY / "sources"
 _PROBE = AnswerFormat("Answer", "<the word yes>")
+_VERSION = re.compile(r"[\w.+-]+")
 _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL)
 
 
@@ -61,7 +63,7 @@ class Template:
     @property
     def fields(self) -> set[str]:
         """The fields that `request` needs."""
-        return {field for _, field, _, _ in Formatter().parse(self.text) if field} - {"answer"}
+        return _fields(self.text) - {"answer"}
 
 
 def probe(model: ChatModel) -> Request:
@@ -77,15 +79,21 @@ def probe(model: ChatModel) -> Request:
     )
 
 
-def load(name: str, source: str = "") -> Template:
-    """Return the prompt `name` with its addition for seeds of `source`, if there is one."""
+def load(name: str, source: str = "", own: str | None = None) -> Template:
+    """Return the prompt `name` with its addition for seeds of `source`, if there is one.
+
+    Args:
+        name: of the prompt.
+        source: of the seed.
+        own: path or URI of the user's directory (setting `prompts`).
+    """
     source = source.casefold()
-    return _load(name, source if source in _sources() else "")
+    return _load(name, source if f"sources/{source}/{name}" in _files(own) else "", own)
 
 
-def repair(request: Request, answer: str, fault: Malformed) -> Request:
+def repair(request: Request, answer: str, fault: Malformed, own: str | None = None) -> Request:
     """Return the request that follows a malformed answer: it says what is wrong and asks for the answer again."""
-    header, text = _read(DIRECTORY / "repair.md")
+    header, text = _files(own)["repair"]
     return replace(
         request,
         messages=(
@@ -107,25 +115,84 @@ def _parameters(model: ChatModel, answer: AnswerFormat, choices: Sequence[str] =
     return {name: value for name, value in parameters.items() if value is not None}
 
 
-@cache
-def _sources() -> frozenset[str]:
-    return frozenset(directory.name for directory in _SOURCES.iterdir())
+def check(own: str | None) -> None:
+    """Check a user's prompt files.
+
+    Raises:
+        InputError: a file replaces no prompt, lacks its version or a field, or has one that the pipeline does not fill.
+    """
+    if own is None:
+        return
+    faults = []
+    directory = resolve_input(own, "prompts")
+    if not directory.is_dir():
+        raise InputError(f"prompts={own}: not a directory; give the directory of your prompt files")
+    for file in sorted(each for each in directory.rglob("*") if each.is_file()):
+        name = file.relative_to(directory).with_suffix("").as_posix()
+        if fault := _fault(name, file):
+            faults.append(f"prompts={own}: {name}{file.suffix}: {fault}")
+    if faults:
+        raise InputError(*faults)
+
+
+def _fault(name: str, file: Path) -> str | None:
+    """Return what is wrong with a user's prompt file."""
+    bundled, prompt = _files(None), name.rpartition("/")[2]
+    extensible = {each for each, (_, text) in bundled.items() if "{addition}" in text}
+    is_addition = prompt in extensible and re.fullmatch(r"sources/[^/]+/[^/]+", name) is not None
+    if file.suffix != ".md" or not (is_addition or (name == prompt and prompt in bundled)):
+        names = ", ".join(sorted(each for each in bundled if "/" not in each))
+        return (
+            f"no such prompt; remove it, or name it NAME.md ({names}) or "
+            f"sources/SOURCE/NAME.md ({', '.join(sorted(extensible))})"
+        )
+    try:
+        header, text = _read(file)
+        version = str(header["version"])
+        fields = _fields(text)
+        label = None if is_addition or prompt == "repair" else AnswerFormat.parse(header["answer"]).label
+    except (AssertionError, LookupError, TypeError, ValueError, OSError, yaml.YAMLError) as error:
+        return f"not like the bundled file ({in_one_line(error)}); begin it with `---`, `version: ...`, `answer: ...`, `---`"
+    if not _VERSION.fullmatch(version):
+        return f"version={version}: write it with letters, digits, `.`, `-`, `+` or `_`"
+    ours = bundled.get(name)
+    if ours is not None and str(ours[0]["version"]) == version and (header, text) != ours:
+        return f"version={version}: that is the bundled prompt's; give your text another version"
+    wanted = {"language"} if is_addition else _fields(bundled[prompt][1])
+    if faulty := fields - wanted if is_addition else fields ^ wanted:
+        return f"must have the fields {{{'}, {'.join(sorted(wanted))}}}; correct {{{'}, {'.join(sorted(faulty))}}}"
+    if label is not None and label != (expected := AnswerFormat.parse(bundled[prompt][0]["answer"]).label):
+        return f"answer: the label must be `{expected}:`, by which the answer is found"
+    return None
+
+
+def _fields(text: str) -> set[str]:
+    return {field for _, field, _, _ in Formatter().parse(text) if field is not None}
 
 
 @cache
-def _load(name: str, source: str) -> Template:
-    header, text = _read(DIRECTORY / f"{name}.md")
+def _load(name: str, source: str, own: str | None) -> Template:
+    files = _files(own)
+    header, text = files[name]
     version, addition = f"{name}={header['version']}", ""
-    file = _SOURCES / source / f"{name}.md"
-    if source and file.is_file():
-        added, words = _read(file)
-        version, addition = f"{version} {source}/{name}={added['version']}", f"\n\n{words}"
+    if added := files.get(f"sources/{source}/{name}"):
+        version, addition = f"{version} {source}/{name}={added[0]['version']}", f"\n\n{added[1]}"
     return Template(version, text.replace("{addition}", addition), AnswerFormat.parse(header["answer"]))
 
 
 @cache
+def _files(own: str | None) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return front matter and text of all prompt files by name: `judge`, `sources/leetcode/query_poisoning`."""
+    directories = [DIRECTORY] if own is None else [DIRECTORY, resolve_input(own, "prompts")]
+    return {
+        file.relative_to(directory).with_suffix("").as_posix(): _read(file)
+        for directory in directories
+        for file in directory.rglob("*.md")
+    }
+
+
 def _read(file: Path) -> tuple[dict[str, Any], str]:
     """Return front matter and text of a prompt file."""
     parts = _FRONT_MATTER.fullmatch(file.read_text(encoding="utf-8"))
-    assert parts is not None, f"{file} has no front matter"
+    assert parts is not None, f"{file.name} has no front matter"
     return yaml.safe_load(parts["header"]), parts["text"].strip()

@@ -31,7 +31,8 @@ from tests.support.stand_in_llm import stand_in_process as stand_in
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
-BEHAVIOUR = {"latency_s": 0.05, "jitter_s": 0.1, "mistaken": 0.2, "refusal": 0.01, "server_error": 0.01}
+BEHAVIOUR = {"latency_s": 0.05, "jitter_s": 0.1, "mistaken": 0.2, "chaos": 0.25}
+KILLS = 10
 IN_FLIGHT = 16
 ON_THE_WAY_S = 0.5
 """Seconds before a process's death in which an answer may have been sent without reaching its journal."""
@@ -57,19 +58,33 @@ def driver(
     command = [
         *(sys.executable, "-m", "infembed_ray.cli", "synthesize", f"seeds={seeds}", f"output={output}"),
         *(f"in_flight={IN_FLIGHT}", "actors=2", f"endpoint.base_url={server.url}", "endpoint.api_key_env=null"),
-        f"endpoint.idempotency_header={header or 'null'}",
+        *(f"endpoint.idempotency_header={header or 'null'}", "endpoint.timeout_s=5", "endpoint.max_retries=20"),
     ]
     log = (output.parent / "driver.log").open("ab")
     return subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **environment}, stdout=log, stderr=log)
 
 
-def rows_of(output: Path) -> list[list[dict[str, Any]]]:
+Rows = dict[str, tuple[str, dict[str, Any]]]
+"""Id of a seed -> file and columns of its row."""
+
+
+def rows_of(output: Path) -> Rows:
     published = storage.resolve(output)
-    return [records.read_raw(published / file) for file in FILES]
+    rows = [(file, row) for file in FILES for row in records.read_raw(published / file)]
+    assert len(rows) == SEEDS
+    return {row.pop("id"): (file, {**row, "provenance": None}) for file, row in rows}
+
+
+def assert_agree(got: Rows, wanted: Rows) -> None:
+    """Every seed has one row; rows that faults spared in both runs are equal. Faults are drawn for each attempt."""
+    assert got.keys() == wanted.keys()
+    spared = [seed for seed in got if records.DEAD_LETTER_FILE not in (got[seed][0], wanted[seed][0])]
+    assert len(spared) > SEEDS / 2
+    assert [got[seed] for seed in spared] == [wanted[seed] for seed in spared]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(seeds: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def uninterrupted(seeds: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     output = tmp_path_factory.mktemp("uninterrupted") / "out"
     with stand_in(**BEHAVIOUR) as server:
         assert driver(seeds, output, server).wait() == 0
@@ -83,7 +98,7 @@ Kill = tuple[float, float]
 def check(what: str, header: str | None, server: StandIn, kills: list[Kill]) -> None:
     """Check the server's log after some kills."""
     log = server.log()
-    answered = Counter(entry["request"] for entry in log if entry["ended"] == "answered")
+    answered = server.usable_answers()
     twice = {request for request, times in answered.items() if times > 1}
     ended = dict(Counter(entry["ended"] for entry in log))
     print(f"\n{what}, header {header}: {len(kills)} kills, {len(twice)} requests answered twice; {ended}")
@@ -91,15 +106,15 @@ def check(what: str, header: str | None, server: StandIn, kills: list[Kill]) -> 
     if header is not None:
         assert not twice
     assert len(twice) <= IN_FLIGHT * len(kills)
-    for entry in log:
-        if entry["request"] in twice and entry["ended"] == "answered" and entry["attempt"] < answered[entry["request"]]:
+    for request in twice:
+        for entry in [each for each in server.log("answered") if each["request"] == request][:-1]:
             at = entry["time"]
             assert any(sent - ON_THE_WAY_S < at < gone + ON_THE_WAY_S for sent, gone in kills), (at, kills)
 
 
 def after_random_share(server: StandIn, rng: random.Random) -> None:
     """Wait for a random number of further answers."""
-    wanted = len(server.log("answered")) + rng.randint(20, SEEDS * 6 // 4)
+    wanted = len(server.log("answered")) + rng.randint(20, SEEDS * 6 // KILLS)
     deadline = time.monotonic() + 120
     while len(server.log("answered")) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -120,11 +135,11 @@ def wait_for_writers(journal: Path) -> None:
 
 
 def test_a_driver_killed_at_random_moments(
-    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path, header: str | None
+    uninterrupted: Rows, seeds: Path, tmp_path: Path, header: str | None
 ) -> None:
     rng, kills = random.Random(f"driver {header}"), list[Kill]()
     with stand_in(**BEHAVIOUR) as server:
-        for _ in range(4):
+        for _ in range(KILLS):
             process = driver(seeds, tmp_path / "out", server, header)
             after_random_share(server, rng)
             if process.poll() is not None:
@@ -136,17 +151,15 @@ def test_a_driver_killed_at_random_moments(
             kills.append((sent, time.time()))
         assert driver(seeds, tmp_path / "out", server, header).wait() == 0
         check("driver", header, server, kills)
-        assert max(Counter(entry["request"] for entry in server.log("answered")).values()) == 1
-    assert rows_of(tmp_path / "out") == uninterrupted
+        assert max(server.usable_answers().values()) == 1
+    assert_agree(rows_of(tmp_path / "out"), uninterrupted)
 
 
-def test_workers_killed_at_random_moments(
-    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path, header: str | None
-) -> None:
+def test_workers_killed_at_random_moments(uninterrupted: Rows, seeds: Path, tmp_path: Path, header: str | None) -> None:
     rng, kills = random.Random(f"worker {header}"), list[Kill]()
     with stand_in(**BEHAVIOUR) as server:
         process = driver(seeds, tmp_path / "out", server, header)
-        for _ in range(4):
+        for _ in range(KILLS):
             after_random_share(server, rng)
             alive = list(workers_of(tmp_path / "out" / "journal"))
             if process.poll() is None and alive:
@@ -157,12 +170,10 @@ def test_workers_killed_at_random_moments(
                 kills.append((sent, time.time()))
         assert process.wait() == 0
         check("worker", header, server, kills)
-    assert rows_of(tmp_path / "out") == uninterrupted
+    assert_agree(rows_of(tmp_path / "out"), uninterrupted)
 
 
-def test_nodes_killed_at_random_moments(
-    uninterrupted: list[list[dict[str, Any]]], seeds: Path, tmp_path: Path, header: str | None
-) -> None:
+def test_nodes_killed_at_random_moments(uninterrupted: Rows, seeds: Path, tmp_path: Path, header: str | None) -> None:
     from ray.cluster_utils import Cluster
 
     rng, kills = random.Random(f"node {header}"), list[Kill]()
@@ -172,14 +183,15 @@ def test_nodes_killed_at_random_moments(
     try:
         with stand_in(**BEHAVIOUR) as server:
             process = driver(seeds, tmp_path / "out", server, header, RAY_ADDRESS=cluster.address)
-            for _ in range(2):
+            for _ in range(KILLS):
                 after_random_share(server, rng)
                 if process.poll() is None:
                     sent = time.time()
-                    cluster.remove_node(nodes.pop(), allow_graceful=False)
+                    cluster.remove_node(nodes.pop(0), allow_graceful=False)
                     kills.append((sent, time.time() + WORKERS_OUTLIVE_RAYLET_S))
+                    nodes.append(cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20))
             assert process.wait(timeout=600) == 0
             check("node", header, server, kills)
     finally:
         cluster.shutdown()
-    assert rows_of(tmp_path / "out") == uninterrupted
+    assert_agree(rows_of(tmp_path / "out"), uninterrupted)

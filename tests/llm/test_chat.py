@@ -3,7 +3,10 @@ from dataclasses import replace
 import pytest
 
 from infembed_ray.llm.chat import Completion, RowFailure, usable_text
+from infembed_ray.llm.structured_output import AnswerFormat
 from tests.support.chat import completion, request
+
+QUERY = AnswerFormat("Query", "<your query>")
 
 
 def test_the_key_depends_on_everything_that_decides_the_answer() -> None:
@@ -44,3 +47,62 @@ def test_an_answer_that_did_not_end_normally_fails_the_row(bad: Completion, said
 
 def test_a_good_answer_is_its_text() -> None:
     assert usable_text(completion("Query: x")) == "Query: x"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["LENGTH", "max_tokens", "MAX_TOKENS", "model_length", "SAFETY", "RECITATION", "content_filtered", "refusal"],
+)
+def test_the_end_of_an_answer_is_understood_in_every_providers_words(reason: str) -> None:
+    with pytest.raises(
+        RowFailure, match="cut off" if "LENGTH" in reason.upper() or "MAX" in reason.upper() else "refused"
+    ):
+        usable_text(Completion("half", reason, "m", 1, 1))
+
+
+@pytest.mark.parametrize("reason", ["STOP", "end_turn", "eos", "COMPLETE", "stop_sequence", "never heard of"])
+def test_any_other_end_is_a_normal_one(reason: str) -> None:
+    assert usable_text(Completion("Query: x", reason, "m", 1, 1)) == "Query: x"
+
+
+@pytest.mark.parametrize("answer", ["Query: x", '{"query": "x"}', "Passage: a < b, and <b>bold</b>\n[think]"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        "<think>{0}</think>\n\n{1}",
+        "{0}</think>\n{1}",
+        "<think>{0}<think>{0}</think>{0}</think>{1}",
+        "\n{1}\n<think>{0}",
+        "<reasoning>{0}</reasoning>{1}<thinking>{0}</thinking>",
+        "[THINK]{0}[/THINK]{1}",
+        "◁think▷{0}◁/think▷{1}",
+        "<seed:think>{0}</seed:think>{1}",
+        "<|channel|>analysis<|message|>{0}<|end|><|start|>assistant<|channel|>final<|message|>{1}<|return|>",
+        "<|channel|>analysis<|message|>{0}<|end|><|start|>assistant<|channel|>final json<|message|>{1}",
+        "analysis{0}assistantfinal{1}",
+    ],
+)
+def test_reasoning_is_no_part_of_an_answer(around: str, answer: str) -> None:
+    text = usable_text(completion(around.format("Answer: 9 or Query: y?\n", answer))).strip()
+    if answer.startswith("{"):
+        text = QUERY.as_text(text)  # reasoning after JSON stays: JSON is found wherever it is
+    assert text == ("Query: x" if answer.startswith("{") else answer)
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>Answer: 1", "<think>Answer: 1</think>\n", "<|channel|>analysis<|message|>Answer: 1<|end|>"]
+)
+def test_reasoning_without_an_answer_is_an_empty_answer(text: str) -> None:
+    with pytest.raises(RowFailure, match="empty answer"):
+        usable_text(completion(text))
+
+
+def test_a_complete_answer_has_a_key_without_the_cap_and_a_cut_off_one_has_it() -> None:
+    base = replace(request(), parameters={"temperature": 1.0})
+    small, large = (replace(base, parameters={**base.parameters, "max_completion_tokens": cap}) for cap in (9, 99))
+    assert small.complete_key == large.complete_key == base.key == base.complete_key
+    assert len({small.key, large.key, base.key}) == 3
+    assert small.keys == (small.key, base.key)
+    assert base.keys == (base.key,)
+    assert small.journal_key(completion("x")) == base.key
+    assert small.journal_key(Completion("x", "length", "m", 1, 1)) == small.key

@@ -8,7 +8,14 @@ import pytest
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.endpoint import completion_of, error_message, list_models, parse_completion
+from infembed_ray.llm.endpoint import (
+    ErrorBody,
+    ServerError,
+    completion_of,
+    error_message,
+    list_models,
+    parse_completion,
+)
 
 
 @pytest.mark.parametrize("usage", [math.inf, -1, {"prompt_tokens": math.inf}, {"prompt_tokens": math.nan}, "12", [7]])
@@ -109,3 +116,49 @@ def test_cached_tokens_are_at_most_the_prompts(details: object, cached: int) -> 
     message = {"message": {"content": "x"}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 100, "completion_tokens": 1, "prompt_tokens_details": details}
     assert completion_of({"choices": [message], "usage": usage}).cached_tokens == cached
+
+
+def test_text_parts_are_joined_and_parts_with_reasoning_are_left_out() -> None:
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Answer: 1"}]},
+        {"type": "reasoning", "text": "Answer: 1"},
+        {"type": "text", "text": "Answer"},
+        {"type": "output_text", "text": ": 2"},
+        "!",
+    ]
+    body = {"choices": [{"message": {"content": parts, "reasoning_content": "Answer: 1", "reasoning": "Answer: 1"}}]}
+    assert parse_completion(json.dumps(body).encode()).text == "Answer: 2!"
+    body["choices"][0]["message"]["content"] = [{"type": "refusal", "refusal": "I will not"}]
+    assert parse_completion(json.dumps(body).encode()).refusal == "I will not"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ({"message": "slow down", "code": 429}, 429),
+        ({"message": "Rate limit reached", "type": "requests", "code": "rate_limit_exceeded"}, 429),
+        ({"message": "Quota exceeded", "status": "RESOURCE_EXHAUSTED"}, 429),
+        ({"message": "Overloaded", "type": "overloaded_error"}, 503),
+        ({"message": "Provider returned error", "code": "502"}, 502),
+        ({"message": "This model's maximum context length is 8192", "type": "invalid_request_error"}, 400),
+        ({"message": "no", "code": "invalid_api_key"}, 401),
+        ({"message": "no more", "code": "insufficient_quota"}, 402),
+        ("rate limit", 429),
+        ("something", 500),
+    ],
+)
+def test_an_error_in_a_response_with_status_200_keeps_its_own_meaning(error: object, status: int) -> None:
+    for body in (
+        {"error": error},
+        {"choices": [{"error": error, "finish_reason": "error", "message": {"content": "ha"}}]},
+    ):
+        with pytest.raises(ErrorBody) as raised:
+            parse_completion(json.dumps(body).encode())
+        assert raised.value.status == status
+        assert str(error["message"] if isinstance(error, dict) else error) in str(raised.value)
+
+
+def test_an_interrupted_answer_is_asked_again() -> None:
+    body = {"choices": [{"message": {"content": "ha"}, "finish_reason": "error"}]}
+    with pytest.raises(ServerError, match="finish_reason=error"):
+        parse_completion(json.dumps(body).encode())

@@ -68,6 +68,8 @@ class Behaviour:
     model_limit: int = 0
     """Requests in a window, which refill steadily."""
     model_window_s: float = 60.0
+    chaos: float = 0.0
+    """Share of attempts with a fault of `CHAOS`, each equally likely."""
     # Batches.
     batch_s: float = 0.0
     """Processing time of a batch."""
@@ -92,6 +94,23 @@ class Behaviour:
 
 ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
 REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
+
+TRANSPORT = (
+    *("rate_limited", "rate_limited_until", "rate_limited_bare", "rate_limited_in_body", "server_error", "hang"),
+    *("dropped", "reset", "truncated", "wrong_length", "wrong_charset", "drip"),
+)
+"""Faults of a response. All but `drip`, which delivers it in small pieces, leave the client without an answer."""
+UNUSABLE = ("refusal", "filtered", "empty", "cut_off", "malformed", "wrong_keys")
+"""Answers that no client can use. They were paid for, and another one may be better."""
+UNMENDABLE = ("bad_request", "unreadable")
+"""Faults that no further attempt may mend."""
+READABLE = (
+    *("fenced", "reasoning", "unopened_reasoning", "channels", "preamble", "parts"),
+    *("nested_json", "duplicate_keys", "surrogate"),
+)
+"""Answers that a tolerant reader understands."""
+CHAOS = (*TRANSPORT, *UNUSABLE, *UNMENDABLE, *READABLE)
+assert len(CHAOS) == 29
 
 AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy makers", "patients", "shoppers")
 ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
@@ -211,10 +230,14 @@ def completion(
         text = ""
     elif fault == "cut_off":
         text, finish_reason = text and text[: len(text) // 2], "length"
-    elif fault == "malformed":
-        text = "Certainly! Here is what you asked for."
+    elif fault == "filtered":
+        text, finish_reason = text and text[:9], "SAFETY"
+    elif fault in ("malformed", "wrong_keys"):
+        text = "Certainly! Here is what you asked for." if fault == "malformed" else '{"output": "9", "Choice": "9"}'
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len((text or "").split())}
     message = {"role": "assistant", "content": text, "refusal": refusal}
+    if text is not None:
+        _dress(message, text, fault, "response_format" in body)
     return {
         "id": "chatcmpl-stand-in",
         "object": "chat.completion",
@@ -223,6 +246,27 @@ def completion(
         "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
         "usage": {**usage, "total_tokens": sum(usage.values())},
     }
+
+
+def _dress(message: dict[str, Any], text: str, fault: str | None, is_json: bool) -> None:
+    """Give an answer one of the forms of `READABLE`, if that is its fault. Reasoning holds other answers."""
+    decoys = 'Answer: 9\nInstruction: no.\nQuery: no\nPassage: no\n{"answer": "9", "query": "no", "passage": "no"}\n'
+    forms = {
+        "fenced": f"```{'json' if is_json else ''}\n{text}\n```",
+        "reasoning": f"<think>{decoys}</think>\n\n{text}",
+        "unopened_reasoning": f"{decoys}</think>\n{text}",
+        "channels": f"<|channel|>analysis<|message|>{decoys}<|end|><|start|>assistant<|channel|>final<|message|>{text}",
+        "preamble": f"Of course, here it is:\n\n{text}{' I hope that it fits {the} request.' if is_json else ''}",
+        "nested_json": f'{{"output": {text}}}' if is_json else text,
+        "duplicate_keys": text.replace("{", '{"answer": "9", "query": "no", "passage": "no", ', 1) if is_json else text,
+    }
+    message["content"] = forms.get(fault or "", text)
+    if fault == "parts":
+        halves = [{"type": "text", "text": part} for part in (text[:5], text[5:])]
+        message["content"] = [{"type": "reasoning", "text": decoys}, *halves]
+        message |= {"reasoning_content": decoys, "reasoning": decoys}
+    elif fault == "surrogate":
+        message |= {"reasoning_content": "\ud83d", "name": "\udc00"}
 
 
 def draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str | None:
@@ -235,7 +279,7 @@ def draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str 
     return None
 
 
-def distorted(response: dict[str, Any], body: dict[str, Any], how: Behaviour) -> str:
+def distorted(response: dict[str, Any], body: dict[str, Any], how: Behaviour, unreadable: bool = False) -> str:
     """Encode a response body, distorted as the behaviour says."""
     prompt = " ".join(message["content"] for message in body["messages"])
     message = response["choices"][0]["message"]
@@ -244,7 +288,7 @@ def distorted(response: dict[str, Any], body: dict[str, Any], how: Behaviour) ->
     raw = {}
     if how.infinite_usage and how.infinite_usage in prompt:
         raw["usage"] = "1e999"
-    if how.deep and how.deep in prompt:
+    if unreadable or (how.deep and how.deep in prompt):
         raw["logprobs"] = "[" * 10_000 + "]" * 10_000
     text = json.dumps({**response, **{name: f"<{name}>" for name in raw}})
     for name, value in raw.items():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import email.utils
 import hashlib
 import json
 import random
@@ -44,8 +45,12 @@ from aiohttp import web
 
 from tests.support.stand_in_answers import (
     ATTEMPT_FAULTS,
+    CHAOS,
     PROBE,
+    READABLE,
     REQUEST_FAULTS,
+    UNMENDABLE,
+    UNUSABLE,
     Behaviour,
     distorted,
     draw,
@@ -206,7 +211,9 @@ class _Server:
         if body["model"] == how.limited_model and not self._take(request):
             return "rate_limited", _error(429, "Rate limit reached.", "rate_limit_exceeded")
         rng = random.Random(f"{how.seed}/{digest}/{self._attempts[digest]}")
-        fault = draw(how, ATTEMPT_FAULTS, rng)
+        fault = rng.choice(CHAOS) if how.chaos and rng.random() < how.chaos else draw(how, ATTEMPT_FAULTS, rng)
+        if fault in ("rate_limited_until", "rate_limited_bare", "rate_limited_in_body"):
+            return fault, _rate_limited(fault)
         if fault == "rate_limited":
             return fault, _error(429, "Rate limit reached.", "rate_limit_exceeded", how.retry_after_s)
         await asyncio.sleep(how.latency_s + rng.uniform(0, how.jitter_s))
@@ -220,7 +227,10 @@ class _Server:
             assert request.transport is not None
             request.transport.close()
             return fault, web.Response()
+        if fault == "reset":
+            return fault, await self._reset(request)
         always = draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
+        always = fault if fault in (*UNUSABLE, *UNMENDABLE, *READABLE) else always
         if always == "bad_request" or body["model"] == how.refused_model:
             return "bad_request", _error(400, "This request is not acceptable.", "invalid_request_error")
         key = request.headers.get("Idempotency-Key")
@@ -228,13 +238,33 @@ class _Server:
             return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
         response = how.completion(body, always)
         request["usage"] = response["usage"]
-        text = distorted(response, body, how)
+        request["usage"] = {**request["usage"], "fault": always or fault}
+        text = distorted(response, body, how, always == "unreadable")
         if key is not None:
             self._remembered[key] = text
         if fault == "truncated":
             return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
+        if fault == "wrong_charset":
+            return fault, web.Response(body=text[:-1].encode() + b', "x": "\xe9"}', content_type="application/json")
+        if fault == "wrong_length":
+            return fault, await self._reset(request, text.encode())
         self._answered += 1
+        if fault == "drip":
+            return "answered", await _drip(request, text.encode())
         return "answered", web.Response(text=text, content_type="application/json")
+
+    async def _reset(self, request: web.Request, body: bytes = b"") -> web.StreamResponse:
+        """Close the connection amid a response: its header promises more than `body`."""
+        transport = request.transport
+        assert isinstance(transport, asyncio.Transport)
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body) + 9}\r\n\r\n"
+        transport.write(head.encode() + body)
+        await asyncio.sleep(0.01)
+        if body:
+            transport.close()
+        else:
+            transport.abort()
+        return web.Response()
 
     # Batches. The log has each of their requests as it ended, with the batch's id, and `submitted` for the batch.
 
@@ -331,6 +361,7 @@ class _Server:
             self._answered += 1
         ended = "answered" if status == 200 else fault or "bad_request"
         entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "batch": batch_id}
+        entry["fault"] = always
         self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
         return {
             "id": f"batch_req_{digest[:8]}",
@@ -338,6 +369,26 @@ class _Server:
             "response": {"status_code": status, "request_id": digest[:8], "body": said},
             "error": None,
         }
+
+
+def _rate_limited(how: str) -> web.Response:
+    """A 429 whose Retry-After is a date, one without anything, or an error in a response with status 200."""
+    if how == "rate_limited_until":
+        date = email.utils.formatdate(time.time(), usegmt=True)
+        return web.Response(status=429, headers={"Retry-After": date}, text="slow down")
+    if how == "rate_limited_bare":
+        return web.Response(status=429, text="<html>Too Many Requests</html>", content_type="text/html")
+    return web.json_response({"error": {"message": "Provider returned error", "code": 429}})
+
+
+async def _drip(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Send a response in small pieces, the last one apart."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    for start in range(0, len(body), 100):
+        await response.write(body[start : start + 100])
+        await asyncio.sleep(0.005)
+    return response
 
 
 def _error(
@@ -369,6 +420,10 @@ class StandIn:
             if entry.get("number") in undelivered:
                 entry |= {"ended": "undelivered", "lost": undelivered[entry["number"]]}
         return [entry for entry in entries if ended is None or entry["ended"] == ended]
+
+    def usable_answers(self) -> Counter[str]:
+        """Return request -> number of its usable answers. A useless one may be asked for again with an equal body."""
+        return Counter(each["request"] for each in self.log("answered") if each.get("fault") not in UNUSABLE)
 
     def hold(self) -> None:
         """Keep all answers back until `release`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,5 +37,5 @@ def rows_of(published: Published) -> list[list[dict[str, Any]]]:
 
 
 def answered_most(server: StandIn) -> int:
-    """Return the largest number of answers to one request."""
-    return max(Counter(entry["request"] for entry in server.log("answered")).values())
+    """Return the largest number of usable answers to one request."""
+    return max(server.usable_answers().values())

@@ -35,7 +35,7 @@ JUDGING = [f"judge_{scenario}" for scenario in judge.ORDER]
 class Model:
     """Answers by the stand-in's rules, except at steps with a scripted answer."""
 
-    def __init__(self, **answers: str | Completion | Exception | Callable[[Request], str]) -> None:
+    def __init__(self, **answers: str | Completion | Exception | Callable[[Request], str | Completion]) -> None:
         self.answers = answers
         self.asked: dict[str, Request] = {}
         self.calls: list[Request] = []
@@ -46,10 +46,10 @@ class Model:
         special = self.answers.get(request.step)
         if isinstance(special, Exception):
             raise special
-        if isinstance(special, Completion):
-            return special
-        text = special or stand_in_answers.answer(request.body)
-        return Completion(text(request) if callable(text) else text, "stop", f"{request.model}-2026-01-01", 1000, 100)
+        given = special(request) if callable(special) else special or stand_in_answers.answer(request.body)
+        if isinstance(given, Completion):
+            return given
+        return Completion(given, "stop", f"{request.model}-2026-01-01", 1000, 100)
 
     def prompt(self, step: str) -> str:
         return self.asked[step].messages[0]["content"]

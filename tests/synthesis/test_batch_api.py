@@ -29,6 +29,7 @@ from tests.support import stand_in_answers
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.support.waiting import wait_until
 from tests.synthesis.batches import MISTAKEN, POOL, SEEDS, fill, settings
+from tests.synthesis.runs import answered_most
 
 pytestmark = pytest.mark.integration
 
@@ -73,10 +74,6 @@ def assert_same_rows(got: list[Outcome | None], expected: list[Outcome]) -> None
         provenance, theirs_provenance = dict(mine.row["provenance"]), dict(theirs.row["provenance"])
         assert provenance.pop("usd") == pytest.approx(theirs_provenance.pop("usd") / 2)
         assert {**mine.row, "provenance": provenance} == {**theirs.row, "provenance": theirs_provenance}
-
-
-def answered_most(server: StandIn) -> int:
-    return max(Counter(entry["request"] for entry in server.log("answered")).values())
 
 
 def test_batches_give_the_rows_of_an_online_run_at_half_the_price(tmp_path: Path, online: list[Outcome]) -> None:

@@ -176,7 +176,8 @@ def test_a_failed_call_makes_the_row_a_dead_letter_that_names_the_request(step: 
     assert failure.split()[-1] in row["error"] or "tried 7 times" in row["error"]
     assert row["request_hash"] == model.asked[step].key == row["provenance"]["request_hashes"][-1]
     assert list(model.asked)[-1] == step
-    assert got.paid.calls == len(model.asked) - (failure == "failed in transit")
+    assert got.paid.calls == len(model.calls) - (failure == "failed in transit")
+    assert len(model.calls) == len(model.asked) + (failure in ("refused", "empty"))
 
 
 def _first_time(bad: str) -> Callable[[Request], str]:

@@ -1,8 +1,12 @@
+import shutil
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.config.llm import ChatModel
+from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Malformed
 from infembed_ray.llm.structured_output import AnswerFormat
 from infembed_ray.synthesis import templates
@@ -105,3 +109,82 @@ def test_a_repair_continues_the_conversation_under_its_own_key(answer: str, want
     assert {**again.body, "messages": None} == {**request.body, "messages": None}
     assert (again.step, again.row, again.prompt) == ("s", "r", "greeting=3 repair=1")
     assert again.key != request.key
+
+
+JUDGE = """---
+version: mine-2
+answer: "Answer: <number, or none>"
+---
+Query: {query} Instruction: {instruction} Candidates: {candidates}
+{answer}"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A user's directory of prompts, with another judge."""
+    (tmp_path / "judge.md").write_text(JUDGE)
+    return tmp_path
+
+
+def test_own_files_replace_the_bundled_ones_of_the_same_name(own: Path) -> None:
+    templates.check(str(own))
+    judge = templates.load("judge", own=str(own))
+    assert (judge.version, judge.fields, judge.answer.label) == ("judge=mine-2", FIELDS["judge"], "Answer")
+    assert judge.text.startswith("Query: {query} Instruction:")
+    assert templates.load("complement", "leetcode", str(own)) == templates.load("complement", "leetcode")
+
+
+def test_own_sources_and_an_own_repair_are_used(own: Path) -> None:
+    (own / "sources" / "news").mkdir(parents=True)
+    (own / "sources" / "news" / "passage_writing.md").write_text("---\nversion: 7\n---\nWrite like a newspaper.")
+    (own / "repair.md").write_text("---\nversion: r2\n---\nWrong: {fault}")
+    templates.check(str(own))
+    passage = templates.load("passage_writing", "News", str(own))
+    assert passage.version == "passage_writing=1 news/passage_writing=7"
+    assert "\n\nWrite like a newspaper.\n\nReference: " in passage.text
+    request = GREETING.request(ChatModel(model="m"), "s", "r", {"word": "hi"})
+    again = templates.repair(request, "x", Malformed("y", "x"), str(own))
+    assert again.prompt == "greeting=3 repair=r2"
+    assert again.messages[-1]["content"] == "Wrong: no `y` in 'x'"
+
+
+def test_a_copy_of_the_bundled_prompts_is_valid_and_changes_nothing(tmp_path: Path) -> None:
+    shutil.copytree(templates.DIRECTORY, tmp_path / "own")
+    templates.check(str(tmp_path / "own"))
+    for name in FIELDS:
+        assert templates.load(name, "leetcode", str(tmp_path / "own")) == templates.load(name, "leetcode")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("jugde.md", JUDGE, "no such prompt; remove it, or name it NAME.md (complement, "),
+        ("judge.txt", JUDGE, "no such prompt"),
+        ("sources/news/judge.md", JUDGE, "no such prompt"),
+        ("judge.md", "Which one fits {query}?", "judge.md has no front matter"),
+        ("judge.md", JUDGE.replace("version", "versions"), "'version'"),
+        ("judge.md", JUDGE.replace("answer:", "answers:"), "'answer'"),
+        ("judge.md", JUDGE.replace("mine-2", "mine 2"), "version=mine 2: write it with letters"),
+        ("judge.md", JUDGE.replace("mine-2", "1"), "version=1: that is the bundled prompt's"),
+        ("judge.md", JUDGE.replace("{query}", ""), "correct {query}"),
+        ("judge.md", JUDGE.replace("{query}", "{query} {question}"), "correct {question}"),
+        ("judge.md", JUDGE.replace("{query}", "{query} {"), "not like the bundled file"),
+        ("judge.md", JUDGE.replace("Answer:", "Choice:"), "the label must be `Answer:`"),
+    ],
+)
+def test_a_faulty_prompt_is_refused_with_its_remedy(tmp_path: Path, name: str, text: str, said: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        templates.check(str(tmp_path))
+    assert f"prompts={tmp_path}: {name}: " in str(error.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_must_be_a_directory(own: Path) -> None:
+    with pytest.raises(InputError, match="not a directory"):
+        templates.check(str(own / "judge.md"))
+    with pytest.raises(InputError, match="no such file or directory"):
+        templates.check(str(own / "nowhere"))
