@@ -284,6 +284,8 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
     }
     if completion.batched:
         entry["batched"] = True
+    if completion.cached_tokens:
+        entry["cached_tokens"] = completion.cached_tokens
     said = _JSON.encode(entry).encode().removesuffix(b"}")
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
@@ -315,6 +317,7 @@ def decode(line: bytes) -> tuple[str, Completion] | None:
             completion_tokens=entry["completion_tokens"],
             replayed=True,
             batched=entry.get("batched", False),
+            cached_tokens=entry.get("cached_tokens", 0),  # older lines lack it
         )
     except (ValueError, KeyError, TypeError):
         return None
