@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
@@ -88,7 +90,21 @@ class Batches(Settings):
     """
 
     max_requests: int = runtime_field(50_000, ge=1, le=50_000, description="most requests of a batch")
+    enqueued_tokens: int | None = runtime_field(
+        None,
+        ge=1,
+        description="most prompt tokens of a model in batches that have not ended (your account's batch queue limit); null: "
+        "learned when the endpoint refuses a batch",
+    )
     poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
     patience_h: float | None = runtime_field(
-        None, gt=0, description="hours until a batch is cancelled and the rest asked online; null: 24 at OpenAI"
+        None, gt=0, description="hours until a batch is cancelled; null: it ends by itself (24 at OpenAI)"
+    )
+    attempts: int = runtime_field(
+        3, ge=1, description="batches that a request is put into until one answers it (some expire, or fail)"
+    )
+    rest: Literal["stop", "dead_letter", "online"] = runtime_field(
+        "stop",
+        description="requests that all attempts left unanswered: stop (print what they would cost online, and end the run), "
+        "dead_letter (their rows become dead letters) or online (ask them at full price)",
     )

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.client import ChatClient, run_in_thread
+from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.lease import Lease, RateLimiter
@@ -47,10 +47,11 @@ from infembed_ray.progress import Advance, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
 from infembed_ray.storage import Published, Staging
+from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.outputs import Outputs
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
+from infembed_ray.synthesis.preflight import Job, check, prepare, resolve
 
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
@@ -99,8 +100,14 @@ def run(settings: SynthesizeSettings) -> Published:
             _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
         if job.in_batches:
-            staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
-            spent_usd += batches["usd"] or 0.0
+            from infembed_ray.synthesis import (
+                batch_api,
+            )  # only here: it imports the `openai` client, which takes a second
+
+            report = batch_api.run(job, spent_usd)
+            staging.facts["batches"] = report.figures()
+            spent_usd += report.usd or 0.0
+            job = replace(job, left_out=report.left_out)
         connect()
         tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
         with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
@@ -110,28 +117,6 @@ def run(settings: SynthesizeSettings) -> Published:
             f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"
         )
     return step.published()
-
-
-def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
-    """Ask the Batch API, so that the online run finds its answers in the journal; return its report."""
-    from infembed_ray.synthesis import batch_api  # only here: it imports the `openai` client, which takes a second
-
-    assert isinstance(job.journal, Path)  # see `check`
-    directory = job.journal / BATCHES
-
-    async def ask() -> batch_api.BatchReport:
-        journal = open_journal(job.journal, job.replay)
-        try:
-            return await batch_api.answer_in_batches(
-                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd
-            )
-        finally:
-            journal.close()
-
-    try:
-        return asdict(run_in_thread(ask()))
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
 
 
 def _synthesize_all(job: Job, tasks: Path, coordinator: Any, staging: Staging) -> None:
@@ -322,7 +307,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
     tasks = _write_tasks(file, job.seeds, rows, settings.actors)
     driver = this_process()
-    pool = ray.put(job.survey.pool)
+    shared = ray.put((job.survey.pool, job.left_out))
 
     def branch(partition: Partition) -> ray.data.Dataset:
         numbers = tasks[partition]
@@ -333,7 +318,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
                 settings,
                 list(job.endpoints.values()),
                 partition,
-                pool,
+                shared,
                 job.journal,
                 job.replay,
                 coordinator,
@@ -393,7 +378,7 @@ class _Synthesizer:
         settings: SynthesizeSettings,
         endpoints: Sequence[Endpoint],
         partition: Partition,
-        pool: ray.ObjectRef,
+        shared: ray.ObjectRef,
         journal: JournalPlace,
         replay: Sequence[str],
         coordinator: Any,
@@ -401,14 +386,14 @@ class _Synthesizer:
     ) -> None:
         self._settings = settings
         self._coordinator = coordinator
-        self._pool: Sequence[str] = ray.get(pool)
+        self._pool, left_out = ray.get(shared)
         self._limiter = _rate_limiter(settings, coordinator)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
         self._client = ChatClient(endpoints, self._journal, self._limiter, prices.load(settings.prices))
         self._breaker = CircuitBreaker(settings)
-        self._complete = self._breaker.watch(self._client.complete)
+        self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
         self._rows = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0

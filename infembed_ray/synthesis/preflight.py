@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
@@ -43,6 +43,8 @@ class Job:
     journal: JournalPlace
     replay: Sequence[str]
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
