@@ -197,7 +197,9 @@ class _Row:
         """
         model = model_of(self.settings, step)[1]
         # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).
-        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"])
+        template = templates.load(
+            prompt, "leetcode" if self.language else self.columns["source"], self.settings.shared_prefix
+        )
         values["language"] = self.language or "its programming language"
         request = replace(template.request(model, step, self.columns["id"], values, choices), route=self.route)
 
@@ -325,7 +327,8 @@ async def _verdict(row: _Row, pool: Sequence[str], judged: str, instruction: str
         "negative_instruction": columns["hard_negative_document_1"],
         "negative_query": columns["hard_negative_document_2"],
     }
-    shown = judge.lineup(documents, pool, settings.distractors, settings.seed, columns["id"], judged)
+    lineup = "" if settings.shared_prefix else judged  # the candidates of all scenarios are then the same text
+    shown = judge.lineup(documents, pool, settings.distractors, settings.seed, columns["id"], lineup)
     return await row.ask(
         _JUDGE + judged,
         "judge",

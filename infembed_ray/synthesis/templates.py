@@ -1,8 +1,9 @@
 """Prompt templates: files with a version, rendered to chat requests.
 
 A prompt file has a front matter with its `version` and the format of its `answer`, then the text of one user message with
-`{fields}`. `sources/<source>/` holds additions for seeds of that source. The versions are part of the journal's key, so a
-changed prompt is asked again.
+`{fields}`. `sources/<source>/` holds additions for seeds of that source. `shared_prefix/` holds prompts with their texts in
+another order, so that the requests of a row begin alike. The versions are part of the journal's key, so a changed prompt is
+asked again.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class Template:
         return {field for _, field, _, _ in Formatter().parse(self.text) if field} - {"answer"}
 
 
-def load(name: str, source: str = "") -> Template:
-    """Return the prompt `name` with its addition for seeds of `source`, if there is one."""
+def load(name: str, source: str = "", shared_prefix: bool = False) -> Template:
+    """Return the prompt `name`, with its addition for seeds of `source` and in the order of `shared_prefix/` if there is one."""
     source = source.casefold()
-    return _load(name, source if source in _sources() else "")
+    return _load(name, source if source in _sources() else "", shared_prefix)
 
 
 def repair(request: Request, answer: str, fault: Malformed) -> Request:
@@ -96,9 +97,12 @@ def _sources() -> frozenset[str]:
 
 
 @cache
-def _load(name: str, source: str) -> Template:
-    header, text = _read(DIRECTORY / f"{name}.md")
-    version, addition = f"{name}={header['version']}", ""
+def _load(name: str, source: str, shared_prefix: bool) -> Template:
+    ordered = f"shared_prefix/{name}" if shared_prefix else name
+    if not (DIRECTORY / f"{ordered}.md").is_file():
+        ordered = name
+    header, text = _read(DIRECTORY / f"{ordered}.md")
+    version, addition = f"{ordered}={header['version']}", ""
     file = _SOURCES / source / f"{name}.md"
     if source and file.is_file():
         added, words = _read(file)
