@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,9 +25,44 @@ class ChatModel(Settings):
     )
 
 
+class SelfHosted(Settings):
+    """A model that vLLM serves on the run's own cluster (Ray Serve LLM) for the time of the run."""
+
+    model: str = runtime_field(
+        description="model id at the Hugging Face hub; generator.model and judge.model have the same"
+    )
+    source: str | None = runtime_field(
+        None, description="directory on every node, or s3:// or gs:// URI, of the weights; null: the hub"
+    )
+    replicas: int = runtime_field(1, ge=1, description="copies of the model; requests are spread over them")
+    tensor_parallel: int = runtime_field(1, ge=1, description="GPUs of each copy")
+    accelerator: str | None = runtime_field(
+        None, description="GPU type in Ray's spelling, for example L4, A100 or H100; cpu: none; null: any GPU"
+    )
+    engine: dict[str, Any] = runtime_field(
+        {}, description="further engine arguments of vLLM, for example {max_model_len: 8192}"
+    )
+    port: int = runtime_field(8001, ge=1, le=65535, description="port on the head node, unless Ray Serve runs already")
+    start_timeout_s: float = runtime_field(
+        1800.0, gt=0, description="seconds until the model must answer, download and loading of the weights included"
+    )
+    usd_per_gpu_hour: float | None = runtime_field(
+        None, ge=0, description="price of a GPU hour, for the run's figures; null: unknown"
+    )
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all copies."""
+        return 0 if self.accelerator == "cpu" else self.replicas * self.tensor_parallel
+
+
 class Endpoint(Settings):
     """An OpenAI-compatible endpoint."""
 
+    serve: SelfHosted | None = runtime_field(
+        None,
+        description="start this model on the cluster for the time of the run; base_url and the key are then not used",
+    )
     base_url: str = runtime_field(
         "https://api.openai.com/v1", description="URL up to /v1; with api_version (Azure OpenAI), the resource's URL"
     )

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,7 @@ from infembed_ray.progress import Advance, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
 from infembed_ray.storage import Published, Staging
+from infembed_ray.synthesis import self_hosted
 from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.outputs import Outputs
@@ -100,9 +102,8 @@ def run(settings: SynthesizeSettings) -> Published:
             _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
         if job.in_batches:
-            from infembed_ray.synthesis import (
-                batch_api,
-            )  # only here: it imports the `openai` client, which takes a second
+            # Only here: it imports the `openai` client, which takes a second.
+            from infembed_ray.synthesis import batch_api
 
             report = batch_api.run(job, spent_usd)
             staging.facts["batches"] = report.figures()
@@ -110,8 +111,14 @@ def run(settings: SynthesizeSettings) -> Published:
             job = replace(job, left_out=report.left_out)
         connect()
         tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
-        with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
-            _synthesize_all(job, tasks, coordinator, staging)
+        hosting = self_hosted.hosting(settings.endpoint, step.identity) if settings.endpoint.serve else nullcontext()
+        with hosting as hosted:
+            if hosted is not None:
+                job = replace(job, settings=settings.model_copy(update={"endpoint": hosted.endpoint}))
+            with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
+                _synthesize_all(job, tasks, coordinator, staging)
+        if hosted is not None:
+            staging.facts["self_hosted"] = hosted.figures(sum(staging.facts["tokens"].values()))
     if staging.counts["dead_letter"]:
         say(
             f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"

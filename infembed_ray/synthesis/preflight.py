@@ -23,7 +23,7 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, model_of, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
@@ -54,7 +54,7 @@ class Job:
     @property
     def has_key(self) -> bool:
         """Whether some endpoint can be asked: its key is set, or it needs none."""
-        names = [endpoint.api_key_env for endpoint in self.endpoints.values()]
+        names = [None if endpoint.serve else endpoint.api_key_env for endpoint in self.endpoints.values()]
         return any(name is None or os.environ.get(name, "").strip() for name in names)
 
     @property
@@ -169,6 +169,22 @@ def _check_names(settings: SynthesizeSettings) -> None:
         if not endpoint.base_url.startswith(("http://", "https://"))
     ]
     faults += [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
+    served = settings.endpoint.serve
+    if served is not None:
+        asked = {name: model.model for name, model in (model_of(settings, step) for step in STEPS)}
+        faults += [
+            f"{name}.model={model}: endpoint.serve.model={served.model} starts only that model; name it, or start a server "
+            "of your own and give its endpoint.base_url"
+            for name, model in asked.items()
+            if model != served.model
+        ]
+        if settings.batches is not None:
+            faults.append("batches: a self-hosted model (endpoint.serve) has no Batch API; set batches=null")
+    faults += [
+        f"{name}.serve: only endpoint can start a model; leave it out"
+        for name, endpoint in endpoints(settings).items()
+        if endpoint.serve is not None and name != "endpoint"
+    ]
     if faults:
         raise InputError(*faults)
 

@@ -491,12 +491,12 @@ def test_a_run_in_batches_publishes_the_same_rows_and_pays_for_nothing_twice(
 def test_a_run_in_batches_makes_dead_letters_of_the_rest_and_asks_nothing_online(
     ray_cluster: None, seeds_file: Path, tmp_path: Path
 ) -> None:
-    with stand_in(batch_expired=0.5) as server:
+    with stand_in(batch_expired=0.1) as server:
         batches = {"attempts": 1, "rest": "dead_letter"}
-        done = run(settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches, limit=10))
+        done = run(settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches))
         assert all("batch" in entry for entry in server.log("answered"))
     dead = records.read_raw(done.path / records.DEAD_LETTER_FILE)
-    assert len(dead) == done.manifest["batches"]["unanswered"]["batch_expired"] == 10
+    assert len(dead) == done.manifest["batches"]["unanswered"]["batch_expired"] > 0
     assert {row["error"] for row in dead} == {"no batch answered: batch_expired"}
 
 
