@@ -28,15 +28,13 @@ from openai.types import BatchError
 
 from infembed_ray import durable
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.errors import InputError
-from infembed_ray.llm import prices
+from infembed_ray.llm import dialects, prices
 from infembed_ray.llm.batch_client import BatchClient
 from infembed_ray.llm.batch_quota import EXCEEDED, EnqueuedTokens, QuotaExceeded, prompt_tokens
-from infembed_ray.llm.chat import Completion, Request, RunFailure, Unjournaled
-from infembed_ray.llm.client import replaying, run_in_thread
+from infembed_ray.llm.chat import Completion, Dialect, Request, RunFailure, Unjournaled
+from infembed_ray.llm.client import replaying
 from infembed_ray.llm.endpoint import one_line
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import USD, worst_case
 from infembed_ray.progress import counted, say
@@ -44,7 +42,7 @@ from infembed_ray.records import Seed
 from infembed_ray.synthesis.batch_files import Batch, Fault, read_answers, upload_line
 from infembed_ray.synthesis.batch_rest import Rest
 from infembed_ray.synthesis.pipeline import synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job
+from infembed_ray.synthesis.preflight import probes
 
 MOST_BYTES = 200 * 10**6
 """OpenAI's limit of one input file. The limit of its requests is the setting's default."""
@@ -69,34 +67,14 @@ class BatchReport:
     completion_tokens: int = 0
     usd: float | None = 0.0
     """Price of the answers; None if the price table lacks a model."""
+    probe_usd: float = 0.0
+    """Price of the short requests that found out the models' parameters."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Key -> why the request is unanswered; it must not be asked online."""
 
     def figures(self) -> dict[str, Any]:
         """Return the manifest's figures."""
         return {name: value for name, value in vars(self).items() if name != "left_out"}
-
-
-def run(job: Job, spent_usd: float) -> BatchReport:
-    """Ask the Batch API for what a run's journal lacks; see `answer_in_batches`.
-
-    Raises:
-        InputError: instead of its RunFailure.
-    """
-    assert isinstance(job.journal, Path)  # see `preflight.check`
-    directory = job.journal / BATCHES
-
-    async def ask() -> BatchReport:
-        journal = open_journal(job.journal, job.replay)
-        try:
-            return await answer_in_batches(job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd)
-        finally:
-            journal.close()
-
-    try:
-        return run_in_thread(ask())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
 
 
 async def answer_in_batches(
@@ -130,6 +108,7 @@ async def answer_in_batches(
                 await runner.complete(runner.unfinished())
                 finished: set[int] = set()
                 while wave := await runner.next_wave(seeds, pool, finished):
+                    await runner.learn()
                     await runner.complete(wave)
                 runner.settle_rest()
     except OSError as error:
@@ -172,7 +151,19 @@ class _BatchRunner:
         """When the endpoint last accepted a batch."""
         self._rest = Rest(settings)
         self._collecting = asyncio.Lock()
+        self._dialects: Mapping[str, Dialect] | None = None
         self.report = BatchReport()
+
+    async def learn(self) -> None:
+        """Find out the parameters of the models, once."""
+        if self._dialects is None:
+            endpoint = {"endpoint": self._settings.endpoint}
+            learned = await dialects.learn(endpoint, probes(self._settings), self._prices)
+            self._dialects = learned.dialects[0]
+            for line in learned.report:
+                say(f"synthesize: {line}")
+            self._committed_usd += learned.used[USD]
+            self.report.probe_usd = learned.used[USD]
 
     def unfinished(self) -> list[Batch]:
         """Return the batches that an earlier run submitted and did not collect; note what others left unanswered."""
@@ -350,10 +341,13 @@ class _BatchRunner:
         return self._prepare_all(requests)
 
     async def _upload(self, batch: Batch) -> str:
-        deployments = self._settings.endpoint.deployments
+        deployments, learned = self._settings.endpoint.deployments, self._dialects or {}
         upload = batch.path("jsonl")
         with upload.open("wb") as stream:
-            stream.writelines(upload_line(request, deployments.get(request.model)) for request in batch.read())
+            stream.writelines(
+                upload_line(request, deployments.get(request.model), learned.get(request.model))
+                for request in batch.read()
+            )
         try:
             return await self._client.upload(upload)
         finally:

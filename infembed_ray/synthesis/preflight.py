@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
@@ -14,13 +15,15 @@ from infembed_ray.config.llm import ChatModel, Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import RunFailure, Unjournaled
+from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying, run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
+from infembed_ray.progress import say
+from infembed_ray.records import Seed
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, model_of, synthesize
@@ -37,7 +40,7 @@ class Job:
     """The resolved inputs of a run."""
 
     settings: SynthesizeSettings
-    seeds: Source
+    seeds: Iterable[Seed]
     survey: SeedSurvey
     table: PriceTable
     journal: JournalPlace
@@ -77,7 +80,7 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
-    """Read the seeds once and locate the journals.
+    """Read the seeds once and locate the journals; warn if the prices are old.
 
     Args:
         settings: of the run.
@@ -87,6 +90,8 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
+    if warning := table.warning([model.model for model in models(settings).values()], settings.prices, date.today()):
+        say(f"synthesize: {warning}")
     survey = seeds.survey()
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, _journal_place(settings), replay)
@@ -124,6 +129,11 @@ def _check_journal(job: Job) -> None:
             job.journal.delete(PROBE)
 
 
+def has_pending_batches(job: Job) -> bool:
+    """Whether batches of an earlier run wait to be collected: their requests must not be asked online."""
+    return isinstance(job.journal, Path) and bool(batch_files.pending(job.journal / BATCHES))
+
+
 def _check_batches(job: Job) -> None:
     if not isinstance(job.journal, Path):
         if job.in_batches:
@@ -151,7 +161,7 @@ def _check_distractors(job: Job) -> None:
     settings, passages = job.settings, len(job.survey.pool)
     if passages <= settings.distractors:
         raise InputError(
-            f"distractors={settings.distractors}: seeds={job.seeds.path} has only {passages} different passages to draw from; "
+            f"distractors={settings.distractors}: seeds={settings.seeds} has only {passages} different passages to draw from; "
             f"set distractors={passages - 1} or give more seeds"
         )
 
@@ -160,6 +170,19 @@ def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
     """Return name of the setting -> endpoint."""
     others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
     return {"endpoint": settings.endpoint, **others}
+
+
+def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
+    """Return name of the setting -> model."""
+    cheap: dict[str, ChatModel] = {} if settings.cheap_judge is None else {"cheap_judge": settings.cheap_judge}
+    steps = {f"steps.{step}": model for step, model in settings.steps.items()}
+    return {"generator": settings.generator, **cheap, "judge": settings.judge, **steps}
+
+
+def probes(settings: SynthesizeSettings) -> dict[str, Request]:
+    """Return name of a model's setting -> a short request with its parameters; one of those with equal parameters."""
+    requests = [(name, templates.probe(model)) for name, model in (model_of(settings, step) for step in STEPS)]
+    return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
 
 
 def _check_names(settings: SynthesizeSettings) -> None:
@@ -190,23 +213,23 @@ def _check_names(settings: SynthesizeSettings) -> None:
 
 
 def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
-    """A budget needs the price and the token limit of every model; tokens a minute need the token limit."""
+    """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too."""
     limits = settings.limits
-    models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
-    models |= {f"steps.{step}": model for step, model in settings.steps.items()}
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
         for limit in ("budget_usd", "tokens_per_minute")
-        for name, model in models.items()
+        for name, model in models(settings).items()
         if getattr(limits, limit) is not None and model.max_tokens is None
     ]
-    if limits.budget_usd is not None:
-        faults += [
-            f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
-            "give its prices in a file and set prices=FILE"
-            for name, model in models.items()
-            if table.price(model.model) is None
-        ]
+    most_usd = {"limits.budget_usd": limits.budget_usd}
+    if settings.canary is not None:
+        most_usd["canary.max_usd_per_1000_kept"] = settings.canary.max_usd_per_1000_kept
+    faults += [
+        f"{limit}={usd:g}: no price is known of {name}.model={model.model}; give its prices in a file and set prices=FILE"
+        for limit, usd in most_usd.items()
+        for name, model in models(settings).items()
+        if usd is not None and table.price(model.model) is None
+    ]
     if faults:
         raise InputError(*faults)
 
