@@ -132,6 +132,9 @@ def _endpoints(settings: SynthesizeSettings) -> Iterator[str]:
     asked = dict(reversed([model_of(settings, step) for step in STEPS]))
     faults = []
     for name, endpoint in endpoints(settings).items():
+        if endpoint.serve is not None:
+            yield f"{name}: the run starts {endpoint.serve.model} on {counted(endpoint.serve.gpus, 'GPU')}"
+            continue
         try:
             models = list_models(endpoint, name)
         except RunFailure as failure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
@@ -39,9 +41,44 @@ class ChatModel(Settings):
         return 2 * self.max_tokens if self.retry_max_tokens is None else max(self.max_tokens, self.retry_max_tokens)
 
 
+class SelfHosted(Settings):
+    """A model that vLLM serves on the run's own cluster (Ray Serve LLM) for the time of the run."""
+
+    model: str = runtime_field(
+        description="model id at the Hugging Face hub; generator.model and judge.model have the same"
+    )
+    source: str | None = runtime_field(
+        None, description="directory on every node, or s3:// or gs:// URI, of the weights; null: the hub"
+    )
+    replicas: int = runtime_field(1, ge=1, description="copies of the model; requests are spread over them")
+    tensor_parallel: int = runtime_field(1, ge=1, description="GPUs of each copy")
+    accelerator: str | None = runtime_field(
+        None, description="GPU type in Ray's spelling, for example L4, A100 or H100; cpu: none; null: any GPU"
+    )
+    engine: dict[str, Any] = runtime_field(
+        {}, description="further engine arguments of vLLM, for example {max_model_len: 8192}"
+    )
+    port: int = runtime_field(8001, ge=1, le=65535, description="port on the head node, unless Ray Serve runs already")
+    start_timeout_s: float = runtime_field(
+        1800.0, gt=0, description="seconds until the model must answer, download and loading of the weights included"
+    )
+    usd_per_gpu_hour: float | None = runtime_field(
+        None, ge=0, description="price of a GPU hour, for the run's figures; null: unknown"
+    )
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all copies."""
+        return 0 if self.accelerator == "cpu" else self.replicas * self.tensor_parallel
+
+
 class Endpoint(Settings):
     """An OpenAI-compatible endpoint."""
 
+    serve: SelfHosted | None = runtime_field(
+        None,
+        description="start this model on the cluster for the time of the run; base_url and the key are then not used",
+    )
     base_url: str = runtime_field(
         "https://api.openai.com/v1", description="URL up to /v1; with api_version (Azure OpenAI), the resource's URL"
     )
@@ -109,7 +146,21 @@ class Batches(Settings):
     """
 
     max_requests: int = runtime_field(50_000, ge=1, le=50_000, description="most requests of a batch")
+    enqueued_tokens: int | None = runtime_field(
+        None,
+        ge=1,
+        description="most prompt tokens of a model in batches that have not ended (your account's batch queue limit); null: "
+        "learned when the endpoint refuses a batch",
+    )
     poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
     patience_h: float | None = runtime_field(
-        None, gt=0, description="hours until a batch is cancelled and the rest asked online; null: 24 at OpenAI"
+        None, gt=0, description="hours until a batch is cancelled; null: it ends by itself (24 at OpenAI)"
+    )
+    attempts: int = runtime_field(
+        3, ge=1, description="batches that a request is put into until one answers it (some expire, or fail)"
+    )
+    rest: Literal["stop", "dead_letter", "online"] = runtime_field(
+        "stop",
+        description="requests that all attempts left unanswered: stop (print what they would cost online, and end the run), "
+        "dead_letter (their rows become dead letters) or online (ask them at full price)",
     )

@@ -80,7 +80,7 @@ class SynthesizeSettings(Settings):
         (), description="also serve the models: requests are shared by weight, and each stands in for the others"
     )
     batches: Batches | None = runtime_field(
-        None, description="{}: ask the Batch API of `endpoint` first, the rest online; null: all online"
+        None, description="{}: ask the Batch API of `endpoint`, at half the price; null: all online"
     )
     limits: Limits = runtime_field(Limits(), description="of all actors together")
     canary: Canary | None = runtime_field(
@@ -93,6 +93,11 @@ class SynthesizeSettings(Settings):
     seed: int = Field(0, description="random seed of the distractors and of the order of the candidates")
     complement: bool = Field(
         False, description="also write, per kept record, an instruction that makes its hard negative the positive"
+    )
+    shared_prefix: bool = Field(
+        False,
+        description="put the texts that a row's requests share first, and show the judge one lineup in all scenarios: prompts "
+        "that a prefix cache holds. These are other requests, so a journal without it does not answer them",
     )
     in_flight: int = runtime_field(64, ge=1, description="most requests in flight per actor")
     actors: int = runtime_field(1, ge=1, description="synthesis actors")

@@ -15,6 +15,7 @@ import openai
 from openai.types import Batch
 
 from infembed_ray.config.llm import Endpoint
+from infembed_ray.llm.batch_quota import EXCEEDED, QuotaExceeded
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import pause_s
 from infembed_ray.llm.endpoint import api_key, one_line
@@ -73,6 +74,9 @@ class BatchClient:
             tag: stored in the batch's metadata.
             doubtful: an earlier submission may have succeeded. Then, and after any doubt that arises here, search for the
                 tag first, and submit only if there is no such batch.
+
+        Raises:
+            QuotaExceeded: the endpoint refuses it because of its quota of enqueued tokens.
         """
 
         async def attempt() -> str:
@@ -113,6 +117,8 @@ class BatchClient:
                 return await attempt()
             except openai.APIStatusError as error:
                 reason = f"HTTP {error.status_code}: {one_line(error.response.text)}"
+                if error.code == EXCEEDED:
+                    raise QuotaExceeded(reason) from error
                 if error.status_code not in (408, 429) and error.status_code < 500:
                     raise RunFailure(self._refusal(error.status_code, reason)) from error
             except (openai.APIError, httpx2.HTTPError, ValueError, AttributeError) as error:  # also a body cut short

@@ -1,12 +1,14 @@
 """Answers at half the price from the Batch API, which processes files of requests within a day.
 
 The steps of a row depend on one another, so batches go in waves: a wave asks the next request of every row, and its answers
-in the journal decide the next wave. A request that a batch leaves unanswered (expired, cancelled, faulty) is not batched
-again; the online run that follows asks it, and replays everything else.
+in the journal decide the next wave. The batches of a wave are submitted as the endpoint's quota of enqueued tokens and the
+budget admit them. A request that a batch leaves unanswered (expired, cancelled, faulty) goes out again with the next wave,
+at most `batches.attempts` times; `batches.rest` then decides. The online run that follows replays the journal.
 
 You never pay for the same request twice. A batch's requests are on disk before the upload, the intention to submit before
 the submission, and the batch's id before the wait. A run that finds an intention without an id searches the endpoint for
-the batch's tag; a run that finds an id waits for that batch and collects it.
+the batch's tag; a run that finds an id waits for that batch and collects it. A batch that the endpoint refuses because of
+its quota costs nothing; its requests go out in new batches.
 """
 
 from __future__ import annotations
@@ -15,25 +17,30 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from openai.types import Batch as RemoteBatch
+from openai.types import BatchError
 
 from infembed_ray import durable
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import dialects, prices
 from infembed_ray.llm.batch_client import BatchClient
+from infembed_ray.llm.batch_quota import EXCEEDED, EnqueuedTokens, QuotaExceeded, prompt_tokens
 from infembed_ray.llm.chat import Completion, Dialect, Request, RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying
+from infembed_ray.llm.endpoint import one_line
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import USD, worst_case
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Seed
-from infembed_ray.synthesis.batch_files import Batch, read_answers, upload_line
+from infembed_ray.synthesis.batch_files import Batch, Fault, read_answers, upload_line
+from infembed_ray.synthesis.batch_rest import Rest
 from infembed_ray.synthesis.pipeline import synthesize
 from infembed_ray.synthesis.preflight import probes
 
@@ -53,13 +60,21 @@ class BatchReport:
     """Collected batches, including those that an earlier run submitted."""
     answered: int = 0
     unanswered: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of requests left to the online run."""
+    """Reason -> number of requests that no batch answers (`batches.rest`)."""
+    refused_for_quota: int = 0
+    """Batches that the endpoint refused because of its quota of enqueued tokens; their requests went out again."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     usd: float | None = 0.0
     """Price of the answers; None if the price table lacks a model."""
     probe_usd: float = 0.0
     """Price of the short requests that found out the models' parameters."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Key -> why the request is unanswered; it must not be asked online."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return the manifest's figures."""
+        return {name: value for name, value in vars(self).items() if name != "left_out"}
 
 
 async def answer_in_batches(
@@ -81,7 +96,8 @@ async def answer_in_batches(
         spent_usd: what is already spent of `settings.limits.budget_usd`.
 
     Raises:
-        RunFailure: the endpoint refuses the key or has no Batch API, or another run uses the directory.
+        RunFailure: the endpoint refuses the key or has no Batch API, another run uses the directory, the budget is used up,
+            or `batches.rest` is stop and requests are left.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -94,9 +110,22 @@ async def answer_in_batches(
                 while wave := await runner.next_wave(seeds, pool, finished):
                     await runner.learn()
                     await runner.complete(wave)
+                runner.settle_rest()
     except OSError as error:
         raise RunFailure(f"journal={directory.parent}: cannot be written ({error.strerror})") from error
     return runner.report
+
+
+@dataclass
+class _Draft:
+    """Requests to one model that become a batch."""
+
+    requests: list[Request] = field(default_factory=list)
+    size: int = 0
+    """Bytes of the upload."""
+    tokens: int = 0
+    usd: float = 0.0
+    """Worst case of its price."""
 
 
 class _BatchRunner:
@@ -107,15 +136,20 @@ class _BatchRunner:
     ) -> None:
         assert settings.batches is not None
         self._client = client
-        self._settings = settings
-        self._batches = settings.batches
+        self._settings, self._batches = settings, settings.batches
         self._journal = journal
         self._directory = directory
         self._prices = prices.load(settings.prices)
         self._committed_usd = spent_usd
         """Spent, and the worst case of what is submitted."""
-        self._online: set[str] = set()
-        """Keys of requests that are left to the online run."""
+        self._quotas: defaultdict[str, EnqueuedTokens] = defaultdict(
+            lambda: EnqueuedTokens(self._batches.enqueued_tokens)
+        )
+        """Model -> its quota of enqueued tokens."""
+        self._running: dict[asyncio.Task[list[Batch]], Batch] = {}
+        self._admitted = time.time()
+        """When the endpoint last accepted a batch."""
+        self._rest = Rest(settings)
         self._collecting = asyncio.Lock()
         self._dialects: Mapping[str, Dialect] | None = None
         self.report = BatchReport()
@@ -138,7 +172,7 @@ class _BatchRunner:
         found = []
         for batch in map(Batch.load, sorted(self._directory.glob("*.json"))):
             if batch.stage == "collected":
-                self._online.update(batch.unanswered)
+                self._rest.note(batch)
             elif batch.stage == "prepared":
                 batch.discard()  # drafted again if it is still needed
             elif batch.base_url != self._settings.endpoint.base_url:
@@ -151,33 +185,58 @@ class _BatchRunner:
                 found.append(batch)
         return found
 
+    # ------------------------------------------------------------------------------------------------- drafting
+
     async def next_wave(self, seeds: Iterable[Seed], pool: Sequence[str], finished: set[int]) -> list[Batch]:
         """Prepare batches of every row's next request; add rows that need no further batch to `finished`."""
         wave: list[Batch] = []
-        drafts: defaultdict[str, list[Request]] = defaultdict(list)  # by model
-        sizes: Counter[str] = Counter()
+        drafts: dict[str, _Draft] = {}  # by model
         drafted: set[str] = set()
         for index, seed in enumerate(seeds):
             if index in finished:
                 continue
             request = await self._next_request(seed, pool)
-            if request is None or request.key in self._online:
+            if request is None or self._rest.gives_up(request, self._online_usd(request)):
                 finished.add(index)
             elif request.key not in drafted:
                 drafted.add(request.key)
-                draft, size = drafts[request.model], len(upload_line(request))
-                if len(draft) == self._batches.max_requests or sizes[request.model] + size > MOST_BYTES:
-                    wave.append(self._prepare(draft))
-                    draft.clear()
-                    sizes[request.model] = 0
-                draft.append(request)
-                sizes[request.model] += size
+                wave += self._add(drafts, request)
         return wave + [self._prepare(draft) for draft in drafts.values()]
 
-    def _prepare(self, requests: Sequence[Request]) -> Batch:
-        worst_usd = BATCH_PRICE * sum(worst_case(request, self._prices)[USD] for request in requests)
-        worst_usd = worst_usd if math.isfinite(worst_usd) else 0.0  # unknown price: there is no budget
-        return Batch.prepare(self._directory, self._settings.endpoint.base_url, requests, worst_usd)
+    def _add(self, drafts: dict[str, _Draft], request: Request) -> list[Batch]:
+        """Add a request to its model's draft; prepare and return the draft's batch first if it has no room."""
+        model, full = request.model, []
+        size, tokens, usd = len(upload_line(request)), prompt_tokens(request), self._worst_usd(request)
+        draft = drafts.setdefault(model, _Draft())
+        if draft.requests and (
+            len(draft.requests) == self._batches.max_requests
+            or draft.size + size > MOST_BYTES
+            or draft.tokens + tokens > self._quotas[model].limit
+            or usd <= self._left_usd < draft.usd + usd
+        ):
+            full = [self._prepare(draft)]
+            draft = drafts[model] = _Draft()
+        draft.requests.append(request)
+        draft.size, draft.tokens, draft.usd = draft.size + size, draft.tokens + tokens, draft.usd + usd
+        return full
+
+    def _worst_usd(self, request: Request) -> float:
+        usd = BATCH_PRICE * worst_case(request, self._prices)[USD]
+        return usd if math.isfinite(usd) else 0.0  # unknown price: there is no budget
+
+    @property
+    def _left_usd(self) -> float:
+        """What is left of the budget."""
+        budget = self._settings.limits.budget_usd
+        return math.inf if budget is None else budget - self._committed_usd
+
+    def _prepare(self, draft: _Draft) -> Batch:
+        return Batch.prepare(self._directory, self._settings.endpoint.base_url, draft.requests, draft.usd)
+
+    def _prepare_all(self, requests: Iterable[Request]) -> list[Batch]:
+        drafts: dict[str, _Draft] = {}
+        full = [batch for request in requests for batch in self._add(drafts, request)]
+        return full + [self._prepare(draft) for draft in drafts.values()]
 
     async def _next_request(self, seed: Seed, pool: Sequence[str]) -> Request | None:
         """Return the first request of a row that the journal does not answer; None if it answers all."""
@@ -187,32 +246,99 @@ class _BatchRunner:
             return missing.request
         return None
 
-    async def complete(self, batches: Sequence[Batch]) -> None:
-        """Submit what is not submitted yet, wait for all batches, and collect them."""
-        tasks = [asyncio.create_task(self._complete(batch)) for batch in batches]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # after one failure; the next run resumes the others
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _online_usd(self, request: Request) -> float:
+        """Estimate the list price of a request by the mean of the answers so far."""
+        usd, answered = self.report.usd, self.report.answered
+        return usd / BATCH_PRICE / answered if usd and answered else worst_case(request, self._prices)[USD]
 
-    async def _complete(self, batch: Batch) -> None:
+    # ----------------------------------------------------------------------------------------------- scheduling
+
+    async def complete(self, batches: Sequence[Batch]) -> None:
+        """Submit what is not submitted yet, as quota and budget admit it, wait for all batches, and collect them."""
+        waiting = deque(batches)
+        try:
+            while waiting or self._running:
+                for batch in list(waiting):
+                    if batch.stage != "prepared" or self._fits(batch):
+                        waiting.remove(batch)
+                        self._start(batch)
+                if not self._running:  # it does not even fit alone
+                    waiting.extend(self._divide(waiting.popleft()))
+                    continue
+                ended, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    del self._running[task]
+                    waiting.extend(task.result())
+        finally:
+            for task in self._running:  # after one failure; the next run resumes the others
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _fits(self, batch: Batch) -> bool:
+        others = self._enqueued(batch.model)
+        smallest = batch.requests == 1 and not others  # is sent, because the limit may be a wrong guess
+        fits = smallest or others + batch.tokens <= self._quotas[batch.model].limit
+        return fits and batch.worst_usd <= self._left_usd
+
+    def _enqueued(self, model: str) -> int:
+        """Return the tokens of our batches of a model that have not ended."""
+        return sum(batch.tokens for batch in self._running.values() if batch.model == model)
+
+    def _start(self, batch: Batch) -> None:
         if batch.stage == "prepared":
-            budget = self._settings.limits.budget_usd
-            if budget is not None and self._committed_usd + batch.worst_usd > budget:
-                self._online.update(request.key for request in batch.read())
-                self._count_unanswered("the budget", batch.requests)
-                batch.discard()
-                return
             self._committed_usd += batch.worst_usd
-            batch.save(file_id=await self._upload(batch))
-            batch.save(stage="submitting", submitted=time.time())
-            await self._submit(batch, doubtful=False)
-            say(f"synthesize: batch {batch.batch_id}: {counted(batch.requests, 'request')} submitted")
-        elif batch.stage == "submitting":
-            await self._submit(batch, doubtful=True)
-        await self._collect(batch, await self._wait(batch))
+        self._running[asyncio.create_task(self._complete(batch))] = batch
+
+    def _divide(self, batch: Batch) -> list[Batch]:
+        """Replace a batch by smaller ones that fit; leave out each request that the budget does not cover."""
+        requests = list(batch.read())
+        batch.discard()
+        fitting: list[Request] = []
+        for request in requests:
+            if self._worst_usd(request) <= self._left_usd:
+                fitting.append(request)
+            else:
+                self._rest.note_over_budget(request)
+        return self._prepare_all(fitting)
+
+    async def _complete(self, batch: Batch) -> list[Batch]:
+        """Take a batch from its stage to the last; return the batches that replace it if the quota refused it."""
+        try:
+            if batch.stage == "prepared":
+                batch.save(file_id=await self._upload(batch))
+                batch.save(stage="submitting", submitted=time.time())
+                await self._submit(batch, doubtful=False)
+                say(f"synthesize: batch {batch.batch_id}: {counted(batch.requests, 'request')} submitted")
+            elif batch.stage == "submitting":
+                await self._submit(batch, doubtful=True)
+            remote = await self._wait(batch)
+            if refusal := _quota_refusal(remote):
+                raise QuotaExceeded(refusal)
+        except QuotaExceeded as refusal:
+            return await self._requeue(batch, str(refusal))
+        self._admitted = time.time()
+        await self._collect(batch, remote)
+        return []
+
+    async def _requeue(self, batch: Batch, refusal: str) -> list[Batch]:
+        """Forget a batch that the endpoint refused because of its quota; return new ones of its requests."""
+        others = self._enqueued(batch.model) - batch.tokens
+        patience_h = self._batches.patience_h or 24.0
+        if not others and time.time() - self._admitted > 3600 * patience_h:
+            raise RunFailure(
+                f"endpoint.base_url={batch.base_url}: other jobs have used the quota of {batch.model} for {patience_h:g} hours "
+                f"({refusal}); the same command resumes"
+            )
+        if not self.report.refused_for_quota:
+            say(f"synthesize: the endpoint's quota holds fewer batches ({refusal}); the others follow as those end")
+        self.report.refused_for_quota += 1
+        self._quotas[batch.model].learn(batch.tokens, others, refusal)
+        requests = list(batch.read())
+        batch.discard()
+        self._committed_usd -= batch.worst_usd
+        if not others:
+            await asyncio.sleep(self._batches.poll_s)
+        return self._prepare_all(requests)
 
     async def _upload(self, batch: Batch) -> str:
         deployments, learned = self._settings.endpoint.deployments, self._dialects or {}
@@ -252,27 +378,31 @@ class _BatchRunner:
                 files.append(batch.path(kind))
                 await self._client.download(file_id, files[-1])
         async with self._collecting:  # the answers of one batch at a time are in memory
-            unanswered = await self._journal_answers(batch, *read_answers(files), f"the batch {remote.status}")
-        batch.save(stage="collected", unanswered=unanswered)
-        self._online.update(unanswered)
+            faults = await self._journal_answers(batch, *read_answers(files), f"the batch {remote.status}")
+        batch.save(
+            stage="collected",
+            unanswered={key: fault.reason for key, fault in faults.items() if not fault.refused},
+            refused={key: fault.reason for key, fault in faults.items() if fault.refused},
+        )
+        self._rest.note(batch)
         for file in (batch.path("requests"), *files):
             file.unlink(missing_ok=True)
         self.report.batches += 1
-        answered = batch.requests - len(unanswered)
-        say(f"synthesize: batch {batch.batch_id}: {remote.status}, {answered} of {batch.requests} answered")
+        answered = batch.requests - len(faults)
+        why = "".join(f" ({one_line(error.message)})" for error in _errors(remote)[:1])
+        say(f"synthesize: batch {batch.batch_id}: {remote.status}{why}, {answered} of {batch.requests} answered")
 
     async def _journal_answers(
-        self, batch: Batch, answers: Mapping[str, Completion], faults: Mapping[str, str], otherwise: str
-    ) -> list[str]:
-        """Append the answers to the journal; return the keys of the requests without one."""
-        unanswered: list[str] = []
+        self, batch: Batch, answers: Mapping[str, Completion], faults: Mapping[str, Fault], otherwise: str
+    ) -> dict[str, Fault]:
+        """Append the answers to the journal; return the faults of the requests without one, by their keys."""
+        unanswered: dict[str, Fault] = {}
         spent_usd = 0.0
         new: list[tuple[Request, Completion]] = []
         for request in batch.read():
             completion = answers.get(request.key)
             if completion is None:
-                unanswered.append(request.key)
-                self._count_unanswered(faults.get(request.key, otherwise), 1)
+                unanswered[request.key] = faults.get(request.key, Fault(otherwise, refused=False))
                 continue
             spent_usd += self._count_answered(request, completion)
             if self._journal.get(*request.keys) is None:  # otherwise a crash interrupted an earlier collection
@@ -287,9 +417,6 @@ class _BatchRunner:
         await asyncio.gather(*(self._journal.append(*exchange) for exchange in exchanges))
         exchanges.clear()
 
-    def _count_unanswered(self, reason: str, requests: int) -> None:
-        self.report.unanswered[reason] = self.report.unanswered.get(reason, 0) + requests
-
     def _count_answered(self, request: Request, completion: Completion) -> float:
         """Count an answer; return its price, 0 if it is unknown."""
         usd = self._prices.usd(request.model, completion)
@@ -299,3 +426,19 @@ class _BatchRunner:
         report.completion_tokens += completion.completion_tokens
         report.usd = None if report.usd is None or usd is None else report.usd + usd
         return usd or 0.0
+
+    def settle_rest(self) -> None:
+        """Treat the requests that no batch answers as `batches.rest` says; raises as `Rest.settle`."""
+        self.report.unanswered = dict(self._rest.reasons)
+        self.report.left_out = self._rest.settle()
+
+
+def _errors(remote: RemoteBatch) -> list[BatchError]:
+    return (remote.errors and remote.errors.data) or []
+
+
+def _quota_refusal(remote: RemoteBatch) -> str | None:
+    """Return the endpoint's message if it refused a batch because of its quota of enqueued tokens."""
+    if remote.status != "failed":
+        return None
+    return next((one_line(error.message or EXCEEDED) for error in _errors(remote) if error.code == EXCEEDED), None)

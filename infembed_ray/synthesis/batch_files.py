@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from infembed_ray import durable
-from infembed_ray.llm.chat import Completion, Dialect, Request, RunFailure, adapted
+from infembed_ray.llm.batch_quota import prompt_tokens
+from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, adapted
 from infembed_ray.llm.endpoint import CHAT, Unanswered, completion_of, one_line
+
+LEFT_OUT = "no batch answered"
+"""Beginning of the error of a dead letter whose request was not asked online."""
+_REFUSED = {400, 413, 422}
 
 
 @dataclass
@@ -29,15 +34,19 @@ class Batch:
     batch_id: str | None = None
     submitted: float = 0.0
     """Unix time."""
-    unanswered: list[str] = field(default_factory=list)
-    """Keys of the requests without an answer, once it is collected."""
+    model: str = ""
+    tokens: int = 0
+    """Prompt tokens that count for the quota of enqueued tokens."""
+    unanswered: dict[str, str] = field(default_factory=dict)
+    """Once it is collected: key of a request without an answer -> why."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Once it is collected: key of a request that the endpoint refuses, so that no other attempt helps -> why."""
 
     @classmethod
     def prepare(cls, directory: Path, base_url: str, requests: Sequence[Request], worst_usd: float) -> Batch:
-        """Write a new batch durably; its tag is a hash of its requests."""
-        keys = "".join(request.key for request in requests)
-        tag = hashlib.sha256(keys.encode()).hexdigest()[:24]
-        batch = cls(directory, tag, base_url, len(requests), worst_usd)
+        """Write a new batch of requests to one model durably."""
+        model, tokens = requests[0].model, sum(map(prompt_tokens, requests))
+        batch = cls(directory, secrets.token_hex(12), base_url, len(requests), worst_usd, model=model, tokens=tokens)
         with durable.replacing(batch.path("requests")) as stream:
             stream.writelines(json.dumps(asdict(each), ensure_ascii=False).encode() + b"\n" for each in requests)
         batch.save()
@@ -46,7 +55,10 @@ class Batch:
     @classmethod
     def load(cls, file: Path) -> Batch:
         """Read a batch from its TAG.json."""
-        return cls(directory=file.parent, **json.loads(file.read_text(encoding="utf-8")))
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(values["unanswered"], list):  # written by release 0.1.0
+            values["unanswered"] = dict.fromkeys(values["unanswered"], "no answer")
+        return cls(directory=file.parent, **values)
 
     def save(self, **changes: Any) -> None:
         """Apply the changes and write them durably."""
@@ -85,7 +97,15 @@ def upload_line(request: Request, deployment: str | None = None, dialect: Dialec
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
-def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str, str]]:
+class Fault(NamedTuple):
+    """Why a request has no answer."""
+
+    reason: str
+    refused: bool
+    """The endpoint refuses the request itself, so that another attempt is useless."""
+
+
+def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str, Fault]]:
     """Read a batch's output and error files.
 
     Returns:
@@ -95,7 +115,7 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
         RunFailure: a file is damaged.
     """
     answers: dict[str, Completion] = {}
-    faults: dict[str, str] = {}
+    faults: dict[str, Fault] = {}
     for file in files:
         with file.open("rb") as stream:
             for line in stream:
@@ -107,7 +127,7 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
                     else:
                         faults[key] = _fault(entry, response)
                 except Unanswered as fault:
-                    faults[key] = str(fault)
+                    faults[key] = Fault(str(fault), refused=False)
                 except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
                     raise RunFailure(f"batches: the endpoint's file is damaged ({error}); run it again") from error
                 except (ValueError, RecursionError):  # this line exceeds Python's limits: its request is unanswered
@@ -115,9 +135,20 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
     return answers, faults
 
 
-def _fault(entry: dict[str, Any], response: dict[str, Any]) -> str:
+def _fault(entry: dict[str, Any], response: dict[str, Any]) -> Fault:
     """Return the error code of a line without an answer, or its HTTP status."""
-    body = response.get("body")
+    body, status = response.get("body"), response.get("status_code")
     error = entry.get("error") or (body.get("error") if isinstance(body, dict) else None)
     code = error.get("code") if isinstance(error, dict) else None
-    return one_line(code or f"HTTP {response.get('status_code')}")
+    return Fault(one_line(code or f"HTTP {status}"), refused=status in _REFUSED)
+
+
+def leaving_out(complete: Complete, unanswered: Mapping[str, str]) -> Complete:
+    """Wrap `complete` so that it never sends a request that batches left unanswered: its row becomes a dead letter."""
+
+    async def ask(request: Request) -> Completion:
+        if request.key in unanswered:
+            raise RowFailure(f"{LEFT_OUT}: {unanswered[request.key]}")
+        return await complete(request)
+
+    return ask if unanswered else complete

@@ -13,6 +13,7 @@ from collections import Counter
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Complete, Completion, Request
 from infembed_ray.synthesis import judge
+from infembed_ray.synthesis.batch_files import LEFT_OUT
 from infembed_ray.synthesis.pipeline import STEPS, Outcome, model_of
 
 ALIKE = 20
@@ -24,7 +25,7 @@ class CircuitBreaker:
     """Counts the dead letters of steps that no row has passed yet.
 
     A failed complement does not count, because its record is kept. A replayed answer that fails its row does not count
-    either: it costs nothing, and the settings may have changed since.
+    either: it costs nothing, and the settings may have changed since. Nor does a request that batches left unanswered.
 
     Args:
         settings: of the run; the message names the model's setting.
@@ -62,7 +63,7 @@ class CircuitBreaker:
         if step is not None and outcome.kind == "dead_letter":
             if outcome.traceback is not None:
                 self._count_unexpected(step, outcome.row["error"])
-            elif passed >= self._passed and not outcome.from_journal:
+            elif passed >= self._passed and not outcome.from_journal and not outcome.row["error"].startswith(LEFT_OUT):
                 self._count_failure(step, outcome.row["error"])
         return self.failure
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -43,8 +43,10 @@ from infembed_ray.object_store import Folder
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Step
+from infembed_ray.storage import Published, Staging, Step
+from infembed_ray.synthesis import self_hosted
 from infembed_ray.synthesis.audit import described
+from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.forecast import forecast, sample
@@ -53,6 +55,9 @@ from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
 from infembed_ray.synthesis.tasks import write_tasks
+
+if TYPE_CHECKING:
+    from infembed_ray.synthesis.batch_api import BatchReport
 
 CANARY = "canary"
 """Directory of the canary's records and forecast, in the output."""
@@ -97,7 +102,8 @@ def run(settings: SynthesizeSettings) -> Published:
     if isinstance(job.journal, Folder) and not job.has_key:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
-    with step.publish() as staging:  # from here on no other run of this output spends
+    # From here on no other run of this output spends.
+    with step.publish() as staging, _hosting(job, step.identity, staging) as job:
         if job.has_key:
             _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
@@ -107,8 +113,10 @@ def run(settings: SynthesizeSettings) -> Published:
             _settle_journal(job.journal)
             spent_usd = _spent_usd(job)
         if job.in_batches:
-            staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
-            spent_usd += (batches["usd"] or 0.0) + batches["probe_usd"]
+            report = _ask_in_batches(job, spent_usd)
+            staging.facts["batches"] = report.figures()
+            spent_usd += (report.usd or 0.0) + report.probe_usd
+            job = replace(job, left_out=report.left_out)
         breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
         with Outputs(staging.path, table) as outputs:
             stats = _run_rows(job, step, outputs, breaker.add, spent_usd)
@@ -127,14 +135,25 @@ def run(settings: SynthesizeSettings) -> Published:
     return step.published()
 
 
-def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
+@contextlib.contextmanager
+def _hosting(job: Job, run: str, staging: Staging) -> Iterator[Job]:
+    """Serve the model of `endpoint.serve` while the block runs; give the job with its address."""
+    if job.settings.endpoint.serve is None:
+        yield job
+        return
+    with self_hosted.hosting(job.settings.endpoint, run) as hosted:
+        yield replace(job, settings=job.settings.model_copy(update={"endpoint": hosted.endpoint}))
+    staging.facts["self_hosted"] = hosted.figures(sum(staging.facts["tokens"].values()))
+
+
+def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
     """Ask the Batch API, so that the online run finds its answers in the journal; return its report."""
     from infembed_ray.synthesis import batch_api  # only here: it imports the `openai` client, which takes a second
 
     assert isinstance(job.journal, Path)  # see `check`
     directory = job.journal / BATCHES
 
-    async def ask() -> batch_api.BatchReport:
+    async def ask() -> BatchReport:
         journal = open_journal(job.journal, job.replay)
         try:
             return await batch_api.answer_in_batches(
@@ -144,7 +163,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
             journal.close()
 
     try:
-        return asdict(run_in_thread(ask()))
+        return run_in_thread(ask())
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
 
@@ -318,7 +337,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
     tasks = write_tasks(file, job.seeds, rows, settings.actors)
     driver = this_process()
-    pool = ray.put(job.survey.pool)
+    shared = ray.put((job.survey.pool, job.left_out))
 
     def branch(partition: Partition) -> ray.data.Dataset:
         numbers = tasks[partition]
@@ -329,7 +348,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
                 settings,
                 list(job.endpoints.values()),
                 partition,
-                pool,
+                shared,
                 job.journal,
                 job.replay,
                 coordinator,
@@ -365,7 +384,7 @@ class _Synthesizer:
         settings: SynthesizeSettings,
         endpoints: Sequence[Endpoint],
         partition: Partition,
-        pool: ray.ObjectRef,
+        shared: ray.ObjectRef,
         journal: JournalPlace,
         replay: Sequence[str],
         coordinator: Any,
@@ -373,7 +392,7 @@ class _Synthesizer:
     ) -> None:
         self._settings = settings
         self._coordinator = coordinator
-        self._pool: Sequence[str] = ray.get(pool)
+        self._pool, left_out = ray.get(shared)
         self._limiter = _rate_limiter(settings, coordinator, journal)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
@@ -381,7 +400,7 @@ class _Synthesizer:
         table = prices.load(settings.prices)
         self._client = ChatClient(endpoints, self._journal, self._limiter, table, learn=self._learn_dialects)
         self._breaker = CircuitBreaker(settings)
-        self._complete = self._breaker.watch(self._client.complete)
+        self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
         self._rows = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0

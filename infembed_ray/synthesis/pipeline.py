@@ -209,8 +209,9 @@ class _Row:
         """
         model = model_of(self.settings, step)[1]
         # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).
+        source = "leetcode" if self.language else self.columns["source"]
         own = self.settings.prompts
-        template = templates.load(prompt, "leetcode" if self.language else self.columns["source"], own)
+        template = templates.load(prompt, source, own, self.settings.shared_prefix)
         values["language"] = self.language or "its programming language"
         request = replace(template.request(model, step, self.columns["id"], values, choices), route=self.route)
 
@@ -391,7 +392,8 @@ async def _verdict(
         "negative_instruction": columns["hard_negative_document_1"],
         "negative_query": columns["hard_negative_document_2"],
     }
-    draw = (settings.seed, columns["id"], judged) if order is None else (settings.seed, columns["id"], judged, order)
+    lineup = "" if settings.shared_prefix else judged  # the candidates of all scenarios are then the same text
+    draw = (settings.seed, columns["id"], lineup) if order is None else (settings.seed, columns["id"], lineup, order)
     shown = judge.lineup(documents, pool, settings.distractors, *draw)
     return await row.ask(
         (_JUDGE if order is None else CHEAP_JUDGE) + judged,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class Job:
     journal: JournalPlace
     replay: Sequence[str]
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
@@ -55,7 +57,7 @@ class Job:
     @property
     def has_key(self) -> bool:
         """Whether some endpoint can be asked: its key is set, or it needs none."""
-        names = [endpoint.api_key_env for endpoint in self.endpoints.values()]
+        names = [None if endpoint.serve else endpoint.api_key_env for endpoint in self.endpoints.values()]
         return any(name is None or os.environ.get(name, "").strip() for name in names)
 
     @property
@@ -194,6 +196,22 @@ def _check_names(settings: SynthesizeSettings) -> None:
         if not endpoint.base_url.startswith(("http://", "https://"))
     ]
     faults += [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
+    served = settings.endpoint.serve
+    if served is not None:
+        asked = {name: model.model for name, model in (model_of(settings, step) for step in STEPS)}
+        faults += [
+            f"{name}.model={model}: endpoint.serve.model={served.model} starts only that model; name it, or start a server "
+            "of your own and give its endpoint.base_url"
+            for name, model in asked.items()
+            if model != served.model
+        ]
+        if settings.batches is not None:
+            faults.append("batches: a self-hosted model (endpoint.serve) has no Batch API; set batches=null")
+    faults += [
+        f"{name}.serve: only endpoint can start a model; leave it out"
+        for name, endpoint in endpoints(settings).items()
+        if endpoint.serve is not None and name != "endpoint"
+    ]
     if faults:
         raise InputError(*faults)
 

@@ -1,8 +1,9 @@
 """Prompt templates: files with a version, rendered to chat requests.
 
 A prompt file has a front matter with its `version` and the format of its `answer`, then the text of one user message with
-`{fields}`. `sources/<source>/` holds additions for seeds of that source. The versions are part of the journal's key, so a
-changed prompt is asked again. A user's directory may hold files that replace the bundled ones of the same name.
+`{fields}`. `sources/<source>/` holds additions for seeds of that source. `shared_prefix/` holds prompts with their texts in
+another order, so that the requests of a row begin alike. The versions are part of the journal's key, so a changed prompt is
+asked again. A user's directory may hold files that replace the bundled ones of the same name.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from infembed_ray.llm.structured_output import AnswerFormat
 from infembed_ray.storage import resolve_input
 
 DIRECTORY = Path(__file__).with_name("prompts")
+_SHARED_PREFIX = DIRECTORY / "shared_prefix"
 _PROBE = AnswerFormat("Answer", "<the word yes>")
 _VERSION = re.compile(r"[\w.+-]+")
 _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL)
@@ -79,16 +81,17 @@ def probe(model: ChatModel) -> Request:
     )
 
 
-def load(name: str, source: str = "", own: str | None = None) -> Template:
+def load(name: str, source: str = "", own: str | None = None, shared_prefix: bool = False) -> Template:
     """Return the prompt `name` with its addition for seeds of `source`, if there is one.
 
     Args:
         name: of the prompt.
         source: of the seed.
         own: path or URI of the user's directory (setting `prompts`).
+        shared_prefix: with the texts in the order of `shared_prefix/`, unless the user's directory has the prompt.
     """
     source = source.casefold()
-    return _load(name, source if f"sources/{source}/{name}" in _files(own) else "", own)
+    return _load(name, source if f"sources/{source}/{name}" in _files(own) else "", own, shared_prefix)
 
 
 def repair(request: Request, answer: str, fault: Malformed, own: str | None = None) -> Request:
@@ -171,8 +174,8 @@ def _fields(text: str) -> set[str]:
 
 
 @cache
-def _load(name: str, source: str, own: str | None) -> Template:
-    files = _files(own)
+def _load(name: str, source: str, own: str | None, shared_prefix: bool) -> Template:
+    files = _files(own, shared_prefix)
     header, text = files[name]
     version, addition = f"{name}={header['version']}", ""
     if added := files.get(f"sources/{source}/{name}"):
@@ -181,13 +184,16 @@ def _load(name: str, source: str, own: str | None) -> Template:
 
 
 @cache
-def _files(own: str | None) -> dict[str, tuple[dict[str, Any], str]]:
+def _files(own: str | None, shared_prefix: bool = False) -> dict[str, tuple[dict[str, Any], str]]:
     """Return front matter and text of all prompt files by name: `judge`, `sources/leetcode/query_poisoning`."""
-    directories = [DIRECTORY] if own is None else [DIRECTORY, resolve_input(own, "prompts")]
+    directories = [DIRECTORY, *([_SHARED_PREFIX] if shared_prefix else [])]
+    if own is not None:
+        directories.append(resolve_input(own, "prompts"))
     return {
         file.relative_to(directory).with_suffix("").as_posix(): _read(file)
         for directory in directories
         for file in directory.rglob("*.md")
+        if directory != DIRECTORY or _SHARED_PREFIX not in file.parents
     }
 
 

@@ -77,6 +77,16 @@ class Behaviour:
     """Share of its requests that are not answered when a batch expires; 0: batches complete."""
     batch_failed: float = 0.0
     """A whole batch is refused when its file is validated."""
+    enqueued_tokens: int = 0
+    """Prompt tokens of a model that may be in batches that have not ended; 0: unlimited."""
+    enqueued_refusal: str = (
+        "Enqueued token limit reached for {model} in organization org-1. Limit: {limit:,} enqueued tokens."
+    )
+    """Message of a batch that exceeds them."""
+    enqueued_elsewhere_s: float = 0.0
+    """Seconds, from the first batch, for which other jobs of the account use up the quota."""
+    enqueued_status: int = 0
+    """HTTP status that refuses the submission; 0: the submission is accepted, and the batch then fails."""
     batch_fault: float = 0.0
     """A request of a batch is not answered."""
 
@@ -267,6 +277,11 @@ def _dress(message: dict[str, Any], text: str, fault: str | None, is_json: bool)
         message |= {"reasoning_content": decoys, "reasoning": decoys}
     elif fault == "surrogate":
         message |= {"reasoning_content": "\ud83d", "name": "\udc00"}
+
+
+def prompt_tokens(body: Mapping[str, Any]) -> int:
+    """Count a request's prompt tokens as a quota of batches does: four bytes each."""
+    return sum(len(message["content"].encode()) for message in body["messages"]) // 4
 
 
 def draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str | None:

@@ -54,6 +54,7 @@ from tests.support.stand_in_answers import (
     Behaviour,
     distorted,
     draw,
+    prompt_tokens,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,6 +74,9 @@ class _Server:
         self._open.set()
         self._files: dict[str, bytes] = {}
         self._batches: dict[str, dict[str, Any]] = {}
+        self._enqueued: list[tuple[dict[str, Any], str, int]] = []
+        """Accepted batches, with their models and prompt tokens."""
+        self._first_batch = 0.0
         self._working: set[asyncio.Task[None]] = set()
         self._requests = count()
         self._used = (0.0, time.monotonic())
@@ -288,13 +292,41 @@ class _Server:
         wanted = await request.json()
         batch_id = f"batch-{len(self._batches)}"
         batch = {**wanted, "id": batch_id, "object": "batch", "created_at": time.time(), "status": "validating"}
+        refusal = self._enqueue(batch)
+        if refusal and self._behaviour.enqueued_status:
+            return _error(self._behaviour.enqueued_status, refusal, "token_limit_exceeded")
         self._batches[batch_id] = batch
+        if refusal:
+            error = {"code": "token_limit_exceeded", "message": refusal, "param": None, "line": None}
+            batch |= {"status": "failed", "errors": {"object": "list", "data": [error]}}
+            await self._open.wait()
+            return web.json_response({**batch, "status": "validating", "errors": None})
         self._log.write(json.dumps({"batch": batch_id, "ended": "submitted", "time": time.time()}) + "\n")
         task = asyncio.create_task(self._process(batch))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
         await self._open.wait()
         return web.json_response(batch)
+
+    def _enqueue(self, batch: dict[str, Any]) -> str | None:
+        """Count a batch's prompt tokens against its model's quota; return the refusal if they exceed it."""
+        how = self._behaviour
+        if not how.enqueued_tokens:
+            return None
+        lines = [json.loads(line) for line in self._files[batch["input_file_id"]].splitlines()]
+        model, tokens = lines[0]["body"]["model"], sum(prompt_tokens(line["body"]) for line in lines)
+        ended = ("completed", "failed", "expired", "cancelled")
+        others = [tokens for other, owner, tokens in self._enqueued if owner == model and other["status"] not in ended]
+        self._first_batch = self._first_batch or time.monotonic()
+        taken = how.enqueued_tokens if time.monotonic() - self._first_batch < how.enqueued_elsewhere_s else sum(others)
+        entry = {"batch": batch["id"], "tokens": tokens, "in_queue": taken + tokens, "model": model}
+        refused = taken + tokens > how.enqueued_tokens
+        entry["ended"] = "over_enqueued_tokens" if refused else "enqueued"
+        self._log.write(json.dumps({**entry, "time": time.time()}) + "\n")
+        if refused:
+            return how.enqueued_refusal.format(model=model, limit=how.enqueued_tokens)
+        self._enqueued.append((batch, model, tokens))
+        return None
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         newest_first = list(reversed(self._batches))

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -144,7 +145,11 @@ def kill_when(server: StandIn, directory: Path, ready: Callable[[], bool]) -> No
 
 
 def stages(directory: Path) -> list[str]:
-    return [json.loads(path.read_text())["stage"] for path in sorted((directory / "batches").glob("*.json"))]
+    found = []
+    for path in sorted((directory / "batches").glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # a batch that was cut into smaller ones
+            found.append(json.loads(path.read_text())["stage"])
+    return found
 
 
 @pytest.mark.parametrize("waves_before", [0, 2])
@@ -209,33 +214,71 @@ def test_a_run_killed_while_collecting_appends_only_what_is_missing(tmp_path: Pa
 # -------------------------------------------------------------------------------------------- what is not answered
 
 
-def test_an_expired_batchs_answers_are_kept_and_the_rest_is_asked_online(tmp_path: Path) -> None:
+def batched(directory: Path) -> Counter[str]:
+    """Return, for each request without an answer, how many batches it was in."""
+    states = [json.loads(path.read_text()) for path in (directory / "batches").glob("*.json")]
+    return Counter(key for state in states for key in {**state["unanswered"], **state["refused"]})
+
+
+def test_what_a_batch_leaves_unanswered_is_batched_again_until_all_is_answered(
+    tmp_path: Path, online: list[Outcome]
+) -> None:
+    with stand_in(mistaken=MISTAKEN, batch_fault=0.3) as server:
+        given = settings(server, batches={"attempts": 20})
+        report = fill(given, tmp_path)
+        assert (report.unanswered, report.left_out) == ({}, {})
+        assert report.batches > 8
+        assert max(batched(tmp_path).values()) > 1
+        assert answered_most(server) == 1
+        assert_same_rows(outcomes(given, tmp_path), online)
+
+
+def test_a_request_is_in_at_most_attempts_batches_and_then_stops_the_run(tmp_path: Path) -> None:
     with stand_in(batch_expired=0.5) as server:
-        given = settings(server)
-        report = fill(given, tmp_path)
-        assert report.answered == len(server.log("answered")) == len(Journal(tmp_path))
-        assert report.answered == 10 + 5 + 2 + 1 + 0  # half of the rows reach the next wave
-        assert report.unanswered == {"batch_expired": 10 + 5 + 3 + 1 + 1}
-        assert sum(report.unanswered.values()) == len(SEEDS)
+        given = settings(server, batches={"attempts": 2})
+        said = failure(given, tmp_path)
+        assert "batches.rest=stop: there are" in said
+        assert "batch_expired" in said
+        assert "set batches.attempts=4" in said
+        assert "batches.rest=online" in said
+        assert " USD" in said
+        assert set(batched(tmp_path).values()) == {1, 2}
+        assert len(server.log("answered")) == len(Journal(tmp_path)) > len(SEEDS)
         submitted = len(server.log("submitted"))
-        assert fill(given, tmp_path) == BatchReport()  # a rerun does not try batches again
-        assert len(server.log("submitted")) == submitted
+        assert failure(given, tmp_path).partition(" (")[0] == said.partition(" (")[0]
+        assert len(server.log("submitted")) == submitted  # a rerun does not try again
+        assert "batches.attempts=6" in failure(settings(server, batches={"attempts": 4}), tmp_path)
+        assert len(server.log("submitted")) > submitted
+        assert max(batched(tmp_path).values()) == 4
         assert answered_most(server) == 1
 
 
-def test_a_faulty_request_is_left_to_the_online_run_and_the_others_go_on(tmp_path: Path) -> None:
-    with stand_in(bad_request=0.03, batch_fault=0.03, seed=1) as server:
+def test_the_rest_becomes_dead_letters_or_is_asked_online_only_if_the_settings_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stand_in(batch_expired=0.5) as server:
+        report = fill(settings(server, batches={"attempts": 1, "rest": "dead_letter"}), tmp_path)
+        assert report.answered == len(server.log("answered")) == 10 + 5 + 2 + 1 + 0  # half the rows reach the next wave
+        assert report.unanswered == {"batch_expired": 10 + 5 + 3 + 1 + 1}
+        assert set(report.left_out) == set(batched(tmp_path))
+        assert set(report.left_out.values()) == {"batch_expired"}
+        asked = fill(settings(server, batches={"attempts": 1, "rest": "online"}), tmp_path)
+        assert (asked.answered, asked.unanswered, asked.left_out) == (0, report.unanswered, {})
+        printed = "".join(capsys.readouterr())
+        assert "batches.rest=online: 20 requests that no batch answered (batch_expired: 20)" in printed
+        assert "at full price, about" in printed
+
+
+def test_a_refused_request_is_not_batched_again_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    with stand_in(bad_request=0.05, seed=1) as server:
         given = settings(server)
         report = fill(given, tmp_path)
-        faults = Counter(entry["ended"] for entry in server.log() if entry["ended"] not in ("answered", "submitted"))
-        assert report.unanswered == {
-            "invalid_request_error": faults["bad_request"],
-            "server_error": faults["batch_fault"],
-        }
-        assert answered_most(server) == 1
-        done = outcomes(given, tmp_path)
-        assert done.count(None) == sum(report.unanswered.values()) > 0
-        assert len(server.log("answered")) == report.answered
+        refused = len([entry for entry in server.log() if entry["ended"] == "bad_request"])
+        assert report.unanswered == {"invalid_request_error": refused}
+        assert len(report.left_out) == refused > 0
+        assert set(batched(tmp_path).values()) == {1}
+        assert outcomes(given, tmp_path).count(None) == refused
+        assert fill(given, tmp_path).left_out == report.left_out
 
 
 def test_refused_cut_off_and_empty_answers_count_as_answers(tmp_path: Path) -> None:
@@ -248,16 +291,18 @@ def test_refused_cut_off_and_empty_answers_count_as_answers(tmp_path: Path) -> N
     assert kinds.total() == len(SEEDS)
 
 
-def test_a_batch_that_fails_its_validation_is_left_to_the_online_run(tmp_path: Path) -> None:
+def test_a_batch_that_fails_its_validation_is_tried_again_and_not_asked_online(tmp_path: Path) -> None:
     with stand_in(batch_failed=1.0) as server:
-        assert fill(settings(server), tmp_path).unanswered == {"the batch failed": len(SEEDS)}
+        report = fill(settings(server, batches={"rest": "dead_letter"}), tmp_path)
+        assert report.unanswered == {"the batch failed": len(SEEDS)}
         assert server.log("answered") == []
-        assert len(server.log("submitted")) == 1
+        assert len(server.log("submitted")) == 3
 
 
 def test_a_batch_beyond_its_patience_is_cancelled_and_its_answers_are_kept(tmp_path: Path) -> None:
     with stand_in(batch_s=60) as server:
-        report = fill(settings(server, batches={"patience_h": 0.2 / 3600}, limit=1), tmp_path)
+        patient = {"patience_h": 0.2 / 3600, "attempts": 1, "rest": "dead_letter"}
+        report = fill(settings(server, batches=patient), tmp_path)
         assert report.answered == len(server.log("answered")) == len(Journal(tmp_path)) > 0
         assert report.unanswered == {"batch_cancelled": len(SEEDS)}
 
@@ -267,14 +312,91 @@ def test_batches_beyond_the_budget_are_not_submitted(tmp_path: Path) -> None:
         whole = fill(settings(server), tmp_path / "whole").usd
         assert whole is not None
         submitted = len(server.log("submitted"))
-        none = fill(settings(server, limits={"budget_usd": 1e-6}), tmp_path / "none")
-        assert none.unanswered == {"the budget": len(SEEDS)}
+        for rest in ("stop", "dead_letter"):
+            none = settings(server, limits={"budget_usd": 1e-6}, batches={"rest": rest})
+            assert f"limits.budget_usd=1e-06: the budget is used up; there are {len(SEEDS)} requests" in failure(
+                none, tmp_path / "none"
+            )
         assert len(server.log("submitted")) == submitted
-        spent = fill(settings(server, limits={"budget_usd": 1.0}), tmp_path / "spent", spent_usd=0.9999)
-        assert spent.answered == 0
-        part = fill(settings(server, limits={"budget_usd": 0.03}), tmp_path / "part")
-        assert 0 < (part.usd or 0) <= 0.03
+        online = {"rest": "online"}
+        spent = settings(server, limits={"budget_usd": 1.0}, batches=online)
+        assert fill(spent, tmp_path / "spent", spent_usd=0.9999).answered == 0
+        part = fill(settings(server, limits={"budget_usd": 0.6 * whole}, batches=online), tmp_path / "part")
+        assert 0 < (part.usd or 0) <= 0.6 * whole
         assert part.unanswered["the budget"] > 0
+
+
+# ----------------------------------------------------------------------------------- the quota of enqueued tokens
+
+QUOTA = 4_000
+"""Prompt tokens, of four bytes, that the endpoint enqueues; a wave has over 20,000."""
+
+
+def most_enqueued(server: StandIn) -> int:
+    return max(entry["in_queue"] for entry in server.log("enqueued"))
+
+
+@pytest.mark.parametrize("how", ["told", "learned", "without a number", "refused at once"])
+def test_batches_follow_one_another_within_the_quota_and_nothing_is_left(
+    tmp_path: Path, online: list[Outcome], how: str
+) -> None:
+    refusal = {"enqueued_refusal": "Too many tokens are enqueued."} if how == "without a number" else {}
+    with stand_in(
+        mistaken=MISTAKEN,
+        batch_s=0.05,
+        enqueued_tokens=QUOTA,
+        enqueued_status=429 if how == "refused at once" else 0,
+        **refusal,
+    ) as server:
+        given = settings(server, batches={"enqueued_tokens": QUOTA if how == "told" else None, "attempts": 1})
+        report = fill(given, tmp_path)
+        assert (report.unanswered, report.left_out) == ({}, {})
+        assert most_enqueued(server) <= QUOTA
+        assert report.refused_for_quota == len(server.log("over_enqueued_tokens"))
+        assert (report.refused_for_quota == 0) == (how == "told")
+        assert report.refused_for_quota < 20
+        assert answered_most(server) == 1
+        assert all("batch" in entry for entry in server.log("answered"))  # nothing at full price
+        assert_same_rows(outcomes(given, tmp_path), online)
+
+
+def test_batches_wait_for_other_jobs_of_the_account(tmp_path: Path) -> None:
+    with stand_in(enqueued_tokens=40_000, enqueued_elsewhere_s=1.0) as server:
+        report = fill(settings(server), tmp_path)
+        assert report.refused_for_quota > 0
+        assert report.unanswered == {}
+    with stand_in(enqueued_tokens=40_000, enqueued_elsewhere_s=60.0) as server:
+        given = settings(server, batches={"patience_h": 0.5 / 3600})
+        assert "other jobs have used the quota of gpt-4o-mini" in failure(given, tmp_path / "b")
+        assert "collected" not in stages(tmp_path / "b")
+
+
+def test_a_limit_below_every_request_sends_one_at_a_time(tmp_path: Path) -> None:
+    with stand_in(enqueued_tokens=QUOTA) as server:
+        report = fill(settings(server, batches={"enqueued_tokens": 10}), tmp_path)
+        assert report.batches == report.answered == len(server.log("answered"))
+        assert report.unanswered == {}
+
+
+def test_a_run_killed_at_any_stage_under_a_quota_pays_for_nothing_twice(tmp_path: Path, online: list[Outcome]) -> None:
+    """Kill it at its first upload, refusal, submission, answer and collection, then let it end."""
+    reached = {
+        "prepared": lambda server: "prepared" in stages(tmp_path),
+        "refused": lambda server: len(server.log("over_enqueued_tokens")) > 0,
+        "submitted": lambda server: "submitted" in stages(tmp_path),
+        "answered": lambda server: len(server.log("answered")) > 0,
+        "collected": lambda server: stages(tmp_path).count("collected") > 2,
+    }
+    with stand_in(mistaken=MISTAKEN, batch_s=0.3, batch_fault=0.1, enqueued_tokens=QUOTA) as server:
+        for ready in reached.values():
+            kill_when(server, tmp_path, lambda ready=ready: ready(server))
+            server.release()
+        given = settings(server, batches={"attempts": 20})
+        assert fill(given, tmp_path).unanswered == {}
+        assert answered_most(server) == 1
+        assert most_enqueued(server) <= QUOTA
+        assert all("batch" in entry for entry in server.log("answered"))
+        assert_same_rows(outcomes(given, tmp_path), online)
 
 
 # ------------------------------------------------------------------------------------------------- what ends a run
@@ -357,7 +479,8 @@ def test_a_run_in_batches_publishes_the_same_rows_and_pays_for_nothing_twice(
 ) -> None:
     faults = {"batch_expired": 0.5, "batch_fault": 0.1, "bad_request": 0.01}
     with stand_in(mistaken=MISTAKEN, **faults) as server:
-        given = settings(server, seeds=str(seeds_file), output=str(tmp_path / "online"))
+        batches = {"attempts": 1, "rest": "online"}
+        given = settings(server, seeds=str(seeds_file), output=str(tmp_path / "online"), batches=batches)
         online = run(given.model_copy(update={"batches": None}))
     with stand_in(mistaken=MISTAKEN, **faults) as server:
         in_batches = run(given.model_copy(update={"output": str(tmp_path / "batched"), "endpoint": at(server)}))
@@ -370,6 +493,19 @@ def test_a_run_in_batches_publishes_the_same_rows_and_pays_for_nothing_twice(
     assert counts["calls"] == len(answered) - by_batches > 0
     assert in_batches.manifest["usd_replayed"] == pytest.approx(in_batches.manifest["batches"]["usd"])
     assert in_batches.manifest["usd"] + in_batches.manifest["batches"]["usd"] < online.manifest["usd"]
+
+
+@pytest.mark.ray
+def test_a_run_in_batches_makes_dead_letters_of_the_rest_and_asks_nothing_online(
+    ray_cluster: None, seeds_file: Path, tmp_path: Path
+) -> None:
+    with stand_in(batch_expired=0.1) as server:
+        batches = {"attempts": 1, "rest": "dead_letter"}
+        done = run(settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches))
+        assert all("batch" in entry for entry in server.log("answered"))
+    dead = records.read_raw(done.path / records.DEAD_LETTER_FILE)
+    assert len(dead) == done.manifest["batches"]["unanswered"]["batch_expired"] > 0
+    assert {row["error"] for row in dead} == {"no batch answered: batch_expired"}
 
 
 @pytest.mark.ray

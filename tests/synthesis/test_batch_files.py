@@ -1,10 +1,11 @@
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from infembed_ray.llm.chat import RunFailure
-from infembed_ray.synthesis.batch_files import Batch, pending, read_answers
+from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure
+from infembed_ray.synthesis.batch_files import LEFT_OUT, Batch, Fault, leaving_out, pending, read_answers
 from tests.support.chat import request
 
 
@@ -22,6 +23,28 @@ def test_a_batch_is_read_as_it_was_prepared_and_is_pending_until_it_is_collected
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_state_file_of_release_0_1_0_is_read(tmp_path: Path) -> None:
+    batch = Batch.prepare(tmp_path, "http://here/v1", [request("a")], 0.5)
+    state = json.loads(batch.path("json").read_text())
+    old = {name: state[name] for name in state if name not in ("model", "tokens", "refused")}
+    batch.path("json").write_text(json.dumps({**old, "unanswered": ["key"]}))
+    assert Batch.load(batch.path("json")).unanswered == {"key": "no answer"}
+
+
+def test_a_request_that_batches_left_unanswered_is_never_sent() -> None:
+    sent: list[Request] = []
+
+    async def complete(asked: Request) -> Completion:
+        sent.append(asked)
+        return Completion("yes", "stop", "", 1, 1)
+
+    ask = leaving_out(complete, {request("a").key: "batch_expired"})
+    with pytest.raises(RowFailure, match=f"{LEFT_OUT}: batch_expired"):
+        asyncio.run(ask(request("a")))
+    assert asyncio.run(ask(request("b"))).text == "yes"
+    assert sent == [request("b")]
+
+
 def test_an_unreadable_line_leaves_only_its_own_request_unanswered(tmp_path: Path) -> None:
     message = {"content": "half \ud83d"}
     body = {"choices": [{"message": message}], "usage": {"prompt_tokens": float("inf")}}
@@ -37,7 +60,10 @@ def test_an_unreadable_line_leaves_only_its_own_request_unanswered(tmp_path: Pat
     assert set(answers) == {"good"}
     good = answers["good"]
     assert (good.text, good.prompt_tokens, good.batched) == ("half ?", 0, True)
-    assert faults == {"odd": "HTTP 400", "bare": "the response is no chat completion (cut short?)"}
+    assert faults == {
+        "odd": Fault("HTTP 400", refused=True),
+        "bare": Fault("the response is no chat completion (cut short?)", refused=False),
+    }
 
 
 def test_a_damaged_file_ends_the_run(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure
-from infembed_ray.llm.endpoint import Unanswered, parse_completion
+from infembed_ray.llm.endpoint import Unanswered, completion_of, parse_completion
 from infembed_ray.llm.journal import decode, encode
-from infembed_ray.records import SCENARIOS
+from infembed_ray.records import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
-from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, SCHEMAS, STEPS, Spend, synthesize
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, SCHEMAS, STEPS, Outcome, Spend, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, SETTINGS, WRITING, Model, outcome
 
@@ -435,3 +435,25 @@ def test_any_json_response_gives_an_outcome_that_can_be_written(structured: bool
     got = asyncio.run(synthesize(SEED, POOL, given, complete))
     assert got.traceback is None
     fits(got.row, SCHEMAS[got.kind])
+
+
+def test_with_shared_prefix_the_requests_of_a_row_begin_alike_and_are_other_requests() -> None:
+    asked: dict[bool, list[Request]] = {False: [], True: []}
+
+    def run(shared_prefix: bool) -> Outcome:
+        async def complete(request: Request) -> Completion:
+            asked[shared_prefix].append(request)
+            return completion_of(stand_in_answers.completion(request.body))
+
+        settings = SynthesizeSettings(seeds="", output="", shared_prefix=shared_prefix)
+        pool = [f"Distractor {number} about other things." for number in range(9)]
+        return asyncio.run(synthesize(Seed("1", "maple honey", "Maple trees give syrup."), pool, settings, complete))
+
+    assert run(False).kind == run(True).kind == "kept"
+    assert len(asked[False]) == len(asked[True]) == 8
+    assert not {request.key for request in asked[False]} & {request.key for request in asked[True]}
+    prompts = [request.messages[0]["content"] for request in asked[True]]
+    assert all(prompt.startswith("Document: Maple trees give syrup.\n\n") for prompt in prompts[:5])
+    candidates = {prompt.partition("\n\nYou are a strict judge")[0] for prompt in prompts[5:]}
+    assert len(candidates) == 1
+    assert candidates.pop().count("\n\n[") == 7

@@ -46,6 +46,23 @@ def test_a_prompt_has_the_fields_that_its_steps_fill(name: str) -> None:
     assert templates.load(name).fields == FIELDS[name]
 
 
+SHARED_PREFIX = sorted(file.stem for file in (templates.DIRECTORY / "shared_prefix").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", SHARED_PREFIX)
+def test_a_prompt_of_shared_prefix_has_the_words_of_the_other_in_another_order(name: str) -> None:
+    plain, ordered = templates.load(name), templates.load(name, shared_prefix=True)
+    assert ordered.version == plain.version.replace("=", "=shared-prefix-")
+    assert (ordered.answer, ordered.fields) == (plain.answer, plain.fields)
+    moved = {"Reference:", "below"} if name == "passage_writing" else set()
+    assert set(plain.text.split()) - set(ordered.text.split()) == moved
+    assert ordered.text.startswith("Candidates:" if name == "judge" else "Document: ")
+
+
+def test_a_prompt_without_another_order_is_the_same_with_shared_prefix() -> None:
+    assert templates.load("complement", shared_prefix=True) == templates.load("complement")
+
+
 @pytest.mark.parametrize("name", ["instruction_poisoning", "query_poisoning"])
 def test_the_poisoning_prompts_contain_the_papers_sentences(name: str) -> None:
     """Sentences of appendix H that both prompts share."""
@@ -149,7 +166,7 @@ def test_own_sources_and_an_own_repair_are_used(own: Path) -> None:
 
 
 def test_a_copy_of_the_bundled_prompts_is_valid_and_changes_nothing(tmp_path: Path) -> None:
-    shutil.copytree(templates.DIRECTORY, tmp_path / "own")
+    shutil.copytree(templates.DIRECTORY, tmp_path / "own", ignore=shutil.ignore_patterns("shared_prefix"))
     templates.check(str(tmp_path / "own"))
     for name in FIELDS:
         assert templates.load(name, "leetcode", str(tmp_path / "own")) == templates.load(name, "leetcode")
