@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.llm import ChatModel, Endpoint
+from infembed_ray.config.llm import ChatModel, Endpoint, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
@@ -142,7 +142,7 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     Raises:
         InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
     """
-    check_all(lambda: _check_names(settings), lambda: _check_limits(settings, table))
+    check_all(lambda: _check_names(settings), lambda: check_limits(settings.limits, _models(settings), table))
 
 
 def _check_distractors(job: Job) -> None:
@@ -161,21 +161,47 @@ def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
 
 
 def _check_names(settings: SynthesizeSettings) -> None:
-    faults = [
-        f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
-        for name, endpoint in endpoints(settings).items()
-        if not endpoint.base_url.startswith(("http://", "https://"))
-    ]
-    faults += [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
+    check_all(lambda: check_urls(endpoints(settings)), lambda: _check_steps(settings))
+
+
+def _check_steps(settings: SynthesizeSettings) -> None:
+    faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     if faults:
         raise InputError(*faults)
 
 
-def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
-    """A budget needs the price and the token limit of every model; tokens a minute need the token limit."""
-    limits = settings.limits
-    models: dict[str, ChatModel] = {"generator": settings.generator, "judge": settings.judge}
-    models |= {f"steps.{step}": model for step, model in settings.steps.items()}
+def check_urls(named: Mapping[str, Endpoint]) -> None:
+    """Check the URLs of endpoints, given by the names of their settings.
+
+    Raises:
+        InputError: a base URL is none.
+    """
+    faults = [
+        f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
+        for name, endpoint in named.items()
+        if not endpoint.base_url.startswith(("http://", "https://"))
+    ]
+    if faults:
+        raise InputError(*faults)
+
+
+def _models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
+    """Return name of the setting -> model."""
+    models = {"generator": settings.generator, "judge": settings.judge}
+    return models | {f"steps.{step}": model for step, model in settings.steps.items()}
+
+
+def check_limits(limits: Limits, models: Mapping[str, ChatModel], table: PriceTable) -> None:
+    """A budget needs the price and the token limit of every model; tokens a minute need the token limit.
+
+    Args:
+        limits: of the run.
+        models: name of the setting -> model.
+        table: prices.
+
+    Raises:
+        InputError: a limit cannot be kept.
+    """
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
         for limit in ("budget_usd", "tokens_per_minute")
