@@ -43,6 +43,7 @@ class Verb:
 VERBS = {
     "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
     "analyze": Verb("records -> quality report", "analysis.report:run", "analysis:AnalyzeSettings"),
+    "clean": Verb("records -> no near-duplicates or test texts", "analysis.distributed:run", "analysis:CleanSettings"),
     "agreement": Verb(
         "LLM raters on annotators' items -> kappas", "agreement.raters:run", "analysis:AgreementSettings"
     ),
@@ -72,7 +73,19 @@ PLANS = {
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
-CHECKED = ("synthesize", "analyze", "agreement", "train", "export", "evaluate", "sweep", "report", "index", "serve")
+CHECKED = (
+    "synthesize",
+    "analyze",
+    "clean",
+    "agreement",
+    "train",
+    "export",
+    "evaluate",
+    "sweep",
+    "report",
+    "index",
+    "serve",
+)
 """Verbs of `infembed check`, in module `check`."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}

@@ -349,3 +349,14 @@ def test_the_check_of_an_agreement_counts_items_and_calls(shown, tmp_path: Path)
     assert [line.split()[2].split("=")[0] for line in err] == [
         "endpoint.base_url", "limits.budget_usd", "limits.budget_usd", "limits.budget_usd", "limits.budget_usd",
     ]  # fmt: skip
+
+
+def test_the_check_of_a_cleaning_counts_what_would_be_read(shown, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
+    dev = write_jsonl(tmp_path / "dev.jsonl", [{"id": "1", "text": "one", "title": "two"}])
+    given = [f"records={rows}", f"output={tmp_path}/out"]
+    status, out, err = shown("clean", *given, f"evaluations.dev={dev}")
+    assert (status, err) == (0, [])
+    assert f"records: 3 records of {rows}" in out
+    assert f"evaluations.dev: 2 texts of {dev}" in out
+    assert shown("clean", *given, "evaluations.dev=/nope")[0] == 2

@@ -124,7 +124,8 @@ def as_csv(found: Figure) -> str:
 def render(found: Figure, source: str) -> str:
     """Render the page; `source` is the path of the items."""
     estimates = [*(bar.kappa for bar in found.bars), found.among_references, found.fleiss_references, found.fleiss_all]
-    lows = [each.low for each in (*estimates, *found.pairs) if each.low is not None]
+    lows = [each.low for each in estimates if each.low is not None]
+    lows += [pair.low for pair in found.pairs if pair.low is not None]
     return page.render(
         "infembed_ray.agreement", "report.html", found=found, source=source, scale=Scale(min([0.0, *lows]), 1.0)
     )

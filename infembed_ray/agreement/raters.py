@@ -182,7 +182,7 @@ def _items(sheet: Place) -> list[Item]:
         shown = {name: text for name, text in passages.items() if text is not None}
         if list(shown) != [str(place) for place in range(1, len(shown) + 1)]:
             raise InputError(f"sheet={sheet}: row {number}: passages are {', '.join(shown)}; number them 1, 2, ...")
-        items.append(Item(*map(str, texts), tuple(shown.values())))
+        items.append(Item(str(row["item_id"]), str(row["instruction"]), str(row["query"]), tuple(shown.values())))
     return items
 
 

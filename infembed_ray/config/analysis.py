@@ -73,3 +73,21 @@ class AgreementSettings(Settings):
         None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )
     in_flight: int = runtime_field(64, ge=1, description="most requests in flight")
+
+
+class CleanSettings(Settings):
+    """`infembed clean`: records -> records without near-duplicates and without texts of evaluation sets."""
+
+    records: str = runtime_field(description="a published synthesis output, or a file or directory of InF-IR records")
+    output: str = runtime_field(description="directory or URI for the published records")
+    near_duplicates: float | None = Field(
+        0.7,
+        ge=0.5,
+        le=1,
+        description="remove records of at least this similarity to an earlier one: Jaccard of the word trigrams of positive "
+        "instruction, query and passage; null: none",
+    )
+    evaluations: dict[str, str] = runtime_field(
+        {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"
+    )
+    ngram: int = Field(13, ge=2, description="consecutive words that count as an overlap with an evaluation set")
