@@ -3,10 +3,7 @@
 Bulk bytes go through pyarrow's clients. Conditional writes of small control objects (manifests, `latest`, leases) go
 through obstore, because pyarrow has none.
 
-Both read credentials and regions from the environment, under the names that each cloud's own tools use
-(`AWS_ACCESS_KEY_ID`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS`, ...), and both find the identity of the machine or pod.
-For AWS's credential files (`AWS_PROFILE`, single sign-on) obstore needs boto3. `AWS_ENDPOINT_URL` names another
-S3-compatible store, and so does a URI: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`.
+Module `store_clients` says how both find their credentials.
 
 A single object is written atomically, but a store cannot rename. A writer of several objects writes the one that marks
 them complete last.
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import json
 import os
 import platform
@@ -26,19 +22,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from obstore import exceptions as failures
-from obstore import store as clients
 from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError
+from infembed_ray.store_clients import RETRY_TIMEOUT, control_client, file_system
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
 SCRATCH = "INFEMBED_SCRATCH"
@@ -46,10 +40,6 @@ SCRATCH = "INFEMBED_SCRATCH"
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 """Errors of a local file. Those of a store's client have no such number."""
 _CHUNK = 8 << 20
-_REQUEST_TIMEOUT = timedelta(seconds=10)
-_RETRY_TIMEOUT = timedelta(seconds=20)
-"""Limits of a control request. All attempts of a write begin within the second one, and each takes at most both together,
-so a write ends before another process may take over its lease (`leases.SECONDS`)."""
 _WRITES = 5
 """Attempts of a conditional write whose outcome is not known."""
 _PAUSE_S = 0.2
@@ -207,8 +197,7 @@ class Folder:
         return replace(self, base=f"{self.base}/{quote(name, safe='/=:@+,;~')}") if name else self
 
     def _open(self) -> tuple[Any, str]:
-        system, path = filesystems.FileSystem.from_uri(self.uri)
-        return system, path.strip("/")  # pyarrow may keep a slash at either end of an abfs path
+        return file_system(self.base, self.query)
 
     def is_file(self) -> bool:
         """Whether this is one object, as of a `Path`."""
@@ -292,7 +281,7 @@ class Folder:
         client, key = self._control(name)
         tokens = {} if expected is None else {"e_tag": expected.e_tag, "version": expected.version}
         mode = {token: value for token, value in tokens.items() if value is not None} or "create"
-        deadline = time.monotonic() + _RETRY_TIMEOUT.total_seconds()
+        deadline = time.monotonic() + RETRY_TIMEOUT.total_seconds()
         for attempt in range(1, _WRITES + 1):
             try:
                 made = client.put(key, data, mode=mode)
@@ -313,9 +302,8 @@ class Folder:
         """Return the obstore client of the bucket, and the key of an object."""
         system, path = self._open()
         bucket, _, key = path.partition("/")
-        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_CLOUD_VARIABLES)))
         region = system.region if isinstance(system, filesystems.S3FileSystem) else ""  # pyarrow asks the bucket
-        return _control_client(self.base, self.query, bucket, region, environment), f"{key}/{name}".strip("/")
+        return control_client(self.base, self.query, bucket, region), f"{key}/{name}".strip("/")
 
     def open_input(self, name: str) -> Any:
         """Open an object for reading at any position: a pyarrow file."""
@@ -353,73 +341,6 @@ class Folder:
         """Delete all objects below this folder."""
         for name in self.entries():
             self.delete(name)
-
-
-_CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-
-
-@lru_cache(maxsize=16)
-def _control_client(base: str, query: str, bucket: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
-    """Return obstore's client of a bucket with the options of a URI.
-
-    Args:
-        base, query: of the folder.
-        bucket: its bucket or container.
-        region: of the bucket, on S3.
-        environment: what obstore reads of it; another environment gets another client.
-    """
-    options = dict(parse_qsl(query))
-    client_options: dict[str, Any] = {"allow_http": True, "timeout": _REQUEST_TIMEOUT}
-    if options.get("tls_verify_certificates", "true").lower() in ("false", "0"):
-        client_options["allow_invalid_certificates"] = True
-    if authorities := options.get("tls_ca_file_path"):
-        client_options["root_certificate"] = Path(authorities).read_bytes()
-    common: dict[str, Any] = {"client_options": client_options, "retry_config": {"retry_timeout": _RETRY_TIMEOUT}}
-    scheme, _, place = base.partition("://")
-    protocol = options.get("scheme", "https")
-    endpoint = options.get("endpoint_override", "")
-    if endpoint and "://" not in endpoint:
-        endpoint = f"{protocol}://{endpoint}"
-    if scheme == "s3":
-        settings = {"endpoint": endpoint, "region": region}
-        return clients.S3Store(bucket, config=_given(settings), credential_provider=_aws_profile(), **common)
-    if scheme in ("gs", "gcs"):
-        anonymous = place.startswith("anonymous@")
-        settings = {"base_url": endpoint, "skip_signature": "true" if anonymous else ""}
-        return clients.GCSStore(bucket, config=_given(settings), **common)
-    host = place.rpartition("@")[2].partition("/")[0]
-    account = host.partition(".")[0] if "." in host else ""
-    authority = options.get("blob_storage_authority", "")
-    if authority and not authority.startswith("."):
-        endpoint = f"{'http' if options.get('enable_tls') == 'false' else 'https'}://{authority}/{account}"
-    settings = {"account_name": account, "endpoint": endpoint, "client_id": options.get("client_id", "")}
-    return clients.AzureStore(bucket, config=_given(settings), **common)
-
-
-def _given(settings: dict[str, str]) -> Any:
-    return {name: value for name, value in settings.items() if value}
-
-
-def _aws_profile() -> Any:
-    """Return boto3's credentials where AWS's files may hold them; None where obstore finds them itself.
-
-    Raises:
-        InputError: there is such a file, but boto3 is not installed.
-    """
-    files = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
-    held = any(Path(os.environ.get(name, default)).expanduser().is_file() for name, default in files)
-    if "AWS_ACCESS_KEY_ID" in os.environ or not (held or "AWS_PROFILE" in os.environ):
-        return None
-    try:
-        provider = importlib.import_module("obstore.auth.boto3")
-    except ImportError as error:
-        raise InputError(
-            "AWS_PROFILE: credentials in AWS's files need boto3; pip install 'infembed-ray[aws]', or set AWS_ACCESS_KEY_ID"
-        ) from error
-    try:
-        return provider.Boto3CredentialProvider()
-    except ValueError:  # no credentials there
-        return None
 
 
 @contextmanager
