@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
-from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.synthesis import Selection, SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import RunFailure, Unjournaled
@@ -21,6 +23,8 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
+from infembed_ray.places import Place
+from infembed_ray.progress import track
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, synthesize
@@ -67,11 +71,35 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     Raises:
         InputError: seeds or prices cannot be read, or the output cannot be written.
     """
-    seeds, table = check_all(lambda: Source(settings), lambda: prices.load(settings.prices))
-    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
+    seeds, table, (encoder, names) = check_all(
+        lambda: Source(settings), lambda: prices.load(settings.prices), lambda: _encoder_identity(settings.select)
+    )
+    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY, **encoder}
     if settings.prices is not None:
         named["prices"] = resolve_input(settings.prices, "prices")
-    return seeds, table, Step("synthesize", settings, settings.output, named)
+    return seeds, table, Step("synthesize", settings, settings.output, named, names)
+
+
+def _encoder_identity(selection: Selection | None) -> tuple[dict[str, Place], dict[str, str]]:
+    if selection is None:
+        return {}, {}
+    from infembed_ray.modeling.checkpoint import locate
+
+    found = locate(selection.encoder, "select.encoder")
+    return found.inputs, found.names
+
+
+def _choose(seeds: Source, selection: Selection) -> None:
+    from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
+
+    encoder = InstructionEncoder.from_pretrained(selection.encoder)
+    with track("select", None) as advance:
+
+        def embed(texts: Sequence[str]) -> np.ndarray:
+            advance(len(texts), "seeds embedded")
+            return encoder.encode_passages(texts, selection.batch_tokens)
+
+        seeds.choose(selection.seeds, embed)
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
@@ -86,6 +114,8 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
         InputError: bad seeds, or a journal that is not there.
     """
     survey = seeds.survey()
+    if settings.select is not None:
+        _choose(seeds, settings.select)
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, _journal_place(settings), replay)
 
