@@ -3,7 +3,8 @@
     python benchmarks/llm_server.py --latency-s 0.1 --rate-limited 0.05 --stragglers 0.015625
 
 prints its URL and serves until its standard input is closed. Its last line is a JSON object: the number of requests that it
-answered, and their rate between the first and the last fifth, which leaves out the start and end of a client.
+answered, their rate between the first and the last fifth, which leaves out the start and end of a client, when that part
+began and ended (`time.monotonic`), and the server's own CPU.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ class Server:
     def summary(self) -> dict[str, float]:
         times = self.answered
         fifth = len(times) // 5
-        rate = (len(times) - 2 * fifth) / (times[-fifth - 1] - times[fifth]) if fifth else 0.0
+        began, ended = (times[fifth], times[-fifth - 1]) if fifth else (0.0, 0.0)
+        rate = (len(times) - 2 * fifth) / (ended - began) if fifth else 0.0
         return {
             "answered": len(times),
             "limited": self.limited,
             "most_in_flight": self.most_in_flight,
             "per_second": round(rate, 1),
-            "cpu_ms_per_request": round(1e3 * time.process_time() / max(1, len(times) + self.limited), 3),
+            "steady_from": began,
+            "steady_to": ended,
+            "server_cpu_ms_per_request": round(1e3 * time.process_time() / max(1, len(times) + self.limited), 3),
         }
 
 

@@ -13,6 +13,10 @@ CURATOR_PYTHON and DISTILABEL_PYTHON. Without them their figures are null, with 
 
 The last line is one JSON object:
     vs_aiohttp        rate of ours / rate requests of bare aiohttp
+    vs_aiohttp_contended   the same while a third process spins on one of the two cores
+    cpu_ms_per_request     CPU of a request in the steady part, median, in ms: `actors` (the product's actors), `driver`, `ray`
+                      (Ray's processes and the actor of the limits), and `aiohttp` (the bare client)
+    cpu_vs_aiohttp    CPU of the actors / CPU of bare aiohttp, which does not depend on the machine's speed
     with_429          ours with 5 % of 429s (Retry-After: 1) / ours without
     with_stragglers   ours with 1 in 64 answers after 3 s / ours without. With 256 in flight, 256 / 145 ms = 1762 per
                       second is then the upper bound; stragglers_of_bound is the share of it that ours reaches.
@@ -39,6 +43,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from cpu_use import CpuUse  # noqa: E402
+
 IN_FLIGHT = 256
 CLIENTS = ("aiohttp", "ours", "curator", "distilabel")
 STRAGGLERS = f"--stragglers={1 / 64}"
@@ -46,11 +53,14 @@ WITH_STRAGGLERS_S = 0.1 + (3.0 - 0.1) / 64
 """Mean latency with stragglers; without them it is 0.1 s."""
 CASES: dict[str, tuple[list[str], int]] = {
     "plain": ([], IN_FLIGHT),
+    "contended": ([], IN_FLIGHT),
     "429": (["--rate-limited=0.05"], IN_FLIGHT),
     "stragglers": ([STRAGGLERS], IN_FLIGHT),
     "stragglers, more in flight": ([STRAGGLERS], round(IN_FLIGHT * WITH_STRAGGLERS_S / 0.1)),
 }
 """Flags of the server, requests in flight."""
+SPIN = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
+"""Program that keeps one core busy."""
 
 Client = Callable[[str, int], None]
 
@@ -68,10 +78,35 @@ def server(flags: list[str], figures: dict[str, float]) -> Iterator[str]:
             process.kill()
 
 
-def measure(client: Client, flags: list[str], in_flight: int) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    with server(flags, figures) as url:
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep one core busy."""
+    with subprocess.Popen([sys.executable, "-c", SPIN]) as spinner:
+        try:
+            yield
+        finally:
+            spinner.kill()
+
+
+def kind_of(command: str) -> str:
+    """Return the kind of a process, by its command line."""
+    parts = {"llm_server.py": "server", "sched_setaffinity": "spinner", "/peers/": "client", "_Synthesizer": "actors"}
+    return next((kind for part, kind in parts.items() if part in command), "ray")
+
+
+def measure(client: Client, case: str, seed: int) -> dict[str, Any]:
+    """Return the server's figures, and the CPU of a request by kind of process."""
+    flags, in_flight = CASES[case]
+    figures: dict[str, Any] = {}
+    with (
+        CpuUse(kind_of) as cpu,
+        busy_core() if case == "contended" else contextlib.nullcontext(),
+        server([*flags, f"--seed={seed}"], figures) as url,
+    ):
         client(url, in_flight)
+    began, ended = figures["steady_from"], figures["steady_to"]
+    answers = max(1.0, figures["per_second"] * (ended - began))
+    figures["cpu_ms"] = {kind: round(1e3 * used / answers, 4) for kind, used in cpu.between(began, ended).items()}
     return figures
 
 
@@ -130,6 +165,7 @@ def main() -> None:
     parser.add_argument("--peer-requests", type=int, default=3000)
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--figures", type=Path, help="JSON lines of earlier rounds; new ones are appended")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="only these")
     parser.add_argument("--curator-python", default=os.environ.get("CURATOR_PYTHON"))
     parser.add_argument("--distilabel-python", default=os.environ.get("DISTILABEL_PYTHON"))
     options = parser.parse_args()
@@ -148,26 +184,43 @@ def main() -> None:
             else:
                 clients[name] = peer(python, f"{name}_fanout.py", options.peer_requests)
         rates: dict[str, dict[str, list[float]]] = {name: {case: [] for case in CASES} for name in CLIENTS}
+        cpu: dict[str, list[dict[str, float]]] = {"aiohttp": [], "ours": []}
         for taken in _lines(options.figures):
             rates[taken["client"]][taken["case"]].append(taken["per_second"])
+            if taken["case"] == "plain" and taken["client"] in cpu:
+                cpu[taken["client"]].append(taken["cpu_ms"])
         first = len(rates["ours"]["plain"])
         for number in range(first, first + options.rounds):
-            for case, (flags, in_flight) in CASES.items():
+            for case in options.cases:
                 for name, client in clients.items():
-                    if name in absent or (name in ("curator", "distilabel") and STRAGGLERS in flags):
+                    if name in absent or (name in ("curator", "distilabel") and STRAGGLERS in CASES[case][0]):
                         continue
                     try:
-                        figures = measure(client, [*flags, f"--seed={number}"], in_flight)
+                        figures = measure(client, case, seed=number)
                     except subprocess.SubprocessError as error:
                         said = getattr(error, "stderr", None) or b""
                         absent[name] = f"{case}: {error} {said.decode(errors='replace')[-300:]}"
                         continue
                     rates[name][case].append(figures["per_second"])
+                    if case == "plain" and name in cpu:
+                        cpu[name].append(figures["cpu_ms"])
                     print(f"round {number + 1} {case:<27}{name:<11}{figures}", flush=True)
                     if options.figures is not None:
                         with options.figures.open("a", encoding="utf-8") as stream:
                             stream.write(json.dumps({"client": name, "case": case, **figures}) + "\n")
-    print(json.dumps(summary(rates, absent)))
+    print(json.dumps(summary(rates, absent) | cpu_summary(cpu)))
+
+
+def cpu_summary(taken: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the medians of ours and of bare aiohttp."""
+
+    def median(client: str, kind: str) -> float | None:
+        values = [each[kind] for each in taken[client] if kind in each]
+        return round(statistics.median(values), 3) if values else None
+
+    ours, bare = median("ours", "actors"), median("aiohttp", "client")
+    figures = {"actors": ours, "driver": median("ours", "driver"), "ray": median("ours", "ray"), "aiohttp": bare}
+    return {"cpu_ms_per_request": figures, "cpu_vs_aiohttp": round(ours / bare, 3) if ours and bare else None}
 
 
 def _lines(file: Path | None) -> list[dict[str, Any]]:
@@ -187,6 +240,7 @@ def summary(rates: Mapping[str, Mapping[str, list[float]]], absent: Mapping[str,
     stragglers = medians["ours"].get("stragglers")
     return {
         "vs_aiohttp": ratio(("ours", "plain"), ("aiohttp", "plain")),
+        "vs_aiohttp_contended": ratio(("ours", "contended"), ("aiohttp", "contended")),
         "with_429": ratio(("ours", "429"), ("ours", "plain")),
         "with_stragglers": ratio(("ours", "stragglers"), ("ours", "plain")),
         "stragglers_of_bound": round(stragglers * WITH_STRAGGLERS_S / IN_FLIGHT, 3) if stragglers else None,

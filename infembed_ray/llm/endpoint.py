@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
-import aiohttp
-from yarl import URL
-
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import UNREADABLE, Completion, Request, RowFailure, RunFailure, replace_surrogates
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Amounts, worst_case
+from infembed_ray.llm.transport import Address
 
 MOST_TOKENS = 10**8
 """Token counts above this are taken for errors: no model reads or writes that many."""
@@ -76,14 +74,13 @@ class Route:
 
     def __init__(self, endpoint: Endpoint, path: str) -> None:
         self.endpoint = endpoint
-        self.timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
         self.answered = False
         """Whether it has answered a request."""
         self._path = path
-        self._addresses: dict[str, tuple[URL, Mapping[str, str], str | None]] = {}
+        self._addresses: dict[str, Address] = {}
 
-    def address(self, model: str) -> tuple[URL, Mapping[str, str], str | None]:
-        """Return URL, headers and proxy of requests to a model.
+    def address(self, model: str) -> Address:
+        """Return where requests to a model go.
 
         Raises:
             RunFailure: the environment variable with the key is not set.
@@ -91,7 +88,7 @@ class Route:
         if model not in self._addresses:
             url = _url(self.endpoint, model, self._path)
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
-            self._addresses[model] = (URL(url), headers, _proxy(url))
+            self._addresses[model] = Address(url, headers, _proxy(url), self.endpoint.timeout_s)
         return self._addresses[model]
 
     def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
