@@ -186,6 +186,15 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
         elif made.answer_tokens is not None:
             yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
+    if made.calls:
+        probed = [name for name, endpoint in job.endpoints.items() if endpoint.probe]
+        models = preflight.probes(settings)
+        yield (
+            f"pre-flight: {counted(len(models), 'short request')} to {' and '.join(probed)}, to find out which parameters "
+            f"{' and '.join(models)} take{'s' if len(models) == 1 else ''}"
+            if probed
+            else "pre-flight: none (endpoint.probe=false); parameters are sent as set"
+        )
     preflight.check(job)
     if settings.limits.budget_usd is not None:
         spent = budget.spent_usd(job.journal, table)

@@ -364,8 +364,10 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     view.add_argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port")
     init = add("init", "project_files:run", "copy job scripts, their settings files and cluster.yaml to a directory")
     init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
-    journal = add("journal", "llm.journal_tools:run", "check, compact, export or import a journal of LLM responses")
-    journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import"))
+    journal = add(
+        "journal", "llm.journal_tools:run", "check, compact, export, import or reconcile a journal of LLM responses"
+    )
+    journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import", "reconcile"))
     journal.add_argument("journal", metavar="DIR", help="directory of the journal")
     journal.add_argument("file", metavar="FILE", nargs="?", help=".jsonl file to export to or import from")
     data = add(

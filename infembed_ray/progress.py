@@ -73,7 +73,8 @@ def _log(title: str, total: int | None, done: int) -> Iterator[Advance]:
         now = time.monotonic()
         remaining = ""
         if total and first and first[1] < done < total:
-            remaining = f", {(now - first[0]) / (done - first[1]) * (total - done):.0f} s left"
+            left_s = (now - first[0]) / (done - first[1]) * (total - done)
+            remaining = f", {left_s:.0f} s left, until {time.strftime('%H:%M', time.localtime(time.time() + left_s))}"
         return f"{title}: {done}{of_total}  {now - start:.0f} s{remaining}  {latest_note}".rstrip()
 
     def advance(n: int = 1, note: str = "") -> None:

@@ -88,6 +88,9 @@ PROVENANCE = pa.struct(
         ("completion_tokens", pa.int64()),
         ("usd", pa.float64()),  # null if the price table does not have the model
         ("verdicts", pa.struct([(scenario, _TEXT) for scenario in SCENARIOS])),
+        # With a cheap judge: `cheap_judge` or `judge`, whichever gave the verdict.
+        ("judged_by", pa.struct([(scenario, _TEXT) for scenario in SCENARIOS])),
+        ("audit", _TEXT),  # `kept` or `rejected` by the cheap judge, if the judge was then asked in its place
     ]
 )
 

@@ -32,7 +32,9 @@ def test_the_remaining_time_leaves_out_the_start(capsys, clock, done):
     assert first == f"train: {done + 1}/{done + steps}  125 s  loss 1.000"
     assert len(others) == steps - 2
     for step, line in enumerate(others, start=2):
-        shown, left = map(int, re.fullmatch(r"train: (\d+)/\d+  \d+ s, (\d+) s left  loss 1.000", line).groups())
+        shown, left = map(
+            int, re.fullmatch(r"train: (\d+)/\d+  \d+ s, (\d+) s left, until \d\d:\d\d  loss 1.000", line).groups()
+        )
         assert (shown, left) == (done + step, pytest.approx((steps - step) * step_s, rel=0.05, abs=0.5))
 
 

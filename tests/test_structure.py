@@ -22,6 +22,8 @@ TESTS_WITHOUT_A_MODULE = {
     "gpu": "run on a GPU, without Ray",
     "jobs": "submit the job scripts",
     "reporting/test_browser.py": "opens every report in a browser",
+    "synthesis/test_canary.py": "whole runs with a canary",
+    "synthesis/test_cheap_judge.py": "the pipeline with two judges",
     "test_packaging.py": "builds the wheel",
     "test_structure.py": "this file",
     "view/test_pages.py": "opens the pages in a browser",

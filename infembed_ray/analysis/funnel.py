@@ -16,6 +16,9 @@ STEPS = (
     "query_negative",
     "hard_negative_document_1",
     "hard_negative_document_2",
+    "cheap_judge_negative_query",
+    "cheap_judge_negative_instruction",
+    "cheap_judge_positive",
     "judge_negative_query",
     "judge_negative_instruction",
     "judge_positive",
@@ -97,7 +100,9 @@ def _steps(kept: int, found: RecordSet) -> list[Flow]:
     dead = Counter(row["step"] or "unknown" for row in found.dead_letter)
     reached = kept + rejected.total() + dead.total()
     flows = []
-    for step in (*STEPS, *sorted((rejected.keys() | dead.keys()) - set(STEPS))):
+    lost = rejected.keys() | dead.keys()
+    known = (step for step in STEPS if not step.startswith("cheap_judge_") or step in lost)
+    for step in (*known, *sorted(lost - set(STEPS))):
         passed = reached - rejected[step] - dead[step]
         flows.append(Flow(step, reached, rejected[step], dead[step], passed))
         reached = passed

@@ -1,7 +1,8 @@
-"""Lengths of the texts in words, beside the paper's."""
+"""Numbers of texts and their lengths in words, beside the paper's."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,19 @@ from infembed_ray.records import Record
 
 PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
 """Mean words of the published InF-IR set (paper, Table 1, columns Avg. I, Avg. Q, Avg. P)."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A row of the paper's Table 1: distinct texts and mean words per text, by kind; `source` None: of all sources."""
+
+    source: str | None
+    texts: dict[str, int]
+    mean_words: dict[str, float]
+
+
+PAPER_SIZE = Size(None, {"instruction": 77_500, "query": 77_500, "passage": 116_200}, PAPER_MEANS)
+"""The published InF-IR set (paper, Table 1); its counts are rounded."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,22 @@ def lengths(records: Sequence[Record]) -> list[Length]:
         found.append(_length(kind, None, [n for of_column in words.values() for n in of_column]))
         found += [_length(kind, column, of_column) for column, of_column in words.items()]
     return found
+
+
+def sizes(records: Sequence[Record]) -> list[Size]:
+    """Return the size of all records and, if they have several, of each source, the largest first."""
+    by_source: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_source[record.source].append(record)
+    several = sorted(by_source, key=lambda source: -len(by_source[source])) if len(by_source) > 1 else []
+    parts = [(None, records), *((source, by_source[source]) for source in several)]
+    return [_size(source, part) for source, part in parts if part]
+
+
+def _size(source: str | None, records: Sequence[Record]) -> Size:
+    texts = {kind: [getattr(record, column) for record in records for column in KINDS[kind]] for kind in KINDS}
+    means = {kind: float(np.mean([len(text.split()) for text in found])) for kind, found in texts.items()}
+    return Size(source, {kind: len(set(found)) for kind, found in texts.items()}, means)
 
 
 def _length(kind: str, column: str | None, words: list[int]) -> Length:

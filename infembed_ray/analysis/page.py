@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infembed_ray.analysis.agreement import Agreement
 from infembed_ray.analysis.contamination import Contamination
@@ -15,7 +16,7 @@ from infembed_ray.analysis.duplicates import Duplicates, duplicates
 from infembed_ray.analysis.examples import RULE, Example, examples
 from infembed_ray.analysis.funnel import Funnel, Verdicts, funnel, verdicts
 from infembed_ray.analysis.inputs import RecordSet
-from infembed_ray.analysis.lengths import Length, lengths
+from infembed_ray.analysis.lengths import PAPER_SIZE, Length, Size, lengths, sizes
 from infembed_ray.reporting import page
 from infembed_ray.reporting.charts import Point, Scale
 
@@ -30,6 +31,7 @@ class Summary:
     Attributes:
         topics, sources: topic or source -> kept records, most frequent first.
         diversities: by kind, then by set, the records first.
+        cheap_judge: figures of the manifest; None if only the judge judged.
         coverages: by kind; empty without an encoder.
         contaminations: by evaluation set, then by kind.
     """
@@ -38,10 +40,12 @@ class Summary:
     verdicts: list[Verdicts]
     examples: list[Example]
     lengths: list[Length]
+    sizes: list[Size]
     topics: dict[str, int]
     sources: dict[str, int]
     duplicates: list[Duplicates]
     cost: Cost | None
+    cheap_judge: dict[str, Any] | None
     diversities: list[Diversity]
     coverages: list[Coverage]
     agreements: list[Agreement]
@@ -62,10 +66,12 @@ def summarise(
         verdicts=verdicts(found),
         examples=examples(found, counted.rejections),
         lengths=lengths(found.kept),
+        sizes=sizes(found.kept),
         topics=dict(Counter(record.topic for record in found.kept if record.topic is not None).most_common()),
         sources=dict(Counter(record.source for record in found.kept).most_common()),
         duplicates=duplicates(found.kept),
         cost=cost(found),
+        cheap_judge=found.manifest.get("cheap_judge"),
         diversities=list(diversities),
         coverages=list(coverages),
         agreements=list(agreements),
@@ -87,6 +93,7 @@ def render(summary: Summary, source: str, ngram: int = 13) -> str:
         summary=summary,
         source=source,
         ngram=ngram,
+        paper_size=PAPER_SIZE,
         length_scales={
             kind: Scale(0.0, max(n for x in summary.lengths if x.kind == kind for n in (x.p95, x.mean, x.paper_mean)))
             for kind in {x.kind for x in summary.lengths}

@@ -180,6 +180,9 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield f"{funnel.complements_fit:,}", f"of {funnel.complements:,} complements passed"
     for v in summary.verdicts:
         yield f"{100 * v.right / v.judged:.1f}", f"% pass the judge, {v.scenario}"
+    for size in summary.sizes:
+        for kind, number in size.texts.items():
+            yield f"{number:,}", f"distinct {kind} texts{f' of {size.source}' if size.source else ''}"
     for n in summary.lengths:
         if n.column is None:
             spread = f"p5 {n.p5:.0f}, p95 {n.p95:.0f}; the paper's set: {n.paper_mean}"

@@ -51,6 +51,11 @@ class Endpoint(Settings):
     max_retries: int = runtime_field(
         6, ge=0, description="retries of 5xx and time-outs before the row becomes a dead letter"
     )
+    probe: bool = runtime_field(
+        True,
+        description="ask each chat model a short question before the first paid call, to find out which parameters it takes "
+        "(max_tokens, temperature, response_format, reasoning_effort), and adapt them; false: send them as set",
+    )
     patience_s: float = runtime_field(
         600.0, ge=0, description="seconds for which a request that gets 429 is retried before its row is a dead letter"
     )

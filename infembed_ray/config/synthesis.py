@@ -20,6 +20,35 @@ class Selection(Settings):
     batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
 
 
+class CheapJudge(ChatModel):
+    """A cheap model that judges first: it answers twice, with the candidates in two orders.
+
+    Two equal picks of the right passage are its verdict; otherwise the verdict is in doubt, and `judge` gives it.
+    """
+
+    rejects: bool = Field(
+        False, description="whether two equal picks of a wrong passage reject the record, too; false: they are a doubt"
+    )
+    audit: float = Field(
+        0.05, ge=0, le=1, description="share of the records that it settles for which `judge` is asked too, and decides"
+    )
+
+
+class Canary(Settings):
+    """A random sample of the seeds that goes through all steps first, online, for a forecast of the run."""
+
+    seeds: int = runtime_field(100, ge=1, le=5000, description="seeds of the sample, from every source in proportion")
+    max_usd_per_1000_kept: float | None = runtime_field(
+        None, gt=0, description="end the run if the forecast USD per 1,000 kept records is higher; null: no limit"
+    )
+    min_kept: float | None = runtime_field(
+        None, gt=0, le=1, description="end the run if a smaller share of the sample is kept; null: no limit"
+    )
+    stop: bool = runtime_field(
+        False, description="end the run after the forecast in any case; with false, the same command goes on"
+    )
+
+
 class SynthesizeSettings(Settings):
     """`infembed synthesize`: seeds -> InF-IR records (paper, section 4)."""
 
@@ -49,6 +78,9 @@ class SynthesizeSettings(Settings):
     )
     generator: ChatModel = Field(ChatModel(model="gpt-4o-mini"), description="writes instructions and negatives")
     judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
+    cheap_judge: CheapJudge | None = Field(
+        None, description="{model: ...}: judges first, and `judge` only where it is in doubt; null: only `judge`"
+    )
     steps: dict[str, ChatModel] = Field(
         {}, description="step -> the model for it instead, for example judge_positive: {model: gpt-5}"
     )
@@ -60,6 +92,9 @@ class SynthesizeSettings(Settings):
         None, description="{}: ask the Batch API of `endpoint` first, the rest online; null: all online"
     )
     limits: Limits = runtime_field(Limits(), description="of all actors together")
+    canary: Canary | None = runtime_field(
+        None, description="{seeds: 100}: a sample first, for a forecast of cost, time and kept records; null: none"
+    )
     prices: str | None = runtime_field(
         None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import mmap
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from infembed_ray import durable
 from infembed_ray.config.llm import Limits
@@ -11,14 +18,20 @@ from infembed_ray.llm.journal import decode, segments
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.journal_store import JournalPlace, sources
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
+from infembed_ray.llm.rate_limits import USD, Amounts, Grant, LeaseReport, Ledger
 from infembed_ray.object_store import Folder
+from infembed_ray.progress import say
 
 UNJOURNALED = "unjournaled.json"
-"""File beside the journal's segments. `usd`: what was spent on answers that are not in the journal. `at_most_usd`, during a
-run and after a kill: the most that may have been spent in all."""
+"""File beside the journal's segments. `usd`: what was spent on answers that are not in the journal. During a run and after a
+kill instead `at_most_usd`: the most that may have been spent in all, if all was sent that was granted; `began_usd`: what was
+spent when the run began; `holders`: processes that were granted a part of the budget (see `spend_record`)."""
 NOTED_AHEAD = 0.01
 """Share of the budget that is noted as spent ahead of time, since each note waits for the disk."""
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_RECORD = struct.Struct("dd")
 
 
 def spent_usd(journal: JournalPlace, table: PriceTable) -> float:
@@ -27,27 +40,124 @@ def spent_usd(journal: JournalPlace, table: PriceTable) -> float:
     Raises:
         InputError: it holds answers of a model whose price is unknown.
     """
-    journaled = _journaled_usd(journal, table)
-    noted = _read_note(journal)
-    return max(journaled, noted["at_most_usd"]) if "at_most_usd" in noted else journaled + noted["usd"]
+    return _spent_usd(journal, _journaled_usd(journal, table), _read_note(journal))
+
+
+def _spent_usd(journal: JournalPlace, journaled_usd: float, note: dict[str, Any]) -> float:
+    if "at_most_usd" not in note:
+        return journaled_usd + float(note["usd"])
+    return max(journaled_usd, min(note["at_most_usd"], _recorded_usd(journal, note)))
+
+
+def resume(journal: JournalPlace, table: PriceTable) -> float:
+    """Return what a journal has cost, and settle what a killed run left, which must have ended.
+
+    Granted but never sent requests of the killed run are written off; those in flight count at their worst case.
+
+    Raises:
+        InputError: the journal holds answers of a model whose price is unknown.
+    """
+    journaled_usd, note = _journaled_usd(journal, table), _read_note(journal)
+    usd = _spent_usd(journal, journaled_usd, note)
+    if "at_most_usd" in note:
+        say(
+            f"synthesize: the last run on this journal was killed: {note['at_most_usd'] - usd:.4f} USD of its budget were "
+            f"certainly not spent; {usd - journaled_usd:.4f} USD without an answer in the journal count as spent (`infembed "
+            f"journal reconcile {journal}` writes them off)"
+        )
+        _write_note(journal, {"usd": usd - journaled_usd})
+    _remove_records(journal)
+    return usd
+
+
+def reconcile(journal: JournalPlace) -> str:
+    """Count only the journal's answers as spent from now on; return what the note said until then."""
+    note = _read_note(journal)
+    _write_note(journal, {"usd": 0.0})
+    _remove_records(journal)
+    return (
+        f"at most {note['at_most_usd']:.4f} USD, answers included"
+        if "at_most_usd" in note
+        else f"{note['usd']:.4f} USD besides the answers"
+    )
+
+
+def spend_record(journal: JournalPlace, holder: str) -> memoryview[float] | None:
+    """Create the record of what a process has spent, and of the worst case of what it has in flight: two USD numbers.
+
+    The record is a mapped file, so a change costs no system call and survives the process, but not the machine.
+
+    Args:
+        journal: of the run.
+        holder: of the process's lease.
+
+    Returns:
+        None if the journal is in an object store or the machine cannot keep such a record; then a killed run counts
+        everything that was granted.
+    """
+    if isinstance(journal, Folder):
+        return None
+    try:
+        journal.mkdir(parents=True, exist_ok=True)
+        path = _record(journal, holder)
+        path.write_bytes(bytes(_RECORD.size) + _BOOT_ID.read_bytes())
+        with path.open("r+b") as stream:
+            return memoryview(mmap.mmap(stream.fileno(), _RECORD.size)).cast("d")
+    except OSError:
+        return None
+
+
+def _recorded_usd(journal: JournalPlace, note: dict[str, Any]) -> float:
+    """Return what a killed run had spent or in flight, by the records of its processes; infinity if one is missing."""
+    usd = note.get("began_usd", math.inf)
+    try:
+        for holder in note.get("holders", ()):
+            if isinstance(journal, Folder):
+                return math.inf
+            record = _record(journal, holder).read_bytes()
+            if record[_RECORD.size :] != _BOOT_ID.read_bytes():  # another machine's, or from before a crash of this one
+                return math.inf
+            usd += sum(_RECORD.unpack_from(record))
+    except (OSError, struct.error):
+        return math.inf
+    return float(usd)
+
+
+def _record(journal: Path, holder: str) -> Path:
+    return journal / f"{holder}.spend"
+
+
+def _remove_records(journal: JournalPlace) -> None:
+    if isinstance(journal, Path):
+        for record in journal.glob("*.spend"):
+            with contextlib.suppress(OSError):
+                record.unlink()
 
 
 def note_unjournaled(journal: JournalPlace, table: PriceTable, spent_usd: float) -> None:
-    """Note what was or may have been spent on answers that never arrived."""
+    """Note what was or may have been spent on answers that never arrived, once a run with a budget has ended.
+
+    Args:
+        journal: of the run.
+        table: its prices.
+        spent_usd: the ledger's upper bound, in which a process that was killed counts all that it was granted.
+    """
+    spent_usd = min(spent_usd, _recorded_usd(journal, _read_note(journal)))
     _write_note(journal, {"usd": max(0.0, spent_usd - _journaled_usd(journal, table))})
+    _remove_records(journal)
 
 
-def _read_note(journal: JournalPlace) -> dict[str, float]:
+def _read_note(journal: JournalPlace) -> dict[str, Any]:
     if isinstance(journal, Folder):
         text = journal.read(UNJOURNALED)
     else:
         note = journal / UNJOURNALED
         text = note.read_text() if note.is_file() else None
-    found: dict[str, float] = {"usd": 0.0} if text is None else json.loads(text)
+    found: dict[str, Any] = {"usd": 0.0} if text is None else json.loads(text)
     return found
 
 
-def _write_note(journal: JournalPlace, note: dict[str, float]) -> None:
+def _write_note(journal: JournalPlace, note: dict[str, Any]) -> None:
     if isinstance(journal, Folder):
         journal.write(UNJOURNALED, json.dumps(note))
     else:
@@ -88,17 +198,31 @@ class DurableLedger(Ledger):
         self._budget_usd = limits.budget_usd
         self._journal = journal
         self._noted_usd = -1.0
+        self._began_usd = spent_usd
+        self._noted: list[str] = []  # holders
 
     def exchange(self, report: LeaseReport) -> Grant:
         """See `Ledger.exchange`."""
         grant = super().exchange(report)
-        if self._budget_usd is not None and self.committed_usd > self._noted_usd:
+        if self._budget_usd is None:
+            return grant
+        holders = self._noted
+        if report.holder in self._holders and report.holder not in holders:
+            holders = [*holders, report.holder]
+        if self.committed_usd > self._noted_usd or holders is not self._noted:
             noted = max(self.committed_usd, min(self._budget_usd, self.committed_usd + NOTED_AHEAD * self._budget_usd))
             began = self._clock()
-            _write_note(self._journal, {"at_most_usd": noted})
-            self._noted_usd = noted
+            _write_note(self._journal, {"at_most_usd": noted, "began_usd": self._began_usd, "holders": holders})
+            self._noted_usd, self._noted = noted, holders
             self.extend_leases(self._clock() - began)
         return grant
+
+    def charge(self, used: Amounts, report: Sequence[str]) -> None:
+        """Count what the ledger's own process used, and show its report to the user."""
+        self._use({name: amount for name, amount in used.items() if name in self._used}, self._clock())
+        self._began_usd += used[USD]
+        self._noted_usd = -1.0  # the next exchange notes it
+        self._warnings |= dict.fromkeys(report)
 
     def conclude(self) -> None:
         """Write what was really spent, once nothing is in flight."""

@@ -12,7 +12,7 @@ from typing import Any
 UNREADABLE = "unreadable"
 """Finish reason of a complete response whose JSON exceeds Python's limits. It was paid for, so it is journaled."""
 
-_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, check_circular=False)
 
 
 class RowFailure(Exception):
@@ -91,6 +91,23 @@ class Completion:
     """It came from a journal and cost nothing in this run."""
     batched: bool = False
     """It came from the Batch API, at a lower price."""
+    cached_tokens: int = 0
+    """Prompt tokens that the endpoint had in its cache, at a lower price."""
+
+
+Dialect = Mapping[str, str | None]
+"""Parameter of ours -> what is sent instead: another name, or None if it is left out. For `response_format`, another type."""
+
+
+def adapted(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """Return a request's body with the parameters of a dialect."""
+    sent = dict(body)
+    for name, instead in dialect.items():
+        if name in sent:
+            value = sent.pop(name)
+            if instead is not None:
+                sent |= {name: {"type": instead}} if name == "response_format" else {instead: value}
+    return sent
 
 
 Complete = Callable[[Request], Awaitable[Completion]]
@@ -118,7 +135,7 @@ def usable_text(completion: Completion) -> str:
 
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON can hold but UTF-8 cannot, with question marks."""
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _shortened(text: str, length: int = 120) -> str:

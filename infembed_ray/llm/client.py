@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Complete, Completion, Request, RowFailure, RunFailure, Unjournaled
+from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, Unjournaled
 from infembed_ray.llm.endpoint import CHAT, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
+from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
@@ -33,6 +34,7 @@ BACKOFF_CAP_S = 60.0
 FAULTS_TO_REST = 3
 """Consecutive faults after which an endpoint rests while another one is available."""
 
+_UNSENT: Amounts = {REQUESTS: 0, TOKENS: 0, USD: 0.0}
 _UNPAID: Amounts = {REQUESTS: 1, TOKENS: 0, USD: 0.0}  # used by a request that was certainly not answered
 
 
@@ -47,6 +49,8 @@ class ChatClient:
         limiter: enforces the limits. A request that waits for its retry is not in flight.
         table: prices, for the worst case of a request.
         wire: the kind of request.
+        learn: called before the first request is sent; returns the dialects of each endpoint's models, and raises
+            RunFailure if a model cannot be asked. None: parameters are sent as they are.
     """
 
     def __init__(
@@ -56,15 +60,18 @@ class ChatClient:
         limiter: RateLimiter,
         table: PriceTable,
         wire: WireFormat = CHAT,
+        learn: Callable[[], Awaitable[Sequence[Mapping[str, Dialect]]]] | None = None,
     ) -> None:
         self._wire = wire
-        self._routes = [_RestingRoute(endpoint, wire.path) for endpoint in endpoints]
+        self._routes = [_RestingRoute(endpoint, wire.path, limiter) for endpoint in endpoints]
         self._patience_s, self._max_retries = endpoints[0].patience_s, endpoints[0].max_retries
         self._journal = journal
         self._limiter = limiter
         self._table = table
         self._transport: Transport | None = None
         self._asking: dict[str, list[asyncio.Future[Completion]]] = {}
+        self._learn = learn
+        self._learning = asyncio.Lock()
 
     async def complete(self, request: Request) -> Completion:
         """Return the completion of a request: from the journal, from an equal request in flight, or from an endpoint.
@@ -119,21 +126,23 @@ class ChatClient:
 
     async def send(self, request: Request) -> Completion:
         """Send a request within the limits, with retries, and without the journal; raises as `complete` does."""
+        if self._learn is not None:
+            await self._learn_dialects()
         cost = self._wire.worst_case(request, self._table)
         tries = _Tries()
         while True:
-            await self._limiter.enter(cost)
-            route = self._choose()
-            used = cost
+            route, gate = await self._enter(request.model, cost)
+            used, limited = cost, False
             sent = time.monotonic()
             try:
-                completion = await self._attempt(route, request, tries)
+                completion = await self._attempt(route, gate, request, tries)
                 used = self._used(request, completion) or cost
                 self._limiter.traffic.add_answer(time.monotonic() - sent)
                 return completion
             except Unanswered as failure:
                 used = cost if failure.paid else _UNPAID
-                pause_s = self._pause_after(failure, route, tries)
+                limited = isinstance(failure, RateLimited)
+                pause_s = self._pause_after(failure, route, request.model, tries)
             except (RowFailure, RunFailure) as failure:
                 used = _UNPAID
                 self._limiter.traffic.failed += 1
@@ -143,10 +152,39 @@ class ChatClient:
                 pause_s = 0.0
             finally:
                 self._limiter.settle(cost, used, sent)
+                gate.leave(limited)
             if pause_s:
                 await self._limiter.pause(pause_s)
 
-    async def _attempt(self, route: _RestingRoute, request: Request, tries: _Tries) -> Completion:
+    async def _learn_dialects(self) -> None:
+        async with self._learning:
+            if self._learn is None or self._limiter.failure is not None:
+                return
+            try:
+                learned = await self._learn()
+            except RunFailure as failure:
+                self._limiter.fail(str(failure))
+                raise
+            for route, dialects in zip(self._routes, learned, strict=True):
+                route.dialects = dialects
+            self._learn = None
+
+    async def _enter(self, model: str, cost: Amounts) -> tuple[_RestingRoute, Gate]:
+        """Wait until a request with this worst case may be sent; return the endpoint and the gate, to be left afterwards."""
+        await self._limiter.enter(cost)
+        route = self._choose(model)
+        gate = route.gate(model)
+        if not gate.take(cost):
+            self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
+            await gate.wait(cost)
+            try:
+                await self._limiter.enter(cost)
+            except RunFailure:
+                gate.leave(limited=False)
+                raise
+        return route, gate
+
+    async def _attempt(self, route: _RestingRoute, gate: Gate, request: Request, tries: _Tries) -> Completion:
         if self._transport is None:
             self._transport = Transport()
         headers = {}
@@ -155,12 +193,14 @@ class ChatClient:
             key = f"{request.key}-{tries.errors}" if tries.errors else request.key
             headers = {route.endpoint.idempotency_header: key}
         try:
-            response = await self._transport.post(route.address(request.model), request.sent, headers)
+            response = await self._transport.post(route.address(request.model), route.body(request), headers)
         except asyncio.TimeoutError as error:
             raise Unanswered(f"no answer within {route.endpoint.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"connection failed: {one_line(error)}") from error
         route.reached = True
+        if time.monotonic() >= gate.read_at:
+            gate.read(response.headers)
         if response.status != 200:
             raise route.failure(request, response.status, response.headers, response.body)
         completion = self._wire.parse(response.body)
@@ -168,7 +208,7 @@ class ChatClient:
         route.faults = 0
         return completion
 
-    def _pause_after(self, failure: Unanswered, route: _RestingRoute, tries: _Tries) -> float:
+    def _pause_after(self, failure: Unanswered, route: _RestingRoute, model: str, tries: _Tries) -> float:
         """Return the seconds to wait after a failed attempt; raise if there must be no further attempt."""
         tries.failed += 1
         tries.errors += isinstance(failure, ServerError)
@@ -177,7 +217,8 @@ class ChatClient:
             self._limiter.traffic.rate_limited += 1
             if time.monotonic() - tries.began > self._patience_s:
                 raise RowFailure(f"{failure}; tried {tries.failed} times in {self._patience_s:g} s") from failure
-            route.rest(pause)
+            gate = route.gate(model)
+            gate.rests_until = max(gate.rests_until, time.monotonic() + pause)
         else:
             self._limiter.traffic.failed += 1
             tries.faults += 1
@@ -188,7 +229,8 @@ class ChatClient:
                     raise RunFailure(unreachable) from failure
                 raise RowFailure(f"{failure}; tried {tries.failed} times") from failure
             route.count_fault()
-        if any(other.awake for other in self._routes if other is not route):
+        now = time.monotonic()
+        if any(other.wakes_at(model) <= now for other in self._routes if other is not route):
             return 0.0
         left_s = max(0.0, tries.began + self._patience_s - time.monotonic())
         if failure.retry_after_s > left_s:
@@ -205,13 +247,15 @@ class ChatClient:
             self._routes.remove(route)
             self._limiter.warn(f"{failure}; the other endpoints stand in")
 
-    def _choose(self) -> _RestingRoute:
-        """Choose an awake endpoint by weight, or the one that wakes first."""
+    def _choose(self, model: str) -> _RestingRoute:
+        """Choose an awake endpoint by weight, if possible one that takes a request now, or the one that wakes first."""
         if len(self._routes) == 1:
             return self._routes[0]
-        awake = [route for route in self._routes if route.awake]
+        now = time.monotonic()
+        awake = [route for route in self._routes if route.wakes_at(model) <= now]
         if not awake:
-            return min(self._routes, key=lambda route: route.rests_until)
+            return min(self._routes, key=lambda route: route.wakes_at(model))
+        awake = [route for route in awake if not route.gate(model).full] or awake
         return random.choices(awake, [route.endpoint.weight for route in awake])[0]
 
     def _used(self, request: Request, completion: Completion) -> Amounts | None:
@@ -235,7 +279,17 @@ class _Tries:
 
 
 class _RestingRoute(Route):
-    """An endpoint that rests after repeated faults."""
+    """An endpoint that rests after repeated faults, with a gate for each model.
+
+    Args:
+        endpoint, path: of the `Route`.
+        limiter: of the process.
+    """
+
+    def __init__(self, endpoint: Endpoint, path: str, limiter: RateLimiter) -> None:
+        super().__init__(endpoint, path)
+        self._limiter = limiter
+        self._gates: dict[str, Gate] = {}
 
     reached = False
     """Whether it has sent any HTTP response."""
@@ -243,9 +297,15 @@ class _RestingRoute(Route):
     """Consecutive faults."""
     rests_until = 0.0
 
-    @property
-    def awake(self) -> bool:
-        return time.monotonic() >= self.rests_until
+    def gate(self, model: str) -> Gate:
+        """Return the limits of a model at this endpoint."""
+        if model not in self._gates:
+            self._gates[model] = Gate(self._limiter.slots, self._limiter.pause)
+        return self._gates[model]
+
+    def wakes_at(self, model: str) -> float:
+        """Return the time from which the endpoint should be asked for a model again."""
+        return max(self.rests_until, self.gate(model).rests_until)
 
     def count_fault(self) -> None:
         self.faults += 1

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import email.utils
 import json
 import os
-import re
 import socket
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,8 +14,18 @@ from http.client import HTTPException
 from typing import Any
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import UNREADABLE, Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.chat import (
+    UNREADABLE,
+    Completion,
+    Dialect,
+    Request,
+    RowFailure,
+    RunFailure,
+    adapted,
+    replace_surrogates,
+)
 from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_headers import retry_after_s
 from infembed_ray.llm.rate_limits import Amounts, worst_case
 from infembed_ray.llm.transport import Address
 
@@ -76,6 +83,8 @@ class Route:
         self.endpoint = endpoint
         self.answered = False
         """Whether it has answered a request."""
+        self.dialects: Mapping[str, Dialect] = {}
+        """Model -> the parameters that it takes."""
         self._path = path
         self._addresses: dict[str, Address] = {}
 
@@ -90,6 +99,11 @@ class Route:
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
             self._addresses[model] = Address(url, headers, _proxy(url), self.endpoint.timeout_s)
         return self._addresses[model]
+
+    def body(self, request: Request) -> bytes:
+        """Return the body of a request in the model's dialect."""
+        dialect = self.dialects.get(request.model)
+        return json.dumps(adapted(request.body, dialect), ensure_ascii=False).encode() if dialect else request.sent
 
     def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return what an HTTP error means: Unanswered (retry), RowFailure or RunFailure."""
@@ -220,7 +234,8 @@ def completion_of(answer: Any) -> Completion:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no string")
-        prompt_tokens, completion_tokens = token_counts(answer.get("usage"), "prompt_tokens", "completion_tokens")
+        usage = answer.get("usage")
+        prompt_tokens, completion_tokens = token_counts(usage, "prompt_tokens", "completion_tokens")
         return Completion(
             text=replace_surrogates(content or ""),
             refusal=_text(message.get("refusal")) or None,
@@ -228,6 +243,7 @@ def completion_of(answer: Any) -> Completion:
             model=_text(answer.get("model")),
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
+            cached_tokens=_cached_tokens(usage, prompt_tokens),
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise Unanswered("the response is no chat completion (cut short?)") from error
@@ -243,6 +259,12 @@ def token_counts(usage: Any, *names: str) -> list[int]:
     except (AttributeError, TypeError, ValueError, OverflowError):
         counts = []
     return counts if counts and all(0 <= count <= MOST_TOKENS for count in counts) else [0] * len(names)
+
+
+def _cached_tokens(usage: Any, prompt_tokens: int) -> int:
+    """Return how many of the prompt's tokens the endpoint had in its cache; 0 if it does not say so plausibly."""
+    details = usage.get("prompt_tokens_details") if prompt_tokens else None
+    return min(token_counts(details, "cached_tokens")[0], prompt_tokens) if details else 0
 
 
 def _text(value: Any) -> str:
@@ -261,14 +283,3 @@ def error_message(body: bytes) -> tuple[str, str | None]:
 def one_line(value: object) -> str:
     """Return an endpoint's text for use in a message: one line of valid UTF-8, at most 300 characters."""
     return replace_surrogates(" ".join(str(value).split())[:300])
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that `Retry-After` asks for, given as seconds or a date; 0 without it."""
-    value = headers.get("Retry-After", "")
-    if re.fullmatch(r"\d+(\.\d*)?", value):
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return 0.0

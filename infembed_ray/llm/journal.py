@@ -38,8 +38,8 @@ from infembed_ray.llm.chat import Completion, Request, RunFailure
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.partitions import Partition
 
-_JSON = json.JSONEncoder(ensure_ascii=False)
-SYNC_EVERY_S = 0.01
+_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+SYNC_EVERY_S = 0.025
 """Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
 
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
@@ -284,6 +284,8 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
     }
     if completion.batched:
         entry["batched"] = True
+    if completion.cached_tokens:
+        entry["cached_tokens"] = completion.cached_tokens
     said = _JSON.encode(entry).encode().removesuffix(b"}")
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
@@ -315,6 +317,7 @@ def decode(line: bytes) -> tuple[str, Completion] | None:
             completion_tokens=entry["completion_tokens"],
             replayed=True,
             batched=entry.get("batched", False),
+            cached_tokens=entry.get("cached_tokens", 0),  # older lines lack it
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Maintenance of a journal's files (`infembed journal`): statistics, verification, compaction, export and import.
+"""Maintenance of a journal (`infembed journal`): statistics, verification, compaction, export, import and its budget.
 
 All tools read line by line and may run beside processes that append to the journal; memory holds the keys.
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError
+from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, lock_ended, new_segment, segments
-from infembed_ray.llm.journal_store import COPIES, copy_objects, locked, upload_leftovers
+from infembed_ray.llm.journal import decode, has_writer, lock_ended, new_segment, segments
+from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, locked, upload_leftovers
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.progress import counted, say
@@ -266,12 +267,24 @@ def _import(directory: Path, file: Path, others: Sequence[Path] = ()) -> int:
     return 0
 
 
+def _reconcile(directory: Path) -> int:
+    if any(map(has_writer, segments([directory]))):
+        raise InputError(f"DIR={directory}: a run writes to it; wait until it has ended")
+    return _print_reconciled(directory)
+
+
+def _print_reconciled(journal: JournalPlace) -> int:
+    say(f"{journal}: counted as spent until now: {budget.reconcile(journal)}; from now on only its answers")
+    return 0
+
+
 _ACTIONS: dict[str, Callable[..., int]] = {
     "stats": _stats,
     "verify": _verify,
     "compact": _compact,
     "export": _export,
     "import": _import,
+    "reconcile": _reconcile,
 }
 
 
@@ -313,6 +326,8 @@ def _files(action: str, file: str | None) -> list[Path]:
 def _run_stored(action: str, folder: Folder, *files: Path) -> int:
     """Run an action on a journal in an object store, by copies of its objects."""
     upload_leftovers(folder)
+    if action == "reconcile":
+        return _print_reconciled(folder)
     if action == "compact":
         return _print_merged(compact_objects(folder))
     directory = copy_objects(folder)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.rate_limits import ARRIVAL, LEASE_S, SLOTS, Amounts, Exchange, Grant, LeaseReport, Traffic
+from infembed_ray.llm.rate_limits import ARRIVAL, LEASE_S, SLOTS, USD, Amounts, Exchange, Grant, LeaseReport, Traffic
 
 AHEAD = 2.0
 """Advance that a lease asks for, as a multiple of what it started since the last report. With less, a slow exchange or a
@@ -27,6 +27,7 @@ class Lease:
         slots: most requests in flight of this process.
         window_s: of the limits.
         clock: seconds, monotonic.
+        record: with a budget, given the USD spent and the worst case in flight, see `budget.spend_record`.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Lease:
         slots: int,
         window_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        record: memoryview[float] | None = None,
     ) -> None:
         self._holder = holder
+        self._record = record if USD in names else None
         self._names = names
         self._chunked = tuple(name for name in names if name != SLOTS)
         self._slots = slots
@@ -58,6 +61,11 @@ class Lease:
 
     def _nothing(self) -> Amounts:
         return dict.fromkeys(self._names, 0.0)
+
+    @property
+    def slots(self) -> int:
+        """Most requests in flight of this process."""
+        return self._slots
 
     @property
     def idle(self) -> bool:
@@ -89,6 +97,9 @@ class Lease:
             self._reserved[name] -= cost[name]
         if self._reserved[SLOTS] == 0:
             self._reserved = self._nothing()  # clears rounding errors
+        if self._record is not None:
+            self._record[0] += used[USD]
+            self._record[1] = self._reserved[USD]
         self._unused[SLOTS] += 1
         self._start_waiting()
 
@@ -171,6 +182,8 @@ class Lease:
             self._unused[name] -= cost[name]
             self._reserved[name] += cost[name]
             self._started[name] += cost[name]
+        if self._record is not None:
+            self._record[1] = self._reserved[USD]
         return True
 
 
@@ -196,6 +209,11 @@ class RateLimiter:
     def traffic(self) -> Traffic:
         """Traffic of this process since its last report."""
         return self._lease.traffic
+
+    @property
+    def slots(self) -> int:
+        """Most requests in flight of this process."""
+        return self._lease.slots
 
     @property
     def failure(self) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from infembed_ray.storage import resolve_input
 
 FILE = Path(__file__).with_name("prices.yaml")
 BATCH_PRICE = 0.5
-"""Price of the Batch API as a share of the list price."""
+"""Price of the Batch API as a share of the list price; it has no further discount for cached tokens."""
+OLD_DAYS = 90
+"""Age of a price table above which a run warns."""
 _SNAPSHOT_DATE = re.compile(r"-\d{4}-\d{2}-\d{2}$")
 
 
@@ -24,11 +28,11 @@ class PriceTable:
     """List prices of models on one date."""
 
     as_of: str
-    models: dict[str, tuple[float, float]]
-    """Model -> USD per million (prompt, completion) tokens."""
+    models: dict[str, tuple[float, ...]]
+    """Model -> USD per million (prompt, completion) tokens, or (prompt, completion, cached prompt) tokens."""
 
-    def price(self, model: str) -> tuple[float, float] | None:
-        """Return USD per million (prompt, completion) tokens; None if unknown.
+    def price(self, model: str) -> tuple[float, ...] | None:
+        """Return USD per million (prompt, completion) tokens, and of cached prompt tokens if known; None if unknown.
 
         A dated snapshot (`gpt-4o-mini-2024-07-18`) has the price of its undated name.
         """
@@ -40,7 +44,28 @@ class PriceTable:
         if price is None:
             return None
         usd = (price[0] * completion.prompt_tokens + price[1] * completion.completion_tokens) / 1e6
-        return BATCH_PRICE * usd if completion.batched else usd
+        if completion.batched:
+            return BATCH_PRICE * usd
+        return usd - (price[0] - price[2]) * completion.cached_tokens / 1e6 if len(price) > 2 else usd
+
+    def warning(self, models: Iterable[str], file: str | None, today: date) -> str | None:
+        """Return a warning if the prices of these models are older than OLD_DAYS.
+
+        Args:
+            models: of a run; without a priced one there is no warning.
+            file: the setting `prices`.
+            today: the date.
+        """
+        try:
+            days = (today - date.fromisoformat(self.as_of)).days
+        except ValueError:  # a free text
+            return None
+        if days <= OLD_DAYS or not any(map(self.price, models)):
+            return None
+        return (
+            f"prices={file or 'null'}: the prices of {file or FILE} are of {self.as_of}, {days} days old; compare them "
+            "with your provider's and set prices=FILE"
+        )
 
 
 @cache
@@ -48,7 +73,8 @@ def load(overrides: str | None = None) -> PriceTable:
     """Return the bundled table, overridden by another file.
 
     Args:
-        overrides: path or URI of a YAML file with `as_of`, and under `models` a [prompt, completion] pair each.
+        overrides: path or URI of a YAML file with `as_of`, and under `models` a list [prompt, completion] or
+            [prompt, completion, cached prompt] each.
 
     Raises:
         InputError: the file cannot be read or has another form.
@@ -63,14 +89,14 @@ def load(overrides: str | None = None) -> PriceTable:
     except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"prices={overrides}: no price table; write `as_of: DATE` and under `models:` lines like "
-            "`gpt-4o-mini: [0.15, 0.60]`, USD per million tokens of prompt and completion"
+            "`gpt-4o-mini: [0.15, 0.60, 0.075]`, USD per million tokens of prompt, completion and, if known, cached prompt"
         ) from error
     return PriceTable(theirs.as_of, ours.models | theirs.models)
 
 
 def _read(file: Path) -> PriceTable:
     table = yaml.safe_load(file.read_text(encoding="utf-8"))
-    models = {name: (float(prompt), float(completion)) for name, (prompt, completion) in table["models"].items()}
-    if not all(0 <= price < float("inf") for pair in models.values() for price in pair):
-        raise ValueError("a price below 0")
+    models = {name: tuple(float(price) for price in prices) for name, prices in table["models"].items()}
+    if not all(len(each) in (2, 3) and min(each) >= 0 and max(each) < float("inf") for each in models.values()):
+        raise ValueError("not two or three prices of at least 0")
     return PriceTable(str(table["as_of"]), models)

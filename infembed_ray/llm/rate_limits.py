@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.llm.chat import Completion, Request
@@ -35,16 +36,6 @@ ARRIVAL = 1 / 20
 """Longest time from sending a request to its arrival at the server, as a share of a window."""
 LEASE_S = 10.0
 """Seconds without a report after which a lease expires."""
-TOLERATED = 0.1
-"""Share of 429s that does not reduce the requests in flight: a 429 costs a retry and nothing else."""
-DECREASE = 0.7
-"""Factor of the requests in flight when the share of 429s is above TOLERATED."""
-INCREASE = 0.02
-"""Growth of the requests in flight otherwise, as a share of the configured limit."""
-ADAPT_S = 1.0
-"""Least seconds between two adaptations."""
-ADAPT_REQUESTS = 100
-"""Least requests between two adaptations: among fewer, a few 429s by chance would often exceed TOLERATED."""
 
 _LATENCY_STEP = math.log(1.05)
 _MESSAGE_TOKENS = 64  # a message's role, separators and chat-template tokens
@@ -97,6 +88,11 @@ class Traffic:
                 return math.exp(step * _LATENCY_STEP)
         return None
 
+    def mean_s(self) -> float | None:
+        """Return the mean latency in seconds, at most 5 % too high; None without answers."""
+        total = sum(answers * math.exp(step * _LATENCY_STEP) for step, answers in self.latencies.items())
+        return total / self.latencies.total() if self.latencies else None
+
 
 @dataclass(frozen=True)
 class LeaseReport:
@@ -141,8 +137,6 @@ class LedgerStats:
     """State of a run as the ledger knows it."""
 
     in_flight: int
-    slots: int
-    """Current limit of the requests in flight, as adapted to 429s."""
     spent_usd: float
     """Settled USD; 0 without a budget."""
     committed_usd: float
@@ -151,6 +145,19 @@ class LedgerStats:
     failure: str | None
     warnings: tuple[str, ...]
     """Distinct warnings, in order of arrival."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the manifest's figures of the endpoints."""
+        traffic = self.traffic
+        return {
+            "answered": traffic.answered,
+            "rate_limited": traffic.rate_limited,
+            "failed": traffic.failed,
+            "latency_s": {
+                name: traffic.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+            },
+            "warnings": list(self.warnings),
+        }
 
 
 @dataclass
@@ -176,7 +183,6 @@ class Ledger:
         minutes = limits.window_s / 60
         self._window_s = limits.window_s
         self._clock = clock
-        self._slots = slots
         self._bounds: Amounts = {SLOTS: slots}
         if limits.requests_per_minute is not None:
             self._bounds[REQUESTS] = math.floor(limits.requests_per_minute * minutes)
@@ -189,7 +195,6 @@ class Ledger:
         self._ties = count()
         self._holders: dict[str, _Holder] = {}
         self._traffic = Traffic()
-        self._adapted = (clock(), 0, 0)  # time of the last adaptation; 429s and requests sent until then
         self._failure: str | None = None
         self._warnings: dict[str, None] = {}
 
@@ -198,7 +203,6 @@ class Ledger:
         now = self._clock()
         self._expire(now)
         self._record(report, now)
-        self._adapt_slots(now)
         self._failure = self._failure or self._unsatisfiable(report)
         share = max(1, self._bounds[SLOTS] // len(self._holders))
         granted = {} if self._failure else self._divide(report, share)
@@ -224,7 +228,6 @@ class Ledger:
         now = self._clock()
         return LedgerStats(
             in_flight=sum(holder.in_flight for holder in self._holders.values() if now - holder.seen <= LEASE_S),
-            slots=int(self._bounds[SLOTS]),
             spent_usd=self._used.get(USD, 0.0),
             committed_usd=self.committed_usd,
             traffic=self._traffic,
@@ -256,20 +259,6 @@ class Ledger:
         windowed = {name: amount for name, amount in amounts.items() if name in (REQUESTS, TOKENS)}
         if windowed:
             heapq.heappush(self._windows, (arrived + self._window_s, next(self._ties), windowed))
-
-    def _adapt_slots(self, now: float) -> None:
-        """Adapt the requests in flight to the share of 429s (additive increase, multiplicative decrease)."""
-        limited = self._traffic.rate_limited
-        # Requests in flight count as sent: 429s arrive at once, so after a burst they arrive before any answer.
-        sent = limited + self._traffic.answered + sum(holder.in_flight for holder in self._holders.values())
-        then, limited_then, sent_then = self._adapted
-        if now - then < ADAPT_S or sent - sent_then < ADAPT_REQUESTS:
-            return
-        self._adapted = (now, limited, sent)
-        if limited - limited_then > TOLERATED * (sent - sent_then):
-            self._bounds[SLOTS] = max(1, math.floor(DECREASE * self._bounds[SLOTS]))
-        else:
-            self._bounds[SLOTS] = min(self._slots, self._bounds[SLOTS] + math.ceil(INCREASE * self._slots))
 
     def _unsatisfiable(self, report: LeaseReport) -> str | None:
         """Return why the request that waits longest can never be sent; None if it can."""

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from infembed_ray.llm.chat import Malformed, replace_surrogates
@@ -73,8 +74,13 @@ def labelled(label: str, text: str) -> str:
     Raises:
         Malformed: no line begins with the label.
     """
-    bold = r"(?:\*+[ \t]*:|:\*+|:)"  # an asterisk after a blank belongs to the value
-    found = re.search(rf"^[ \t*#>]*{label}[ \t]*{bold}[ \t]*(.*)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL)
+    found = _labelled(label).search(text)
     if found is None:
         raise Malformed(f"{label}:", text)
     return found[1].rstrip()
+
+
+@cache
+def _labelled(label: str) -> re.Pattern[str]:
+    bold = r"(?:\*+[ \t]*:|:\*+|:)"  # an asterisk after a blank belongs to the value
+    return re.compile(rf"^[ \t*#>]*{label}[ \t]*{bold}[ \t]*(.*)", re.IGNORECASE | re.MULTILINE | re.DOTALL)

@@ -24,9 +24,9 @@ from openai.types import Batch as RemoteBatch
 
 from infembed_ray import durable
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm import prices
+from infembed_ray.llm import dialects, prices
 from infembed_ray.llm.batch_client import BatchClient
-from infembed_ray.llm.chat import Completion, Request, RunFailure, Unjournaled
+from infembed_ray.llm.chat import Completion, Dialect, Request, RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.prices import BATCH_PRICE
@@ -35,6 +35,7 @@ from infembed_ray.progress import counted, say
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.batch_files import Batch, read_answers, upload_line
 from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.preflight import probes
 
 MOST_BYTES = 200 * 10**6
 """OpenAI's limit of one input file. The limit of its requests is the setting's default."""
@@ -57,6 +58,8 @@ class BatchReport:
     completion_tokens: int = 0
     usd: float | None = 0.0
     """Price of the answers; None if the price table lacks a model."""
+    probe_usd: float = 0.0
+    """Price of the short requests that found out the models' parameters."""
 
 
 async def answer_in_batches(
@@ -89,6 +92,7 @@ async def answer_in_batches(
                 await runner.complete(runner.unfinished())
                 finished: set[int] = set()
                 while wave := await runner.next_wave(seeds, pool, finished):
+                    await runner.learn()
                     await runner.complete(wave)
     except OSError as error:
         raise RunFailure(f"journal={directory.parent}: cannot be written ({error.strerror})") from error
@@ -113,7 +117,19 @@ class _BatchRunner:
         self._online: set[str] = set()
         """Keys of requests that are left to the online run."""
         self._collecting = asyncio.Lock()
+        self._dialects: Mapping[str, Dialect] | None = None
         self.report = BatchReport()
+
+    async def learn(self) -> None:
+        """Find out the parameters of the models, once."""
+        if self._dialects is None:
+            endpoint = {"endpoint": self._settings.endpoint}
+            learned = await dialects.learn(endpoint, probes(self._settings), self._prices)
+            self._dialects = learned.dialects[0]
+            for line in learned.report:
+                say(f"synthesize: {line}")
+            self._committed_usd += learned.used[USD]
+            self.report.probe_usd = learned.used[USD]
 
     def unfinished(self) -> list[Batch]:
         """Return the batches that an earlier run submitted and did not collect; note what others left unanswered."""
@@ -199,10 +215,13 @@ class _BatchRunner:
         await self._collect(batch, await self._wait(batch))
 
     async def _upload(self, batch: Batch) -> str:
-        deployments = self._settings.endpoint.deployments
+        deployments, learned = self._settings.endpoint.deployments, self._dialects or {}
         upload = batch.path("jsonl")
         with upload.open("wb") as stream:
-            stream.writelines(upload_line(request, deployments.get(request.model)) for request in batch.read())
+            stream.writelines(
+                upload_line(request, deployments.get(request.model), learned.get(request.model))
+                for request in batch.read()
+            )
         try:
             return await self._client.upload(upload)
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infembed_ray import durable
-from infembed_ray.llm.chat import Completion, Request, RunFailure
+from infembed_ray.llm.chat import Completion, Dialect, Request, RunFailure, adapted
 from infembed_ray.llm.endpoint import CHAT, Unanswered, completion_of, one_line
 
 
@@ -76,9 +76,11 @@ def pending(directory: Path) -> list[Path]:
     return [file for file in sorted(directory.glob("*.json")) if Batch.load(file).stage in ("submitting", "submitted")]
 
 
-def upload_line(request: Request, deployment: str | None = None) -> bytes:
+def upload_line(request: Request, deployment: str | None = None, dialect: Dialect | None = None) -> bytes:
     """Return the line of a request in the uploaded file; an Azure deployment replaces the model's name."""
-    body = request.body if deployment is None else {**request.body, "model": deployment}
+    body = adapted(request.body, dialect or {})
+    if deployment is not None:
+        body["model"] = deployment
     line = {"custom_id": request.key, "method": "POST", "url": f"/v1/{CHAT.path}", "body": body}
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 

@@ -12,6 +12,7 @@ from collections import Counter
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Complete, Completion, Request
+from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.pipeline import STEPS, Outcome, model_of
 
 ALIKE = 20
@@ -45,7 +46,8 @@ class CircuitBreaker:
         """Wrap `complete` to note the steps that rows pass."""
 
         async def ask(request: Request) -> Completion:
-            self._note_passed(STEPS.index(request.step))
+            if not request.step.endswith("_complement"):  # it may follow the cheap judge alone
+                self._note_passed(STEPS.index(request.step))
             return await complete(request)
 
         return ask
@@ -55,7 +57,7 @@ class CircuitBreaker:
         step = outcome.row.get("step")  # a kept row has none
         if step is not None and step not in STEPS:  # the seed itself is at fault
             return self.failure
-        passed = len(STEPS) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
+        passed = _passed_by_kept(outcome) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
         self._note_passed(passed)
         if step is not None and outcome.kind == "dead_letter":
             if outcome.traceback is not None:
@@ -88,3 +90,9 @@ class CircuitBreaker:
         if self._unexpected:
             for step in STEPS[:steps]:
                 del self._unexpected[step]
+
+
+def _passed_by_kept(outcome: Outcome) -> int:
+    """Return how many steps a kept row has passed: not those of the judge if only the cheap judge was asked."""
+    judges = set(((outcome.row.get("provenance") or {}).get("judged_by") or {}).values())
+    return STEPS.index(f"judge_{judge.ORDER[0]}") if judges == {"cheap_judge"} else len(STEPS)

@@ -13,15 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import os
-import threading
-import time
+import shutil
 import uuid
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +26,36 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infembed_ray import records
-from infembed_ray.config.llm import Endpoint, Limits
-from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray import durable
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.config.synthesis import Canary, SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.chat import Dialect, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.lease import Lease, RateLimiter
-from infembed_ray.llm.partitions import Partition, route_of
+from infembed_ray.llm.partitions import Partition
+from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats, resources
 from infembed_ray.object_store import Folder
-from infembed_ray.progress import Advance, say, track
+from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Staging
+from infembed_ray.storage import Published, Step
+from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
-from infembed_ray.synthesis.outputs import Outputs
+from infembed_ray.synthesis.coordinator import Coordinator
+from infembed_ray.synthesis.forecast import forecast, sample
+from infembed_ray.synthesis.live_progress import live_progress
+from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import Outcome, synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
+from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
+from infembed_ray.synthesis.tasks import write_tasks
 
+CANARY = "canary"
+"""Directory of the canary's records and forecast, in the output."""
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
 TASKS_PER_ACTOR = 4
@@ -69,7 +73,6 @@ REPORTS_PER_WINDOW = 200
 """Renewals of a lease per window, so that it holds little unused; at least one every LONGEST_INTERVAL_S."""
 LONGEST_INTERVAL_S = 0.5
 
-_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 _RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.string())])  # null outcome: the row was not finished
 
 
@@ -97,14 +100,26 @@ def run(settings: SynthesizeSettings) -> Published:
     with step.publish() as staging:  # from here on no other run of this output spends
         if job.has_key:
             _settle_journal(job.journal)
-        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
+        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
+        shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
+        if settings.canary is not None and job.has_key and not has_pending_batches(job):
+            staging.facts["canary"] = _run_canary(job, step, staging.path / CANARY, settings.canary, spent_usd)
+            _settle_journal(job.journal)
+            spent_usd = _spent_usd(job)
         if job.in_batches:
             staging.facts["batches"] = batches = _ask_in_batches(job, spent_usd)
-            spent_usd += batches["usd"] or 0.0
-        connect()
-        tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
-        with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
-            _synthesize_all(job, tasks, coordinator, staging)
+            spent_usd += (batches["usd"] or 0.0) + batches["probe_usd"]
+        breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
+        with Outputs(staging.path, table) as outputs:
+            stats = _run_rows(job, step, outputs, breaker.add, spent_usd)
+        staging.counts = outputs.counts()
+        staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
+        ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
+        assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
+        if not staging.counts["kept"]:
+            raise InputError(nothing_kept(staging, breaker.failure or outputs.first_failure))
+    if staging.facts["cheap_judge"] is not None:
+        say(f"synthesize: {described(staging.facts['cheap_judge'])}")
     if staging.counts["dead_letter"]:
         say(
             f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"
@@ -134,46 +149,90 @@ def _ask_in_batches(job: Job, spent_usd: float) -> dict[str, Any]:
         raise InputError(str(failure)) from failure
 
 
-def _synthesize_all(job: Job, tasks: Path, coordinator: Any, staging: Staging) -> None:
-    """Run all rows and write their outputs.
+def _run_canary(job: Job, step: Step, directory: Path, canary: Canary, spent_usd: float) -> dict[str, Any]:
+    """Run a sample of the rows, print a forecast for all of them, and return it for the manifest.
 
     Raises:
-        InputError: some rows were not finished, or no record was kept.
+        InputError: the run must end here, or some rows were not finished.
     """
-    unfinished = 0
-    breaker = CircuitBreaker(job.settings, min(ALIKE, job.survey.seeds))
+    settings = job.settings
+    drawn = sample(job.seeds, canary.seeds, settings.seed)
+    rows: list[Outcome] = []
+    directory.mkdir()
+    with Outputs(directory, job.table) as outputs:
+        part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
+        stats = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
+    price = BATCH_PRICE if job.in_batches else 1.0
+    rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
+    latency_s, slots = stats.traffic.mean_s(), _slots(settings)
+    made = forecast(rows, job.survey.seeds, latency_s, slots, settings.limits, price, settings.seed)
+    say(f"synthesize: {made}")
+    facts = {**asdict(made), "counts": outputs.counts(), "usd_paid": outputs.facts()["usd"]}
+    durable.replace_json(directory / "forecast.json", facts)
+    if refusal := made.refusal(canary):
+        raise InputError(
+            f"{refusal}; nothing is published. The canary's records are in {directory}. To go on, change the setting or set "
+            "canary=null; the journal keeps the answers"
+        )
+    return facts
+
+
+def _spent_usd(job: Job) -> float:
+    return 0.0 if job.settings.limits.budget_usd is None else budget.spent_usd(job.journal, job.table)
+
+
+def _run_rows(
+    job: Job,
+    step: Step,
+    outputs: Outputs,
+    see: Callable[[Outcome], object],
+    spent_usd: float,
+    title: str = "synthesize",
+) -> LedgerStats:
+    """Run all rows and write their outputs; `see` gets each outcome. Return the state of the run at its end.
+
+    Raises:
+        InputError: some rows were not finished.
+    """
+    connect()
+    unfinished, seeds = 0, job.survey.seeds
     budget_usd = job.settings.limits.budget_usd
-    try:
-        with (
-            Outputs(staging.path, job.table) as outputs,
-            track("synthesize", job.survey.seeds) as advance,
-            _live_progress(coordinator, outputs, budget_usd, advance),
-        ):
-            for index, outcome in _fan_out(job, tasks, coordinator):
-                if outcome is None:
-                    unfinished += 1
-                elif not unfinished:
-                    outputs.add(index, outcome)
-                    breaker.add(outcome)
-                    advance()
-    finally:
-        tasks.unlink(missing_ok=True)
-    if isinstance(job.journal, Folder):
-        _settle_journal(job.journal)
-    stats: LedgerStats = ray.get(coordinator.stats.remote())
+    tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
+    with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
+        try:
+            with (
+                track(title, seeds) as advance,
+                live_progress(lambda: _stats(coordinator), lambda: outputs.note(seeds), budget_usd, advance),
+            ):
+                for index, outcome in _fan_out(job, tasks, coordinator):
+                    if outcome is None:
+                        unfinished += 1
+                    elif not unfinished:
+                        outputs.add(index, outcome)
+                        see(outcome)
+                        advance()
+        finally:
+            tasks.unlink(missing_ok=True)
+        if isinstance(job.journal, Folder):
+            _settle_journal(job.journal)
+        stats: LedgerStats = ray.get(coordinator.stats.remote())
     if budget_usd is not None:
         budget.note_unjournaled(job.journal, job.table, stats.committed_usd)
     if unfinished:
         raise InputError(
-            f"{stats.failure}; {unfinished} of {job.survey.seeds} seeds are left undone and nothing is published; "
+            f"{stats.failure}; {unfinished} of {seeds} seeds are left undone and nothing is published; "
             "the journal keeps what was answered, the same command resumes"
         )
-    staging.counts = outputs.counts()
-    staging.facts |= {**outputs.facts(), "traffic": _traffic(stats), "left_out": dict(job.survey.left_out)}
-    ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
-    assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
-    if not staging.counts["kept"]:
-        raise InputError(_nothing_kept(staging, breaker.failure or outputs.first_failure))
+    return stats
+
+
+def _stats(coordinator: Any) -> LedgerStats | None:
+    """Return the state of the run; None if the coordinator is lost, which the actors report."""
+    try:
+        stats: LedgerStats = ray.get(coordinator.stats.remote())
+    except ray.exceptions.RayError:
+        return None
+    return stats
 
 
 def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
@@ -200,43 +259,17 @@ def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -
             say("synthesize: a node was lost; answers that it had not uploaded are asked for again")
 
 
-def _nothing_kept(staging: Staging, why: str) -> str:
-    counts = staging.counts
-    files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
-    return (
-        f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
-        f"nothing is published: {why}; {files}, the journal keeps every answer"
-    )
-
-
 # ---------------------------------------------------------------------------------------------- the coordinator
-
-
-class _Coordinator(budget.DurableLedger):
-    """The limits of a run and the rows of its tasks, which other nodes need no shared directory to read."""
-
-    def __init__(self, limits: Limits, slots: int, spent_usd: float, journal: JournalPlace, tasks: Path) -> None:
-        super().__init__(limits, slots, spent_usd, journal)
-        self._file = tasks
-
-    @cached_property
-    def _tasks(self) -> pa.RecordBatchFileReader:
-        return pa.ipc.open_file(pa.memory_map(str(self._file)))
-
-    def rows(self, task: int) -> pa.RecordBatch:
-        """Return the numbered seeds of a task."""
-        return self._tasks.get_batch(task)
 
 
 @contextlib.contextmanager
 def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iterator[Any]:
     """Start the coordinator as an actor on the driver's node: it then dies only together with the driver."""
     settings = job.settings
-    slots = min(settings.limits.in_flight or settings.actors * settings.in_flight, settings.actors * settings.in_flight)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
-    actor = ray.remote(num_cpus=0)(_Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings.limits, slots, spent_usd, job.journal, tasks)
+    actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
+    coordinator = actor.remote(settings, _slots(settings), spent_usd, job.journal, tasks)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
@@ -245,12 +278,18 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
         ray.kill(coordinator)
 
 
+def _slots(settings: SynthesizeSettings) -> int:
+    """Return the most requests in flight of all actors together."""
+    slots = settings.actors * settings.in_flight
+    return min(settings.limits.in_flight or slots, slots)
+
+
 def _failed(error: ray.exceptions.RayError) -> str:
     reason = " ".join(str(error).partition("\n\nThe above exception")[0].split())[-300:]
     return f"an actor of the run failed ({reason}); run the same command again, the journal resumes"
 
 
-def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
+def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: JournalPlace) -> RateLimiter:
     """Return the rate limiter of this actor."""
 
     async def exchange(report: LeaseReport) -> Grant:
@@ -261,53 +300,10 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
         return grant
 
     window_s = settings.limits.window_s
-    lease = Lease(uuid.uuid4().hex, resources(settings.limits), settings.in_flight, window_s)
+    holder = uuid.uuid4().hex
+    record = None if settings.limits.budget_usd is None else budget.spend_record(journal, holder)
+    lease = Lease(holder, resources(settings.limits), settings.in_flight, window_s, record=record)
     return RateLimiter(lease, exchange, min(LONGEST_INTERVAL_S, window_s / REPORTS_PER_WINDOW))
-
-
-@contextlib.contextmanager
-def _live_progress(coordinator: Any, outputs: Outputs, budget_usd: float | None, advance: Advance) -> Iterator[None]:
-    """Update the progress note each second, also while no row ends; print the actors' warnings."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        printed: set[str] = set()
-        answered, then = 0, time.monotonic()
-        while not ended.wait(1.0):
-            try:
-                stats: LedgerStats = ray.get(coordinator.stats.remote())
-            except ray.exceptions.RayError:
-                return  # the actors report it
-            now, traffic = time.monotonic(), stats.traffic
-            rate, answered, then = (traffic.answered - answered) / (now - then), traffic.answered, now
-            spent = "" if budget_usd is None else f", {stats.spent_usd:.2f} of {budget_usd:g} USD"
-            load = f"{rate:.0f}/s, {stats.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
-            advance(0, note=f"{outputs.note()}; {load}")
-            for warning in stats.warnings:
-                if warning not in printed:
-                    printed.add(warning)
-                    say(f"synthesize: {warning}")
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        advance(0, note=outputs.note())
-
-
-def _traffic(stats: LedgerStats) -> dict[str, Any]:
-    """Return the manifest's figures of the endpoints."""
-    traffic = stats.traffic
-    return {
-        "answered": traffic.answered,
-        "rate_limited": traffic.rate_limited,
-        "failed": traffic.failed,
-        "latency_s": {name: traffic.latency_s(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "warnings": list(stats.warnings),
-    }
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out
@@ -320,7 +316,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     """
     settings = job.settings
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
-    tasks = _write_tasks(file, job.seeds, rows, settings.actors)
+    tasks = write_tasks(file, job.seeds, rows, settings.actors)
     driver = this_process()
     pool = ray.put(job.survey.pool)
 
@@ -361,30 +357,6 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
             yield result["index"], outcome
 
 
-def _write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[Partition, list[int]]:
-    """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
-
-    The coordinator maps the file, so neither a process nor the object store grows with the seeds.
-    """
-    waiting: defaultdict[Partition, list[dict[str, Any]]] = defaultdict(list)
-    tasks: defaultdict[Partition, list[int]] = defaultdict(list)
-    numbers = itertools.count()
-    with pa.ipc.new_file(str(file), _SEEDS) as stream:
-
-        def write(partition: Partition) -> None:
-            stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
-            tasks[partition].append(next(numbers))
-
-        for index, seed in enumerate(seeds):
-            partition = Partition.route(route_of(seed.query, seed.passage), actors)
-            waiting[partition].append({"index": index, **records.columns_of(seed)})
-            if len(waiting[partition]) == rows:
-                write(partition)
-        for partition in list(waiting):
-            write(partition)
-    return tasks
-
-
 class _Synthesizer:
     """Processes the rows of tasks concurrently. Ray Data keeps one instance in each actor."""
 
@@ -402,11 +374,12 @@ class _Synthesizer:
         self._settings = settings
         self._coordinator = coordinator
         self._pool: Sequence[str] = ray.get(pool)
-        self._limiter = _rate_limiter(settings, coordinator)
+        self._limiter = _rate_limiter(settings, coordinator, journal)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
-        self._client = ChatClient(endpoints, self._journal, self._limiter, prices.load(settings.prices))
+        table = prices.load(settings.prices)
+        self._client = ChatClient(endpoints, self._journal, self._limiter, table, learn=self._learn_dialects)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(self._client.complete)
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
@@ -414,6 +387,15 @@ class _Synthesizer:
         self._running = 0
         gc.freeze()  # exempts the imported modules
         gc.set_threshold(YOUNG_OBJECTS)
+
+    async def _learn_dialects(self) -> Sequence[Mapping[str, Dialect]]:
+        try:
+            learned: Sequence[Mapping[str, Dialect]] | str = await self._coordinator.dialects.remote()
+        except ray.exceptions.RayError as error:
+            raise RunFailure(_failed(error)) from error
+        if isinstance(learned, str):
+            raise RunFailure(learned)
+        return learned
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._driver.watch()

@@ -1,5 +1,7 @@
 """Estimate of a run's calls, tokens and price: a rehearsal in which every row is kept, so that it is an upper estimate.
 
+A cheap judge is always in doubt after its second answer, so that every verdict costs all calls that it can.
+
 A journal answers what it holds. The other answers are placeholders with as many tokens as the published set has on average
 (paper, Table 1), because later prompts contain earlier answers.
 """
@@ -21,7 +23,7 @@ from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records import Seed
-from infembed_ray.synthesis.pipeline import model_of, synthesize
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, model_of, synthesize
 from infembed_ray.synthesis.preflight import Job
 
 SAMPLE = 500
@@ -85,6 +87,7 @@ class _Rehearsal:
         self._journal = journal
         self._made = made
         self._passages = {"positive": seed.passage}
+        self._cheaply_judged: set[str] = set()
 
     async def __call__(self, request: Request) -> Completion:
         known = self._journal.get(request.key)
@@ -116,8 +119,12 @@ class _Rehearsal:
     def _answer(self, request: Request) -> tuple[str, str]:
         """Return label and value of an answer that the row passes with."""
         step = request.step
-        if step.startswith("judge_"):
-            scenario = "negative_instruction" if step == "judge_complement" else step.removeprefix("judge_")
+        if "judge_" in step:
+            if step in self._cheaply_judged:
+                return "Answer", "none"
+            if step.startswith(CHEAP_JUDGE):
+                self._cheaply_judged.add(step)
+            scenario = "negative_instruction" if step == "judge_complement" else step.partition("judge_")[2]
             shown = re.search(
                 rf"\[(\d+)\] {re.escape(self._passages.get(scenario, ''))}", request.messages[0]["content"]
             )

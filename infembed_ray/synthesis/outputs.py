@@ -15,7 +15,10 @@ import pyarrow.parquet as pq
 
 from infembed_ray import records
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.synthesis.pipeline import SCHEMAS, STEPS, Kind, Outcome, Spend
+from infembed_ray.progress import counted
+from infembed_ray.storage import Staging
+from infembed_ray.synthesis.audit import JudgeAudit
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, SCHEMAS, STEPS, Kind, Outcome, Spend
 
 _FILES: Mapping[Kind, str] = {
     "kept": records.KEPT_FILE,
@@ -45,6 +48,7 @@ class Outputs:
         self._ended: dict[Kind, Counter[str]] = {"rejected": Counter(), "dead_letter": Counter()}
         self.first_failure = ""
         """Step and reason of the first seed that was not kept."""
+        self._audit = JudgeAudit()
         self._paid = Spend()
         self._replayed = Spend()
 
@@ -72,6 +76,7 @@ class Outputs:
 
     def _write(self, outcome: Outcome) -> None:
         self._kinds[outcome.kind] += 1
+        self._audit.add(outcome)
         self._paid += outcome.paid
         self._replayed += outcome.replayed
         if outcome.kind != "kept":
@@ -84,11 +89,14 @@ class Outputs:
         if outcome.complement is not None:
             self._complements.add(outcome.complement)
 
-    def note(self) -> str:
-        """Return the figures so far, for the progress display."""
-        counts = ", ".join(f"{self._kinds[kind]} {kind.replace('_', ' ')}" for kind in _FILES)
-        usd = "" if self._paid.usd is None else f", {self._paid.usd:.2f} USD"
-        return f"{counts}, {self._paid.calls} calls{usd}"
+    def note(self, seeds: int) -> str:
+        """Return the share kept, the cost so far and its forecast for all seeds, replayed answers included; "" before a row ends."""
+        if not self._next:
+            return ""
+        usd = (self._paid + self._replayed).usd
+        cost = "" if usd is None else f", {usd:.2f} of about {usd * seeds / self._next:.2f} USD"
+        lost = counted(self._kinds["dead_letter"], "dead letter")
+        return f"{self._kinds['kept'] / self._next:.0%} kept, {lost}{cost}, {self._paid.calls} calls"
 
     def counts(self) -> dict[str, int]:
         """Return the manifest's counts; `calls` are those answered in this run."""
@@ -114,18 +122,29 @@ class Outputs:
             "tokens_replayed": _tokens(self._replayed),
             "rejected_by": dict(self._reasons.most_common()),
             "funnel": self._funnel(),
+            "cheap_judge": self._audit.facts(),
         }
 
     def _funnel(self) -> dict[str, dict[str, int]]:
         """Return for each step that a row must pass: rows that reached it, and how those ended that it stopped."""
-        left = self._next
+        left, unused = self._next, () if self._audit.facts() else (CHEAP_JUDGE,)
         funnel: dict[str, dict[str, int]] = {}
         for step in ("seed", *STEPS):  # `seed`: an empty query or passage
             stopped: dict[str, int] = {kind: ended[step] for kind, ended in self._ended.items()}
-            if not step.endswith("_complement"):
+            if not step.endswith("_complement") and not step.startswith(unused):
                 funnel[step] = {"reached": left, **stopped}
             left -= sum(stopped.values())
         return funnel
+
+
+def nothing_kept(staging: Staging, why: str) -> str:
+    """Return the message of a run that keeps no record."""
+    counts = staging.counts
+    files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
+    return (
+        f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
+        f"nothing is published: {why}; {files}, the journal keeps every answer"
+    )
 
 
 class _Table:

@@ -7,6 +7,7 @@ after the column that it writes, or `judge_` and what is judged. A malformed ans
 from __future__ import annotations
 
 import json
+import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import pyarrow as pa
 
 from infembed_ray.config.llm import ChatModel
-from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.synthesis import CheapJudge, SynthesizeSettings
 from infembed_ray.errors import in_one_line
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import (
@@ -41,7 +42,11 @@ Kind = Literal["kept", "rejected", "dead_letter"]
 SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead_letter": DEAD_LETTER}
 """Columns of the rows of each kind."""
 
+_COLUMNS = {kind: frozenset(schema.names) for kind, schema in SCHEMAS.items()}
+
 _JUDGE = "judge_"
+CHEAP_JUDGE = "cheap_judge_"
+"""Prefix of the steps of `settings.cheap_judge`, which come before all steps of `settings.judge`."""
 
 STEPS = (
     "instruction_positive",
@@ -49,6 +54,7 @@ STEPS = (
     "query_negative",
     "hard_negative_document_1",
     "hard_negative_document_2",
+    *(CHEAP_JUDGE + scenario for scenario in judge.ORDER),
     *(_JUDGE + scenario for scenario in judge.ORDER),
     "instruction_complement",
     "judge_complement",
@@ -109,6 +115,8 @@ def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
     """Return the setting that names a step's model, and the model."""
     if step in settings.steps:
         return f"steps.{step}", settings.steps[step]
+    if settings.cheap_judge is not None and step.startswith(CHEAP_JUDGE):
+        return "cheap_judge", settings.cheap_judge
     return ("judge", settings.judge) if step.startswith(_JUDGE) else ("generator", settings.generator)
 
 
@@ -194,6 +202,8 @@ class _Row:
             "document_positive": seed.passage,
         }
         self.verdicts: dict[str, str] = {}
+        self.judged_by: dict[str, str] = {}
+        self.audit: Kind | None = None
         self.asked: list[_Asked] = []
         self._answered: list[_Exchange] = []
         self._complete = complete
@@ -241,7 +251,7 @@ class _Row:
     def outcome(self, kind: Kind, **why: str) -> Outcome:
         """Return the row as far as it came; `why` says at which step it ended and for what reason."""
         known = {**self.columns, **why, "provenance": self._provenance()}
-        row = {name: value for name, value in known.items() if name in SCHEMAS[kind].names}
+        row = {name: value for name, value in known.items() if name in _COLUMNS[kind]}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]
@@ -258,11 +268,13 @@ class _Row:
             "completion_tokens": spend.completion_tokens,
             "usd": spend.usd,
             "verdicts": {scenario: self.verdicts.get(scenario) for scenario in SCENARIOS},
+            "judged_by": self.judged_by or None,
+            "audit": self.audit,
         }
 
     def _snapshots(self, judged: bool) -> str | None:
         """Return the endpoint's names of the models that answered; several if a snapshot changed between two calls."""
-        exchanges = [exchange for exchange in self._answered if exchange[0].step.startswith(_JUDGE) == judged]
+        exchanges = [exchange for exchange in self._answered if (_JUDGE in exchange[0].step) == judged]
         return ", ".join(sorted({completion.model or asked.model for asked, completion in exchanges})) or None
 
     def _spend(self, exchanges: Sequence[_Exchange]) -> Spend:
@@ -319,30 +331,67 @@ def _read_passage(text: str) -> str:
 
 
 async def _judge(row: _Row, pool: Sequence[str]) -> None:
-    """Ask the judge about the three scenarios, until one fails."""
-    columns = row.columns
-    asked = {
-        "positive": (columns["instruction_positive"], columns["query_positive"]),
-        "negative_instruction": (columns["instruction_negative"], columns["query_positive"]),
-        "negative_query": (columns["instruction_positive"], columns["query_negative"]),
-    }
-    for scenario in judge.ORDER:
-        picked = row.verdicts[scenario] = await _verdict(row, pool, scenario, *asked[scenario])
+    """Ask the judge about the three scenarios until one fails; with a cheap judge, only where that is in doubt.
+
+    In an audit the judge decides instead of the cheap judge, although that is in no doubt.
+    """
+    cheap = row.settings.cheap_judge
+    settled = {} if cheap is None else await _settled(row, pool, cheap)
+    rejected = any(picked != scenario for scenario, picked in settled.items())
+    if cheap is not None and (rejected or len(settled) == len(judge.ORDER)):
+        draw = random.Random(f"audit\0{row.settings.seed}\0{row.columns['id']}").random()
+        if draw < cheap.audit:
+            row.audit, settled, rejected = "rejected" if rejected else "kept", {}, False
+    for scenario in settled if rejected else judge.ORDER:
+        picked = settled.get(scenario) or await _verdict(row, pool, scenario, *_pair(row, scenario))
+        row.verdicts[scenario] = picked
+        if cheap is not None:
+            row.judged_by[scenario] = "cheap_judge" if scenario in settled else "judge"
         if picked != scenario:
             raise _Rejected(f"the judge picked {picked}")
 
 
-async def _verdict(row: _Row, pool: Sequence[str], judged: str, instruction: str, query: str) -> str:
-    """Return which candidate, a passage of the record or a distractor, the judge picks for (instruction, query)."""
+async def _settled(row: _Row, pool: Sequence[str], cheap: CheapJudge) -> dict[str, str]:
+    """Return the cheap judge's picks in the scenarios in which it is in no doubt, up to its first wrong one."""
+    settled: dict[str, str] = {}
+    for scenario in judge.ORDER:
+        try:
+            picked = await _verdict(row, pool, scenario, *_pair(row, scenario), order=1)
+            sure = picked == scenario or cheap.rejects
+            sure = sure and picked == await _verdict(row, pool, scenario, *_pair(row, scenario), order=2)
+        except Malformed:
+            continue
+        if sure:
+            settled[scenario] = picked
+            if picked != scenario:
+                break
+    return settled
+
+
+def _pair(row: _Row, scenario: str) -> tuple[str, str]:
+    """Return the instruction and the query of a scenario."""
+    instruction = "instruction_negative" if scenario == "negative_instruction" else "instruction_positive"
+    query = "query_negative" if scenario == "negative_query" else "query_positive"
+    return row.columns[instruction], row.columns[query]
+
+
+async def _verdict(
+    row: _Row, pool: Sequence[str], judged: str, instruction: str, query: str, order: int | None = None
+) -> str:
+    """Return which candidate, a passage of the record or a distractor, the judge picks for (instruction, query).
+
+    `order`: asks the cheap judge, with distractors and an order of the candidates that this number decides.
+    """
     columns, settings = row.columns, row.settings
     documents = {
         "positive": columns["document_positive"],
         "negative_instruction": columns["hard_negative_document_1"],
         "negative_query": columns["hard_negative_document_2"],
     }
-    shown = judge.lineup(documents, pool, settings.distractors, settings.seed, columns["id"], judged)
+    draw = (settings.seed, columns["id"], judged) if order is None else (settings.seed, columns["id"], judged, order)
+    shown = judge.lineup(documents, pool, settings.distractors, *draw)
     return await row.ask(
-        _JUDGE + judged,
+        (_JUDGE if order is None else CHEAP_JUDGE) + judged,
         "judge",
         partial(judge.verdict, candidates=shown),
         shown.choices,

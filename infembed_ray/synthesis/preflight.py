@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
-from infembed_ray.config.synthesis import Selection, SynthesizeSettings
+from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import RunFailure, Unjournaled
+from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying, run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
@@ -24,10 +25,11 @@ from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
 from infembed_ray.places import Place
-from infembed_ray.progress import track
+from infembed_ray.progress import say, track
+from infembed_ray.records import Seed
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, model_of, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
@@ -41,7 +43,7 @@ class Job:
     """The resolved inputs of a run."""
 
     settings: SynthesizeSettings
-    seeds: Source
+    seeds: Iterable[Seed]
     survey: SeedSurvey
     table: PriceTable
     journal: JournalPlace
@@ -103,7 +105,7 @@ def _choose(seeds: Source, selection: Selection) -> None:
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
-    """Read the seeds once and locate the journals.
+    """Read the seeds once and locate the journals; warn if the prices are old.
 
     Args:
         settings: of the run.
@@ -113,6 +115,8 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
+    if warning := table.warning([model.model for model in models(settings).values()], settings.prices, date.today()):
+        say(f"synthesize: {warning}")
     survey = seeds.survey()
     if settings.select is not None:
         _choose(seeds, settings.select)
@@ -152,6 +156,11 @@ def _check_journal(job: Job) -> None:
             job.journal.delete(PROBE)
 
 
+def has_pending_batches(job: Job) -> bool:
+    """Whether batches of an earlier run wait to be collected: their requests must not be asked online."""
+    return isinstance(job.journal, Path) and bool(batch_files.pending(job.journal / BATCHES))
+
+
 def _check_batches(job: Job) -> None:
     if not isinstance(job.journal, Path):
         if job.in_batches:
@@ -172,14 +181,16 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     Raises:
         InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
     """
-    check_all(lambda: _check_names(settings), lambda: check_limits(settings.limits, _models(settings), table))
+    check_all(
+        lambda: _check_names(settings), lambda: check_limits(settings.limits, models(settings), table, settings.canary)
+    )
 
 
 def _check_distractors(job: Job) -> None:
     settings, passages = job.settings, len(job.survey.pool)
     if passages <= settings.distractors:
         raise InputError(
-            f"distractors={settings.distractors}: seeds={job.seeds.path} has only {passages} different passages to draw from; "
+            f"distractors={settings.distractors}: seeds={settings.seeds} has only {passages} different passages to draw from; "
             f"set distractors={passages - 1} or give more seeds"
         )
 
@@ -188,6 +199,19 @@ def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
     """Return name of the setting -> endpoint."""
     others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
     return {"endpoint": settings.endpoint, **others}
+
+
+def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
+    """Return name of the setting -> model."""
+    cheap: dict[str, ChatModel] = {} if settings.cheap_judge is None else {"cheap_judge": settings.cheap_judge}
+    steps = {f"steps.{step}": model for step, model in settings.steps.items()}
+    return {"generator": settings.generator, **cheap, "judge": settings.judge, **steps}
+
+
+def probes(settings: SynthesizeSettings) -> dict[str, Request]:
+    """Return name of a model's setting -> a short request with its parameters; one of those with equal parameters."""
+    requests = [(name, templates.probe(model)) for name, model in (model_of(settings, step) for step in STEPS)]
+    return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
 
 
 def _check_names(settings: SynthesizeSettings) -> None:
@@ -215,19 +239,16 @@ def check_urls(named: Mapping[str, Endpoint]) -> None:
         raise InputError(*faults)
 
 
-def _models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
-    """Return name of the setting -> model."""
-    models = {"generator": settings.generator, "judge": settings.judge}
-    return models | {f"steps.{step}": model for step, model in settings.steps.items()}
-
-
-def check_limits(limits: Limits, models: Mapping[str, ChatModel], table: PriceTable) -> None:
-    """A budget needs the price and the token limit of every model; tokens a minute need the token limit.
+def check_limits(
+    limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable, canary: Canary | None = None
+) -> None:
+    """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too.
 
     Args:
         limits: of the run.
-        models: name of the setting -> model.
+        asked: name of the setting -> model.
         table: prices.
+        canary: of the run.
 
     Raises:
         InputError: a limit cannot be kept.
@@ -235,16 +256,18 @@ def check_limits(limits: Limits, models: Mapping[str, ChatModel], table: PriceTa
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
         for limit in ("budget_usd", "tokens_per_minute")
-        for name, model in models.items()
+        for name, model in asked.items()
         if getattr(limits, limit) is not None and model.max_tokens is None
     ]
-    if limits.budget_usd is not None:
-        faults += [
-            f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; "
-            "give its prices in a file and set prices=FILE"
-            for name, model in models.items()
-            if table.price(model.model) is None
-        ]
+    most_usd = {"limits.budget_usd": limits.budget_usd}
+    if canary is not None:
+        most_usd["canary.max_usd_per_1000_kept"] = canary.max_usd_per_1000_kept
+    faults += [
+        f"{limit}={usd:g}: no price is known of {name}.model={model.model}; give its prices in a file and set prices=FILE"
+        for limit, usd in most_usd.items()
+        for name, model in asked.items()
+        if usd is not None and table.price(model.model) is None
+    ]
     if faults:
         raise InputError(*faults)
 

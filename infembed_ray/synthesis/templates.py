@@ -23,6 +23,7 @@ from infembed_ray.llm.structured_output import AnswerFormat
 
 DIRECTORY = Path(__file__).with_name("prompts")
 _SOURCES = DIRECTORY / "sources"
+_PROBE = AnswerFormat("Answer", "<the word yes>")
 _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL)
 
 
@@ -47,18 +48,11 @@ class Template:
             values: field -> text; fields that the prompt lacks are ignored.
             choices: the only valid answers, where they are few.
         """
-        parameters: dict[str, Any] = {
-            "temperature": model.temperature,
-            "max_completion_tokens": model.max_tokens,
-            "reasoning_effort": model.reasoning_effort,
-        }
-        if model.structured:
-            parameters["response_format"] = self.answer.response_format(choices)
         shown = self.answer.shown(model.structured)
         return Request(
             model=model.model,
             messages=({"role": "user", "content": self.text.format_map({**values, "answer": shown})},),
-            parameters={name: value for name, value in parameters.items() if value is not None},
+            parameters=_parameters(model, self.answer, choices),
             prompt=self.version,
             step=step,
             row=row,
@@ -68,6 +62,19 @@ class Template:
     def fields(self) -> set[str]:
         """The fields that `request` needs."""
         return {field for _, field, _, _ in Formatter().parse(self.text) if field} - {"answer"}
+
+
+def probe(model: ChatModel) -> Request:
+    """Return a short request with the parameters of a model, which shows whether an endpoint takes them."""
+    shown = _PROBE.shown(model.structured)
+    return Request(
+        model=model.model,
+        messages=({"role": "user", "content": f"This is a test. Answer in this form:\n\n{shown}"},),
+        parameters=_parameters(model, _PROBE),
+        prompt="probe=1",
+        step="probe",
+        row="",
+    )
 
 
 def load(name: str, source: str = "") -> Template:
@@ -88,6 +95,16 @@ def repair(request: Request, answer: str, fault: Malformed) -> Request:
         ),
         prompt=f"{request.prompt} repair={header['version']}",
     )
+
+
+def _parameters(model: ChatModel, answer: AnswerFormat, choices: Sequence[str] = ()) -> dict[str, Any]:
+    parameters = {
+        "temperature": model.temperature,
+        "max_completion_tokens": model.max_tokens,
+        "reasoning_effort": model.reasoning_effort,
+        "response_format": answer.response_format(choices) if model.structured else None,
+    }
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 @cache

@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from infembed_ray.analysis.lengths import lengths
+from infembed_ray.analysis.lengths import PAPER_SIZE, lengths, sizes
 from tests.analysis.samples import record
 
 
@@ -27,3 +27,22 @@ def test_lengths_have_the_papers_means():
 
 def test_no_records_have_no_lengths():
     assert lengths([]) == []
+
+
+def test_sizes_are_distinct_texts_and_mean_words_in_all_and_per_source():
+    rows = [
+        record(f"r{n}", source="large" if n else "small", query_positive=f"{n} two", query_negative="the same one")
+        for n in range(3)
+    ]
+    all_of_them, large, small = sizes(rows)
+    assert [size.source for size in (all_of_them, large, small)] == [None, "large", "small"]
+    assert [size.texts["query"] for size in (all_of_them, large, small)] == [4, 3, 2]
+    assert all_of_them.texts["passage"] == 9
+    assert all_of_them.mean_words["query"] == 2.5
+    assert sizes(rows[:1])[0].source is None
+    assert sizes([]) == []
+
+
+def test_the_papers_set_has_two_instructions_two_queries_and_three_passages_a_record():
+    texts = PAPER_SIZE.texts
+    assert texts["instruction"] == texts["query"] == pytest.approx(texts["passage"] * 2 / 3, rel=1e-3)

@@ -110,3 +110,26 @@ def test_topics_and_sources_are_those_of_the_kept_records(tmp_path):
     summary = summarise(read(resolve(publish(tmp_path / "out", rows)), "records"))
     assert list(summary.topics.items()) == [("tea", 2), ("bread", 1)]
     assert list(summary.sources.items()) == [("sample", 3), ("elsewhere", 1)]
+
+
+def test_the_page_shows_what_a_cheap_judge_settled_and_its_audit(tmp_path):
+    found = read(resolve(publish(tmp_path / "out")), "records")
+    assert "Cheap judge" not in Page(render(summarise(found), "x")).text
+    facts = {
+        "settled": {"kept": 90, "rejected": 0},
+        "in_doubt": {"kept": 7, "rejected": 3},
+        "audited": 20,
+        "agreement": [0.85, 0.64, 0.948],
+        "wrongly_kept": [0.15, 0.05, 0.36],
+        "wrongly_rejected": None,
+    }
+    text = Page(render(summarise(replace(found, manifest={**found.manifest, "cheap_judge": facts})), "x")).text
+    for expected in ("settled 90 0", "in doubt 7 3", "20 of the settled ones", "agreement 85.0 64.0 to 94.8"):
+        assert expected in text
+    assert "wrongly rejected" not in text
+
+
+def test_the_page_shows_the_texts_of_each_source_beside_the_papers(tmp_path):
+    text = page(tmp_path)[1].text
+    assert re.search(r"all 6 6 9 [\d. ]+ ", text)
+    assert "the paper's set 77,500 77,500 116,200 35.6 8.1 55.2" in text

@@ -37,7 +37,7 @@ def spent_usd(log: list[dict[str, Any]]) -> float:
     table = prices.load()
     usd = 0.0
     for entry in log:
-        for_prompt, for_answer = table.price(entry["model"]) or (math.nan, math.nan)
+        for_prompt, for_answer, *_ = table.price(entry["model"]) or (math.nan, math.nan)
         usd += (for_prompt * entry.get("prompt_tokens", 0) + for_answer * entry.get("completion_tokens", 0)) / 1e6
     return usd
 

@@ -44,6 +44,7 @@ async def within(
     use: Callable[[ChatClient], Awaitable[T]],
     in_flight: int = 32,
     bounds: Limits = Limits(),  # noqa: B008  frozen
+    **how: Any,
 ) -> T:
     ledger = Ledger(bounds, in_flight)
 
@@ -53,7 +54,7 @@ async def within(
     limiter = RateLimiter(
         Lease("the only one", resources(bounds), in_flight, bounds.window_s), exchange, interval_s=0.02
     )
-    chat = ChatClient(where if isinstance(where, Sequence) else [where], Journal(journal), limiter, TABLE)
+    chat = ChatClient(where if isinstance(where, Sequence) else [where], Journal(journal), limiter, TABLE, **how)
     try:
         return await use(chat)
     finally:

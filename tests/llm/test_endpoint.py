@@ -1,8 +1,6 @@
-import email.utils
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,27 +8,7 @@ import pytest
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.endpoint import error_message, list_models, parse_completion, retry_after_s
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ({}, 0),
-        ({"Retry-After": "1.5"}, 1.5),
-        ({"Retry-After": "-3"}, 0),
-        ({"Retry-After": "inf"}, 0),
-        ({"Retry-After": "soon"}, 0),
-    ],
-)
-def test_retry_after_is_seconds(header: dict[str, str], seconds: float) -> None:
-    assert retry_after_s(header) == seconds
-
-
-@pytest.mark.parametrize(("ahead_s", "seconds"), [(3600, 3600), (-3600, 0)])
-def test_retry_after_may_be_a_date(ahead_s: float, seconds: float) -> None:
-    header = {"Retry-After": email.utils.formatdate(time.time() + ahead_s, usegmt=True)}
-    assert retry_after_s(header) == pytest.approx(seconds, abs=30)
+from infembed_ray.llm.endpoint import completion_of, error_message, list_models, parse_completion
 
 
 @pytest.mark.parametrize("usage", [math.inf, -1, {"prompt_tokens": math.inf}, {"prompt_tokens": math.nan}, "12", [7]])
@@ -114,3 +92,20 @@ def test_a_refused_key_is_named_and_not_shown(
     ) as error:
         list_models(listing(401, b'{"error": "secret"}')[0])
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({"cached_tokens": 64}, 64),
+        ({"cached_tokens": 1000}, 100),
+        ({"cached_tokens": -1}, 0),
+        ({}, 0),
+        (None, 0),
+        (3, 0),
+    ],
+)
+def test_cached_tokens_are_at_most_the_prompts(details: object, cached: int) -> None:
+    message = {"message": {"content": "x"}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 100, "completion_tokens": 1, "prompt_tokens_details": details}
+    assert completion_of({"choices": [message], "usage": usage}).cached_tokens == cached

@@ -31,6 +31,7 @@ completions = st.builds(
     completion_tokens=st.integers(0, 10**6),
     refusal=st.none() | st.text(max_size=20),
     batched=st.booleans(),
+    cached_tokens=st.integers(0, 10**6),
 )
 
 

@@ -1,4 +1,5 @@
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,35 @@ def test_an_unknown_model_has_no_price() -> None:
 def test_the_bundled_table_is_dated_and_plausible() -> None:
     table = prices.load()
     datetime.date.fromisoformat(table.as_of)
-    assert all(0 < prompt < answer or answer == 0 for prompt, answer in table.models.values())  # 0: an embedder
+    for prompt, answer, *cached in table.models.values():
+        assert 0 < prompt < answer or answer == 0  # 0: an embedder
+        assert all(0 < each <= prompt / 2 for each in cached)
+
+
+def test_cached_tokens_have_their_own_price_but_not_in_a_batch() -> None:
+    answer = replace(completion("x", tokens=(2_000_000, 0)), cached_tokens=1_500_000)
+    table = prices.PriceTable("2026-01-01", {"small": (0.5, 2.0, 0.1), "old": (0.5, 2.0)})
+    assert table.usd("small", answer) == pytest.approx(0.5 * 0.5 + 1.5 * 0.1)
+    assert table.usd("small", replace(answer, batched=True)) == pytest.approx(prices.BATCH_PRICE * 1.0)
+    assert table.usd("old", answer) == pytest.approx(1.0)
+
+
+def test_old_prices_are_named_with_their_file_and_setting() -> None:
+    day = datetime.date(2026, 4, 1)  # 90 days later
+    assert TABLE.warning(["small"], "own.yaml", day) is None
+    warning = TABLE.warning(["small"], "own.yaml", day + datetime.timedelta(1))
+    assert warning is not None
+    assert warning.startswith("prices=own.yaml: the prices of own.yaml are of 2026-01-01, 91 days old")
+    assert TABLE.warning(["free"], None, day + datetime.timedelta(1)) is None
+    assert replace(TABLE, as_of="last year").warning(["small"], None, day) is None
 
 
 def test_a_price_file_overrides_the_bundled_prices(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("as_of: 2026-10-01\nmodels:\n  my-model: [1.0, 2.0]\n  gpt-4o-mini: [0.1, 0.2]\n")
+    own.write_text("as_of: 2026-10-01\nmodels:\n  my-model: [1.0, 2.0, 0.5]\n  gpt-4o-mini: [0.1, 0.2]\n")
     table = prices.load(str(own))
     assert table.as_of == "2026-10-01"
-    assert table.price("my-model") == (1.0, 2.0)
+    assert table.price("my-model") == (1.0, 2.0, 0.5)
     assert table.price("gpt-4o-mini-2024-07-18") == (0.1, 0.2)
     assert table.price("gpt-4o") == prices.load().price("gpt-4o")
 
@@ -53,6 +74,8 @@ def test_an_own_table_may_be_in_an_object_store(bucket: str) -> None:
         "as_of: 1\nmodels: {a: 1}",
         "as_of: 1\nmodels: {a: [1, x]}",
         "as_of: 1\nmodels: {a: [1, -2]}",
+        "as_of: 1\nmodels: {a: [1]}",
+        "as_of: 1\nmodels: {a: [1, 2, 1, 1]}",
         "][",
     ],
 )

@@ -43,7 +43,15 @@ class Behaviour:
     malformed: float = 0.0
     """An answer that is not in the format asked for."""
     mistaken: float = 0.0
-    """The judge picks another candidate than the right one."""
+    """The judge is wrong: it picks another candidate than the right one, or the passage of a `poor` one."""
+    mistaken_models: str = ""
+    """Other rates of mistakes for some models: `gpt-4o-mini=0.1,o4-mini=0.02`."""
+    stubborn: float = 0.0
+    """Share of the mistakes that do not depend on the order of the candidates."""
+    poor: float = 0.0
+    """A generated passage misses its instruction and query, so no candidate is right."""
+    reasoning_models: str = ""
+    """Completion tokens that some models use before each answer: `o4-mini=300`."""
     # Faults of the requests whose prompt holds the given text; empty: of none.
     surrogate: str = ""
     """Half of a surrogate pair at the end of the answer."""
@@ -53,6 +61,13 @@ class Behaviour:
     """A member of the response that is nested 10,000 deep."""
     refused_model: str = ""
     """HTTP 400 for this model, whatever the prompt."""
+    refused_parameters: str = ""
+    """HTTP 400 for parameters of models, for example `small:temperature,judge:json_schema`."""
+    # A rate limit of one model, in its headers and by 429s.
+    limited_model: str = ""
+    model_limit: int = 0
+    """Requests in a window, which refill steadily."""
+    model_window_s: float = 60.0
     # Batches.
     batch_s: float = 0.0
     """Processing time of a batch."""
@@ -63,34 +78,50 @@ class Behaviour:
     batch_fault: float = 0.0
     """A request of a batch is not answered."""
 
+    def completion(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
+        """Return the response body of a request, with its fault."""
+        rates, reasoning = (
+            {model: float(value) for model, value in (pair.split("=") for pair in given.split(",") if pair)}
+            for given in (self.mistaken_models, self.reasoning_models)
+        )
+        mistaken = rates.get(body["model"], self.mistaken)
+        said = completion(body, fault, mistaken, self.stubborn, self.poor)
+        said["usage"]["completion_tokens"] += int(reasoning.get(body["model"], 0))
+        return said
+
 
 ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
 REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
 
 AUDIENCES = ("schoolchildren", "engineers", "beginners", "journalists", "policy makers", "patients", "shoppers")
 ANGLES = ("costs", "history", "risks", "safety rules", "regional differences", "common mistakes", "alternatives")
+POOR = "(It misses the request.)"
+"""Mark of a poor passage, by which the judge recognizes it."""
+PROBE = "This is a test."
 _WORD = re.compile(r"[a-z][a-z'-]+")
 _STAMP = re.compile(r"\(Note \d+\)")
 _SHOWN_AS_JSON = re.compile(r'^\{"(\w+)": "(<.*>)"\}$', re.MULTILINE)
 
 
-def answer(body: Mapping[str, Any], mistaken: float = 0.0) -> str:
-    """Return the answer to a request, in JSON if it asks for that."""
+def answer(body: Mapping[str, Any], mistaken: float = 0.0, stubborn: float = 0.0, poor: float = 0.0) -> str:
+    """Return the answer to a request, in JSON if its prompt asks for that."""
     prompt = body["messages"][0]["content"]
-    if "response_format" not in body:
-        return say(prompt, mistaken)
+    if not _SHOWN_AS_JSON.search(prompt):
+        return say(prompt, mistaken, stubborn, poor)
     as_text = _SHOWN_AS_JSON.sub(lambda shown: f"{shown[1].capitalize()}: {shown[2]}", prompt)
-    label, value = say(as_text, mistaken).split(": ", 1)
+    label, value = say(as_text, mistaken, stubborn, poor).split(": ", 1)
     return json.dumps({label.lower(): value})
 
 
-def say(prompt: str, mistaken: float = 0.0) -> str:
+def say(prompt: str, mistaken: float = 0.0, stubborn: float = 0.0, poor: float = 0.0) -> str:
     """Return the answer to one of the pipeline's prompts."""
     rng = random.Random(prompt)
+    if prompt.startswith(PROBE):
+        return "Answer: yes"
     if "Candidates:" in prompt:
-        return f"Answer: {_judge(prompt, rng, mistaken)}"
+        return f"Answer: {_judge(prompt, rng, mistaken, stubborn)}"
     if "Passage: <" in prompt:
-        return f"Passage: {_passage(_field(prompt, 'Query'), _field(prompt, 'Instruction'), rng)}"
+        return f"Passage: {_passage(_field(prompt, 'Query'), _field(prompt, 'Instruction'), rng, poor)}"
     document = _field(prompt, "Document")
     if "Query: <" in prompt:
         return f"Query: {_other_query(_field(prompt, 'Positive Query'), rng)}"
@@ -105,7 +136,7 @@ def say(prompt: str, mistaken: float = 0.0) -> str:
     return f"Instruction: I want a text for {audience} that touches on {mentioned}; nothing about the {angle}, please."
 
 
-def _judge(prompt: str, rng: random.Random, mistaken: float) -> str:
+def _judge(prompt: str, rng: random.Random, mistaken: float, stubborn: float) -> str:
     query, instruction = _field(prompt, "Query"), _field(prompt, "Instruction")
     shown = re.split(r"^\[\d+\] ", _field(prompt, "Candidates"), flags=re.MULTILINE)[1:]
     asked_for = _STAMP.findall(instruction) or [_stamp(query, instruction)]
@@ -116,17 +147,25 @@ def _judge(prompt: str, rng: random.Random, mistaken: float) -> str:
         wanted = _words(f"{query} {instruction}")
         unstamped = [number for number, text in enumerate(shown, start=1) if not _STAMP.search(text)]
         right = max(unstamped, key=lambda number: len(wanted & _words(shown[number - 1])), default=0)
-    if rng.random() < mistaken:
+    intended = right
+    if intended and POOR in shown[intended - 1]:
+        right = 0
+    if random.Random(f"{query}/{instruction}/{mistaken}").random() < mistaken * stubborn:
+        return "none" if right else str(intended)
+    if rng.random() < mistaken * (1 - stubborn):
+        if not right:
+            return str(intended or "none")
         right = rng.choice([0, *(number for number in range(1, len(shown) + 1) if number != right)])
     return str(right or "none")
 
 
-def _passage(query: str, instruction: str, rng: random.Random) -> str:
+def _passage(query: str, instruction: str, rng: random.Random, poor: float) -> str:
+    misses = random.Random(f"{query}/{instruction}").random() < poor
     detail = rng.sample(ANGLES, k=3)
     return (
         f"On {query}: this passage was put together for one request, namely {instruction.rstrip('.')}. "
         f"It starts from what most readers ask first, goes on to the {detail[0]} and the {detail[1]}, and ends with a "
-        f"word about the {detail[2]}, as far as they matter here. {_stamp(query, instruction)}"
+        f"word about the {detail[2]}, as far as they matter here. {_stamp(query, instruction)}{f' {POOR}' if misses else ''}"
     )
 
 
@@ -155,10 +194,16 @@ def _other(options: Sequence[str], text: str, rng: random.Random) -> str:
     return rng.choice([option for option in options if option not in text])
 
 
-def completion(body: Mapping[str, Any], fault: str | None = None, mistaken: float = 0.0) -> dict[str, Any]:
+def completion(
+    body: Mapping[str, Any],
+    fault: str | None = None,
+    mistaken: float = 0.0,
+    stubborn: float = 0.0,
+    poor: float = 0.0,
+) -> dict[str, Any]:
     """Return the response body of a request, with a fault of its own if there is one."""
     prompt = " ".join(message["content"] for message in body["messages"])
-    text: str | None = answer(body, mistaken)
+    text: str | None = answer(body, mistaken, stubborn, poor)
     refusal, finish_reason = None, "stop"
     if fault == "refusal":
         text, refusal = None, "I'm sorry, I can't help with that."

@@ -6,6 +6,7 @@ prints its URL and serves until it is interrupted. `stand_in` serves in a thread
 Equal requests get equal answers. Faults are drawn per attempt; refusals and useless answers are drawn per request. The log
 has one line per request that says how it ended:
 
+    probed       a short request with a model's parameters was answered, before the run's own requests
     answered     the client received all of the answer
     undelivered  the answer was sent, but the client died or disconnected before it received all of it
     remembered   the answer to an `Idempotency-Key` that was answered before
@@ -43,9 +44,9 @@ from aiohttp import web
 
 from tests.support.stand_in_answers import (
     ATTEMPT_FAULTS,
+    PROBE,
     REQUEST_FAULTS,
     Behaviour,
-    completion,
     distorted,
     draw,
 )
@@ -69,6 +70,8 @@ class _Server:
         self._batches: dict[str, dict[str, Any]] = {}
         self._working: set[asyncio.Task[None]] = set()
         self._requests = count()
+        self._used = (0.0, time.monotonic())
+        """Requests of the limited model that have not refilled, and when that was so."""
         self._remembered: dict[str, str] = {}
         self._sent: dict[asyncio.BaseTransport, int] = {}
         """Connection -> number of the last request answered on it, until the client has certainly received the answer."""
@@ -146,6 +149,7 @@ class _Server:
         ended = "abandoned"
         try:
             how, response = await self._answer(request, body, digest)
+            response.headers.update(request.get("headers", {}))
             if how in ("answered", "remembered"):
                 transport = request.transport
                 await response.prepare(request)
@@ -162,14 +166,45 @@ class _Server:
             entry |= request.get("usage", {})
             self._log.write(json.dumps({**entry, "ended": ended, "time": time.time()}) + "\n")
 
+    def _refused(self, body: dict[str, Any]) -> str | None:
+        """Return a parameter of a body that its model refuses."""
+        used = [*body, body.get("response_format", {}).get("type")]
+        pairs = (each.split(":") for each in self._behaviour.refused_parameters.split(",") if each)
+        return next((name for model, name in pairs if model == body["model"] and name in used), None)
+
+    def _take(self, request: web.Request) -> bool:
+        """Take one request from the rate limit of the limited model, and put what is left into the response's headers."""
+        limit, now = self._behaviour.model_limit, time.monotonic()
+        rate = limit / self._behaviour.model_window_s
+        used = max(0.0, self._used[0] - rate * (now - self._used[1]))
+        taken = used + 1 <= limit
+        used += taken
+        self._used = used, now
+        request["headers"] = {
+            "x-ratelimit-limit-requests": str(limit),
+            "x-ratelimit-remaining-requests": str(int(limit - used)),
+            "x-ratelimit-reset-requests": f"{1000 * used / rate:.0f}ms",
+            **({} if taken else {"retry-after-ms": f"{1000 * (used + 1 - limit) / rate:.0f}"}),
+        }
+        return taken
+
     async def _answer(self, request: web.Request, body: dict[str, Any], digest: str) -> tuple[str, web.StreamResponse]:
         how = self._behaviour
         if how.key and request.headers.get("Authorization") != f"Bearer {how.key}":
             return "refused_key", _error(401, "Incorrect API key provided.", "invalid_api_key")
         if how.models and body["model"] not in how.models.split(","):
             return "unknown_model", _error(404, f"The model `{body['model']}` does not exist.", "model_not_found")
+        if refused := self._refused(body):
+            said = f"Unsupported parameter: '{refused}' is not supported with this model."
+            return "refused_parameter", _error(400, said, "unsupported_parameter", param=refused)
+        if body["messages"][0]["content"].startswith(PROBE) and body["model"] != how.refused_model:
+            response = how.completion(body, None)
+            request["usage"] = response["usage"]
+            return "probed", web.json_response(response)
         if how.quota and self._answered >= how.quota:
             return "over_quota", _error(429, "You exceeded your current quota.", "insufficient_quota")
+        if body["model"] == how.limited_model and not self._take(request):
+            return "rate_limited", _error(429, "Rate limit reached.", "rate_limit_exceeded")
         rng = random.Random(f"{how.seed}/{digest}/{self._attempts[digest]}")
         fault = draw(how, ATTEMPT_FAULTS, rng)
         if fault == "rate_limited":
@@ -191,7 +226,7 @@ class _Server:
         key = request.headers.get("Idempotency-Key")
         if key is not None and key in self._remembered:
             return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
-        response = completion(body, always, how.mistaken)
+        response = how.completion(body, always)
         request["usage"] = response["usage"]
         text = distorted(response, body, how)
         if key is not None:
@@ -287,12 +322,12 @@ class _Server:
         fault = draw(how, ("batch_fault",), random.Random(f"{how.seed}/{digest}/{batch_id}"))
         always = draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
         status, said = 200, {}
-        if fault or always == "bad_request":
+        if fault or always == "bad_request" or self._refused(body):
             status = 500 if fault else 400
             code = "server_error" if fault else "invalid_request_error"
             said = {"error": {"message": "Not answered.", "type": "error", "code": code}}
         else:
-            said = completion(body, always, how.mistaken)
+            said = how.completion(body, always)
             self._answered += 1
         ended = "answered" if status == 200 else fault or "bad_request"
         entry = {"request": digest, "attempt": self._attempts[digest], "model": body["model"], "batch": batch_id}
@@ -305,9 +340,11 @@ class _Server:
         }
 
 
-def _error(status: int, message: str, code: str, retry_after_s: float | None = None) -> web.Response:
+def _error(
+    status: int, message: str, code: str, retry_after_s: float | None = None, param: str | None = None
+) -> web.Response:
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
-    body = {"error": {"message": message, "type": "error", "param": None, "code": code}}
+    body = {"error": {"message": message, "type": "error", "param": param, "code": code}}
     return web.json_response(body, status=status, headers=headers)
 
 

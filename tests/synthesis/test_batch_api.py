@@ -89,12 +89,23 @@ def test_batches_give_the_rows_of_an_online_run_at_half_the_price(tmp_path: Path
         assert report.batches == len(server.log("submitted")) == 8
         assert report.unanswered == {}
         assert report.usd == pytest.approx(sum(outcome.paid.usd or 0 for outcome in online) / 2)
+        assert 0 < report.probe_usd < report.usd / 100
         assert {outcome.kind for outcome in online} == {"kept", "rejected"}
 
         again = fill(given, tmp_path)
         assert again == BatchReport()
         assert len(server.log("submitted")) == 8
     assert {path.suffix for path in (tmp_path / "batches").iterdir()} <= {".json", ""}
+
+
+def test_batches_have_the_parameters_that_the_model_takes(tmp_path: Path) -> None:
+    with stand_in(refused_parameters="gpt-4o-mini:max_completion_tokens,o4-mini:json_schema") as server:
+        judge = {"model": "o4-mini", "max_tokens": 400, "structured": True}
+        report = fill(settings(server, judge=judge), tmp_path)
+        assert len(server.log("probed")) == 2
+        assert len(server.log("refused_parameter")) == 2  # none of a batch's
+    assert report.unanswered == {}
+    assert report.answered > 20
 
 
 def test_a_batch_holds_at_most_max_requests(tmp_path: Path) -> None:
@@ -289,7 +300,7 @@ def test_a_refused_key_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_endpoint_without_batches_says_so(tmp_path: Path) -> None:
     with stand_in() as server:
-        said = failure(settings(server.url + "/elsewhere"), tmp_path)
+        said = failure(settings(server.url + "/elsewhere", endpoint={"probe": False}), tmp_path)
     assert "has no Batch API" in said
     assert stages(tmp_path) == ["prepared"]
 

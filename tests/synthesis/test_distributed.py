@@ -80,7 +80,7 @@ def test_the_budget_is_read_while_no_other_run_can_spend_it(
         with preflight.prepare(given)[2].publish():
             raise AssertionError("two runs write one output")
 
-    monkeypatch.setattr(distributed.budget, "spent_usd", begin_another_run)
+    monkeypatch.setattr(distributed.budget, "resume", begin_another_run)
     assert "has been writing this output" in one_line(given)
 
 
@@ -179,7 +179,7 @@ def test_a_model_that_refuses_every_request_stops_the_run_and_paid_answers_are_k
 ) -> None:
     out = tmp_path / "out"
     with stand_in(refused_model="o4-mini") as server:
-        message = one_line(settings(seeds, out, server, in_flight=4, actors=1))
+        message = one_line(settings(seeds, out, server, in_flight=4, actors=1, endpoint={"probe": False}))
         refused, answered = server.log("bad_request"), server.log("answered")
     assert message.startswith(
         "judge.model=o4-mini: step judge_negative_query failed alike for all of the first 20 rows"
@@ -207,13 +207,41 @@ def test_a_run_that_keeps_nothing_fails_and_leaves_its_rejected_rows(
     ray_cluster: None, seeds: Path, tmp_path: Path, behaviour: dict[str, Any], said: str
 ) -> None:
     with stand_in(**behaviour) as server:
-        message = one_line(settings(seeds, tmp_path, server, limit=9))
+        message = one_line(settings(seeds, tmp_path, server, limit=9, endpoint={"probe": False}))
     assert message.startswith("0 of 9 seeds were kept (")
     assert said in message
     assert not (tmp_path / "latest").exists()
     directory = Path(message.partition(" are in ")[2].partition(",")[0])
     rows = [row for file in FILES for row in records.read_raw(directory / file)]
     assert len(rows) == 9
+
+
+@pytest.mark.ray
+def test_refused_parameters_are_found_out_once_before_anything_is_paid_for(
+    ray_cluster: None, seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {
+        "generator": {"model": "gpt-4o-mini", "temperature": 0.5},
+        "judge": {"model": "o4-mini", "max_tokens": 50},
+    }
+    with stand_in(refused_parameters="gpt-4o-mini:temperature,o4-mini:max_completion_tokens") as server:
+        first = run(settings(seeds, tmp_path / "first", server, limit=8, **models))
+        asked = [entry["ended"] for entry in server.log()]
+        assert sorted(asked[:4]) == ["probed", "probed", "refused_parameter", "refused_parameter"]
+        assert set(asked[4:]) == {"answered"}
+        said = capsys.readouterr().out
+        assert (
+            f"synthesize: endpoint {server.url}: gpt-4o-mini takes none of the parameters as they are; temperature is"
+            in said
+        )
+        replay = [str(tmp_path / "first" / "journal")]
+        again = run(settings(seeds, tmp_path / "again", server, limit=8, replay=replay, **models))
+        assert len(server.log()) == len(asked)
+    assert rows_of(again) == rows_of(first)
+    with stand_in(refused_parameters="o4-mini:max_completion_tokens,o4-mini:max_tokens") as server:
+        message = one_line(settings(seeds, tmp_path / "refused", server, **models))
+        assert not server.log("answered")
+    assert message.startswith("judge.max_tokens: o4-mini at ")
 
 
 # ------------------------------------------------------------------------------------------------- crashes

@@ -34,6 +34,11 @@ def test_a_seed_takes_every_step_once(
     assert estimated(seeds, tmp_path, complement=complement, **models).calls == calls * len(ROWS)
 
 
+def test_a_cheap_judge_is_always_in_doubt(seeds: Path, tmp_path: Path) -> None:
+    made = estimated(seeds, tmp_path, complement=True, cheap_judge={"model": "m"})
+    assert made.calls == len(ROWS) * (5 + 3 * (2 + 1) + 2)
+
+
 def test_a_seed_of_code_passes_the_filter_of_its_language(tmp_path: Path) -> None:
     rows = [{"id": "1", "query": "q", "passage": "p 1", "language": "C++"}, {"id": "2", "query": "q", "passage": "p 2"}]
     seeds = write_jsonl(tmp_path / "seeds.jsonl", rows)

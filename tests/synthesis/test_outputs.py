@@ -100,3 +100,13 @@ def test_complements_are_written_in_seed_order_only_if_there_are_any(tmp_path: P
             complement = None if index == 1 else {"id": f"seed-{index}", "instruction_complement": "the other"}
             files.add(index, replace(outcome(index, "kept"), complement=complement))
     assert pq.read_table(tmp_path / records.COMPLEMENTS_FILE)["id"].to_pylist() == ["seed-0", "seed-2"]
+
+
+def test_the_note_forecasts_the_cost_of_all_seeds(tmp_path: Path) -> None:
+    with Outputs(tmp_path, TABLE) as files:
+        assert files.note(40) == ""
+        for index, kind in enumerate(("kept", "kept", "kept", "dead_letter")):
+            files.add(index, outcome(index, kind))
+        assert files.note(40) == "75% kept, 1 dead letter, 1.20 of about 12.00 USD, 12 calls"
+        files.add(4, outcome(4, "kept", Spend(1, 5, 5, None)))
+        assert files.note(40) == "80% kept, 1 dead letter, 13 calls"

@@ -96,6 +96,9 @@ def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch,
     assert "judge.max_tokens=null puts no bound" in refused(**{**BOUNDED, "judge": {"model": "o4-mini"}}, **budget)
     unknown = {**BOUNDED, "judge": {"model": "my-own", "max_tokens": 9}}
     assert "no price is known of judge.model=my-own" in refused(**unknown, **budget)
+    unpriced = refused(cheap_judge={"model": "my-own"}, canary={"max_usd_per_1000_kept": 3})
+    assert "canary.max_usd_per_1000_kept=3: no price is known of cheap_judge.model=my-own" in unpriced
+    assert "cheap_judge.max_tokens=null puts no bound" in refused(**BOUNDED, **budget, cheap_judge={"model": "o3"})
     assert "tokens_per_minute=9000: generator.max_tokens=null" in refused(limits={"tokens_per_minute": 9000})
     assert "prices=" in refused(prices=str(tmp_path / "nowhere.yaml"))
     (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")

@@ -1,0 +1,188 @@
+"""Parameter dialects: which of our parameters a model takes at an endpoint, and under which names.
+
+Servers call the cap of an answer `max_completion_tokens` or `max_tokens`, reasoning models refuse a temperature, and not all
+take a JSON schema. One short request to each model, with the parameters of the run, shows it before anything is paid for:
+on HTTP 400 or 422, the parameter that the error names is renamed or left out, and the request is sent again. Only the sent
+body is adapted. The journal's key is of the request as the settings say it, so a dialect never asks anything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure, adapted
+from infembed_ray.llm.endpoint import CHAT, Route, Unanswered, one_line
+from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, worst_case
+from infembed_ray.llm.transport import Transport
+
+_INSTEAD: dict[str, tuple[str | None, ...]] = {
+    "max_completion_tokens": ("max_tokens",),
+    "temperature": (None,),
+    "reasoning_effort": (None,),
+    "response_format": ("json_object", None),
+}
+_SETTINGS = {"max_completion_tokens": "max_tokens", "response_format": "structured"}
+_ALIASES = {"max_tokens": "max_completion_tokens", "json_schema": "response_format", "json_object": "response_format"}
+_ATTEMPTS = 3
+"""Attempts at an endpoint that is busy, before its dialect stays unknown."""
+
+
+@dataclass
+class Learned:
+    """What the models of a run take."""
+
+    dialects: tuple[dict[str, Dialect], ...]
+    """By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
+    report: list[str]
+    """One line for each model at each endpoint."""
+    used: Amounts
+    """Used by the answered requests."""
+
+
+async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Request], table: PriceTable) -> Learned:
+    """Ask every endpoint a short question with the parameters of every model; an endpoint without `probe` is not asked.
+
+    Args:
+        endpoints: name of the setting -> endpoint.
+        requests: name of the setting of a model -> a request with its parameters. Requests that share a model are asked
+            one after another, and the dialect holds for all of them.
+        table: prices.
+
+    Raises:
+        RunFailure: every endpoint refuses a model's parameters in every form, the model, or the key.
+    """
+    learned = Learned(tuple({} for _ in endpoints), [], {REQUESTS: 0, TOKENS: 0, USD: 0.0})
+    failures: list[RunFailure] = []
+    transport = Transport()
+
+    async def ask(name: str, endpoint: Endpoint, dialects: dict[str, Dialect]) -> None:
+        route = Route(endpoint, CHAT.path)
+        try:
+            for setting, request in requests.items():
+                probe = _Probe(name, route, transport, setting, request, table, learned)
+                dialects[request.model] = await probe.dialect(dialects.get(request.model, {}))
+        except RunFailure as failure:
+            failures.append(failure)
+            learned.report.append(str(failure))
+
+    asked = [
+        (name, endpoint, dialects)
+        for (name, endpoint), dialects in zip(endpoints.items(), learned.dialects, strict=True)
+        if endpoint.probe
+    ]
+    try:
+        await asyncio.gather(*(ask(*each) for each in asked))
+    finally:
+        await transport.close()
+    if failures and len(failures) == len(endpoints):
+        raise failures[0]
+    return learned
+
+
+@dataclass
+class _Probe:
+    """The request that finds out the dialect of one model at one endpoint."""
+
+    name: str
+    route: Route
+    transport: Transport
+    setting: str
+    request: Request
+    table: PriceTable
+    learned: Learned
+
+    async def dialect(self, dialect: Dialect) -> Dialect:
+        """Send the request until its parameters are taken, and report what they are; begin with a known dialect."""
+        address = self.route.address(self.request.model)
+        busy = 0
+        while True:
+            body = adapted(self.request.body, dialect)
+            try:
+                status, headers, answer = await self.transport.post(address, json.dumps(body).encode(), {})
+                if status == 200:
+                    self._count(answer)
+                    self._report(dialect)
+                    return dialect
+                failure = self.route.failure(self.request, status, headers, answer)
+            except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
+                failure = Unanswered(one_line(error) or "time-out")
+            if isinstance(failure, RunFailure):
+                raise failure
+            if isinstance(failure, RowFailure):
+                dialect = self._next(dialect, body, answer, failure)
+                continue
+            busy += 1
+            if busy == _ATTEMPTS:
+                self.learned.report.append(f"{self._model}: unknown parameters ({failure}); they are sent as set")
+                return dialect
+            await asyncio.sleep(min(5.0, getattr(failure, "retry_after_s", 0.0)) + 0.5 * busy)
+
+    @property
+    def _model(self) -> str:
+        return f"{self.name} {self.route.endpoint.base_url}: {self.request.model}"
+
+    def _next(self, dialect: Dialect, body: Mapping[str, Any], answer: bytes, failure: RowFailure) -> Dialect:
+        """Return the dialect to try after a refusal, which names a parameter."""
+        off = f"or set {self.name}.probe=false to send it nevertheless"
+        refused = _named(answer, self.request.parameters)
+        if refused is None:
+            raise RunFailure(
+                f"{self.setting}.model={self.request.model}: {self.route.endpoint.base_url} refuses a short request with "
+                f"the parameters of {self.setting} ({failure}); correct them, {off}"
+            )
+        known = _INSTEAD[refused]
+        tried = known.index(dialect[refused]) + 1 if refused in dialect else 0
+        if tried == len(known):
+            value = json.dumps(self.request.parameters[refused])[:40]
+            raise RunFailure(
+                f"{self.setting}.{_SETTINGS.get(refused, refused)}: {self.request.model} at {self.route.endpoint.base_url} "
+                f"refuses {refused}={value} in every form ({failure}); change it, {off}"
+            )
+        return {**dialect, refused: known[tried]}
+
+    def _count(self, answer: bytes) -> None:
+        """Count what the answered request used, at its worst case if the endpoint does not say."""
+        used = worst_case(self.request, self.table)
+        try:
+            completion: Completion = CHAT.parse(answer)
+        except Unanswered:
+            completion = Completion("", "", "", 0, 0)
+        if tokens := completion.prompt_tokens + completion.completion_tokens:
+            used = {REQUESTS: 1, TOKENS: tokens, USD: self.table.usd(self.request.model, completion) or 0.0}
+        for name in self.learned.used:
+            self.learned.used[name] += used[name]
+
+    def _report(self, dialect: Dialect) -> None:
+        names = [name for name in self.request.parameters if name not in dialect]
+        changes = [
+            f"{name} is left out" if instead is None else f"{name} is sent as {instead}"
+            for name, instead in dialect.items()
+            if name in self.request.parameters
+        ]
+        line = f"{self._model} takes {', '.join(names) or 'none of the parameters as they are'}"
+        self.learned.report.append("; ".join([line, *changes]))
+
+
+def _named(answer: bytes, parameters: Sequence[str] | Mapping[str, Any]) -> str | None:
+    """Return which of the parameters an error's body names: in `error.param`, or else first in its text."""
+    text = answer.decode(errors="replace")
+    try:
+        param = str(json.loads(answer)["error"]["param"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        param = ""
+    adaptable = {name: name for name in _INSTEAD} | _ALIASES
+    for where in (param, text):
+        found = sorted(
+            (where.find(said), name) for said, name in adaptable.items() if said in where and name in parameters
+        )
+        if found:
+            return found[0][1]
+    return None

@@ -1,0 +1,60 @@
+"""What the actors of a run share: its limits, the dialects of its models, and the rows of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.llm import budget, prices
+from infembed_ray.llm.chat import Dialect, RunFailure
+from infembed_ray.llm.client import run_in_thread
+from infembed_ray.llm.dialects import learn
+from infembed_ray.llm.journal_store import JournalPlace
+from infembed_ray.synthesis.preflight import endpoints, probes
+
+
+class Coordinator(budget.DurableLedger):
+    """The ledger of a run. It also hands out the rows of tasks, because other nodes may share no directory.
+
+    Args:
+        settings: of the run.
+        slots, spent_usd, journal: of the `DurableLedger`.
+        tasks: file of the seeds, a record batch for each task.
+    """
+
+    def __init__(
+        self, settings: SynthesizeSettings, slots: int, spent_usd: float, journal: JournalPlace, tasks: Path
+    ) -> None:
+        super().__init__(settings.limits, slots, spent_usd, journal)
+        self._settings = settings
+        self._file = tasks
+        self._dialects: Sequence[Mapping[str, Dialect]] | str | None = None
+
+    @cached_property
+    def _tasks(self) -> pa.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(str(self._file)))
+
+    def rows(self, task: int) -> pa.RecordBatch:
+        """Return the numbered seeds of a task."""
+        return self._tasks.get_batch(task)
+
+    def dialects(self) -> Sequence[Mapping[str, Dialect]] | str:
+        """Return the dialects of each endpoint's models, or why a model cannot be asked.
+
+        The first call asks the models. An actor calls it before its first request, so a run that the journal answers asks
+        nothing, and nothing else is sent meanwhile.
+        """
+        if self._dialects is None:
+            table = prices.load(self._settings.prices)
+            try:
+                learned = run_in_thread(learn(endpoints(self._settings), probes(self._settings), table))
+            except RunFailure as failure:
+                self._dialects = str(failure)
+            else:
+                self._dialects = learned.dialects
+                self.charge(learned.used, learned.report)
+        return self._dialects

@@ -1,0 +1,42 @@
+"""The tasks of a run: a file of numbered seeds, one record batch a task."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infembed_ray import records
+from infembed_ray.llm.partitions import Partition, route_of
+from infembed_ray.records import Seed
+
+_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
+
+
+def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[Partition, list[int]]:
+    """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
+
+    The coordinator maps the file, so neither a process nor the object store grows with the seeds.
+    """
+    waiting: defaultdict[Partition, list[dict[str, Any]]] = defaultdict(list)
+    tasks: defaultdict[Partition, list[int]] = defaultdict(list)
+    numbers = itertools.count()
+    with pa.ipc.new_file(str(file), _SEEDS) as stream:
+
+        def write(partition: Partition) -> None:
+            stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
+            tasks[partition].append(next(numbers))
+
+        for index, seed in enumerate(seeds):
+            partition = Partition.route(route_of(seed.query, seed.passage), actors)
+            waiting[partition].append({"index": index, **records.columns_of(seed)})
+            if len(waiting[partition]) == rows:
+                write(partition)
+        for partition in list(waiting):
+            write(partition)
+    return tasks

@@ -1,0 +1,181 @@
+"""The cheap judge: what it settles, what it leaves in doubt, and audits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.llm.chat import Completion, Request
+from infembed_ray.records import SCENARIOS
+from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
+from infembed_ray.synthesis.judge import ORDER
+from infembed_ray.synthesis.pipeline import STEPS, Outcome, Spend, synthesize
+from tests.support import stand_in_answers
+from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model, outcome
+from tests.synthesis.test_pipeline import _number_of
+
+CHEAP = [f"cheap_judge_{scenario}" for scenario in ORDER]
+A_DISTRACTOR = _number_of("A passage about")
+
+
+def settings(audit: float = 0.0, rejects: bool = False, **values: Any) -> SynthesizeSettings:
+    cheap = {"model": "gpt-4o-mini", "audit": audit, "rejects": rejects}
+    return SynthesizeSettings.from_mapping({"seeds": "", "output": "", "cheap_judge": cheap, **values})
+
+
+def steps(model: Model) -> list[str]:
+    return [call.step for call in model.calls if call.step not in WRITING]
+
+
+def wrong_at(answer: int) -> Any:
+    """Return answers that pick the right passage, but a distractor as answer number `answer`, from 1."""
+    answers = iter(range(1, 9))
+    return lambda request: A_DISTRACTOR(request) if next(answers) == answer else stand_in_answers.answer(request.body)
+
+
+def test_a_record_without_doubt_is_settled_by_two_cheap_answers_a_scenario_in_two_orders() -> None:
+    model = Model()
+    got = outcome(model, settings())
+    assert got.kind == "kept"
+    assert steps(model) == [step for step in CHEAP for _ in range(2)]
+    assert {call.model for call in model.calls if call.step in CHEAP} == {"gpt-4o-mini"}
+    orders = [call.messages[0]["content"].split("Candidates:")[1] for call in model.calls if call.step in CHEAP]
+    assert len(set(orders)) == 6
+    provenance = got.row["provenance"]
+    assert provenance["verdicts"] == {scenario: scenario for scenario in SCENARIOS}
+    assert provenance["judged_by"] == dict.fromkeys(SCENARIOS, "cheap_judge")
+    assert (provenance["judge"], provenance["audit"]) == ("gpt-4o-mini-2026-01-01", None)
+
+
+@pytest.mark.parametrize("answer", [1, 2])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_judge_decides_only_the_scenario_in_which_two_cheap_answers_differ(scenario: str, answer: int) -> None:
+    model = Model(**{f"cheap_judge_{scenario}": wrong_at(answer)})
+    got = outcome(model, settings(rejects=True))
+    assert got.kind == "kept"
+    assert steps(model) == [*(step for step in CHEAP for _ in range(2)), f"judge_{scenario}"]
+    by = {each: "judge" if each == scenario else "cheap_judge" for each in SCENARIOS}
+    assert got.row["provenance"]["judged_by"] == by
+
+
+def test_a_cheap_answer_without_a_pick_is_a_doubt_and_not_a_dead_letter() -> None:
+    model = Model(cheap_judge_positive="I cannot decide.")
+    assert outcome(model, settings()).kind == "kept"
+    assert steps(model)[-3:] == ["cheap_judge_positive", "cheap_judge_positive", "judge_positive"]
+
+
+def test_two_equal_wrong_picks_reject_the_record_at_once_even_after_a_doubt() -> None:
+    model = Model(cheap_judge_negative_query=wrong_at(2), cheap_judge_negative_instruction="Answer: none")
+    got = outcome(model, settings(rejects=True))
+    assert (got.kind, got.row["step"]) == ("rejected", "cheap_judge_negative_instruction")
+    assert got.row["reason"] == "the judge picked none"
+    assert steps(model) == [step for step in CHEAP[:2] for _ in range(2)]
+    assert got.row["provenance"]["judged_by"]["negative_instruction"] == "cheap_judge"
+    assert got.row["provenance"]["verdicts"]["negative_query"] is None
+
+
+def test_a_cheap_judge_that_may_not_reject_is_asked_once_for_a_wrong_pick() -> None:
+    model = Model(cheap_judge_negative_query="Answer: none")
+    got = outcome(model, settings())
+    assert got.kind == "kept"
+    assert steps(model) == [CHEAP[0], *(step for step in CHEAP[1:] for _ in range(2)), JUDGING[0]]
+
+
+def test_the_judge_decides_an_audited_record() -> None:
+    kept = Model(judge_positive="Answer: none")
+    got = outcome(kept, settings(audit=1.0))
+    assert (got.kind, got.row["step"], got.row["provenance"]["audit"]) == ("rejected", "judge_positive", "kept")
+    assert steps(kept)[-3:] == JUDGING
+    rejected = Model(cheap_judge_positive="Answer: none")
+    got = outcome(rejected, settings(audit=1.0, rejects=True))
+    assert (got.kind, got.row["provenance"]["audit"]) == ("kept", "rejected")
+    assert got.row["provenance"]["judged_by"] == dict.fromkeys(SCENARIOS, "judge")
+
+
+def test_a_doubtful_record_is_no_audit() -> None:
+    model = Model(cheap_judge_positive=wrong_at(1))
+    assert outcome(model, settings(audit=1.0)).row["provenance"]["audit"] is None
+
+
+def test_the_seed_draws_the_audits_in_their_share() -> None:
+    def audited(seed: int) -> set[int]:
+        rows = (outcome(Model(), settings(0.3, seed=seed), replace(SEED, id=str(row))) for row in range(200))
+        return {number for number, row in enumerate(rows) if row.row["provenance"]["audit"]}
+
+    first = audited(0)
+    assert 40 <= len(first) <= 80  # 60 +- 3 standard deviations
+    assert first == audited(0) != audited(1)
+
+
+@pytest.mark.parametrize(("stubborn", "settled"), [(0.0, 0.8 * 0.8), (0.5, 0.9**3), (1.0, 0.8)])
+def test_verdicts_are_settled_as_often_as_the_error_rate_predicts(stubborn: float, settled: float) -> None:
+    """Every passage is good, so a verdict is settled if neither answer is wrong: (1 - e stubborn)(1 - e (1 - stubborn))^2."""
+    behaviour = stand_in_answers.Behaviour(mistaken_models="gpt-4o-mini=0.2", stubborn=stubborn)
+    model = Model()
+    for step in CHEAP:
+        model.answers[step] = lambda request: behaviour.completion(request.body, None)["choices"][0]["message"][
+            "content"
+        ]
+    by: Counter[str] = Counter()
+    for number in range(200):
+        row = outcome(
+            model, settings(), replace(SEED, id=str(number), query=f"how do bees make honey in year {number}")
+        )
+        assert row.kind == "kept"
+        by.update(row.row["provenance"]["judged_by"].values())
+    assert by.total() == 600
+    assert by["cheap_judge"] / 600 == pytest.approx(settled, abs=3 * (settled * (1 - settled) / 600) ** 0.5)
+
+
+def test_a_replayed_run_asks_nothing_again() -> None:
+    journal: dict[str, Completion] = {}
+    model = Model(cheap_judge_positive=wrong_at(2))
+
+    async def remember(request: Request) -> Completion:
+        if request.key not in journal:
+            journal[request.key] = await model(request)
+        return journal[request.key]
+
+    rows = [asyncio.run(synthesize(SEED, POOL, settings(0.5), remember)) for _ in range(2)]
+    assert rows[0] == rows[1]
+    assert len(model.calls) == len(journal)
+
+
+def test_a_step_of_the_cheap_judge_can_have_its_own_model() -> None:
+    model = Model()
+    outcome(model, settings(steps={"cheap_judge_positive": {"model": "gpt-5-nano"}}))
+    assert {call.step for call in model.calls if call.model == "gpt-5-nano"} == {"cheap_judge_positive"}
+
+
+def test_records_that_only_the_cheap_judge_saw_do_not_hide_a_judge_that_fails_always() -> None:
+    given = settings(complement=True)
+    breaker = CircuitBreaker(given, alike=3)
+    model = Model()
+    asyncio.run(_run(breaker, model, given))
+    failed = Outcome("dead_letter", {"step": "judge_negative_query", "error": "HTTP 400: no"}, Spend(), Spend())
+    for _ in range(3):
+        breaker.add(failed)
+    assert breaker.failure is not None
+    assert "judge.model=o4-mini" in breaker.failure
+
+
+async def _run(breaker: CircuitBreaker, model: Model, given: SynthesizeSettings) -> None:
+    breaker.add(await synthesize(SEED, POOL, given, breaker.watch(model)))
+
+
+def test_a_cheap_judge_that_fails_always_stops_the_run_with_its_setting() -> None:
+    breaker = CircuitBreaker(settings(), alike=3)
+    for number in range(3):
+        row = {"id": str(number), "step": CHEAP[0], "error": "HTTP 400: no"}
+        breaker.add(Outcome("dead_letter", row, Spend(), Spend()))
+    assert breaker.failure is not None
+    assert breaker.failure.startswith("cheap_judge.model=gpt-4o-mini: step cheap_judge_negative_query")
+
+
+def test_the_steps_of_both_judges_are_in_the_order_in_which_they_are_asked() -> None:
+    assert [step for step in STEPS if "judge" in step] == [*CHEAP, *JUDGING, "judge_complement"]

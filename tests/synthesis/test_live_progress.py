@@ -1,0 +1,50 @@
+"""The progress line of a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infembed_ray.config.llm import Limits
+from infembed_ray.llm.rate_limits import Ledger, LedgerStats, Traffic
+from infembed_ray.synthesis.live_progress import live_progress
+from tests.support.waiting import wait_until
+
+
+@pytest.mark.integration  # it takes seconds
+@pytest.mark.parametrize("budget_usd", [None, 5.0])
+def test_the_note_has_forecast_and_load_and_a_warning_is_printed_once(
+    budget_usd: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traffic, notes = Traffic(rate_limited=3), list[str]()
+
+    def stats() -> LedgerStats:
+        for _ in range(50):
+            traffic.add_answer(0.1)
+        return replace(Ledger(Limits(), 64).stats(), in_flight=7, spent_usd=1.25, traffic=traffic, warnings=("slow",))
+
+    def advance(n: int = 1, note: str = "") -> None:
+        assert n == 0
+        notes.append(note)
+
+    with live_progress(stats, lambda: "70% kept", budget_usd, advance):
+        wait_until(lambda: len(notes) >= 2, 30)
+    spent = ", 1.25 of the budget's 5 USD" if budget_usd else ""
+    assert all(note.endswith(f"/s, 7 in flight, 3 x 429{spent}") for note in notes[:2])
+    assert all(note.startswith("70% kept; ") for note in notes[:2])
+    assert notes[-1] == "70% kept"
+    assert capsys.readouterr().out == "synthesize: slow\n"
+
+
+@pytest.mark.integration
+def test_the_updates_end_with_a_lost_coordinator() -> None:
+    asked: list[Any] = []
+    with live_progress(lambda: asked.append(1), lambda: "70% kept", None, lambda *_, **__: None):
+        deadline = time.monotonic() + 30
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.2)
+    assert len(asked) == 1
