@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings, CleanSettings
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
 from infembed_ray.config.retrieval import IndexSettings
@@ -224,6 +224,26 @@ def _analyze(settings: AnalyzeSettings) -> Iterator[str]:
         yield f"compared with {counted(len(others), 'other set')} and {counted(len(evaluations), 'evaluation set')}"
 
 
+def _clean(settings: CleanSettings) -> Iterator[str]:
+    from infembed_ray.analysis import distributed
+
+    files, step = distributed.prepare(settings)
+    yield from _state(step)
+    if not step.found():
+        yield from (f"{name}: {number:,} {what}" for name, number, what in distributed.count(files))
+
+
+def _agreement(settings: AgreementSettings) -> Iterator[str]:
+    from infembed_ray.agreement import raters
+
+    step = raters.prepare(settings)
+    yield from _state(step)
+    if not step.found():
+        study = raters.resolve(settings)
+        yield f"items: {len(study.items):,}, answered by {counted(len(study.references), 'reference rater')}"
+        yield f"calls: {len(study.items) * len(settings.raters):,} at most, if no answer is malformed or journaled"
+
+
 # ------------------------------------------------------------------------------------------------- train and export
 
 
@@ -428,6 +448,8 @@ def _serve(settings: ServeSettings) -> Iterator[str]:
 VERBS: dict[str, Callable[..., Iterator[str]]] = {
     "synthesize": _synthesize,
     "analyze": _analyze,
+    "clean": _clean,
+    "agreement": _agreement,
     "train": _train,
     "export": _export,
     "evaluate": _evaluate,

@@ -43,6 +43,10 @@ class Verb:
 VERBS = {
     "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
     "analyze": Verb("records -> quality report", "analysis.report:run", "analysis:AnalyzeSettings"),
+    "clean": Verb("records -> no near-duplicates or test texts", "analysis.distributed:run", "analysis:CleanSettings"),
+    "agreement": Verb(
+        "LLM raters on annotators' items -> kappas", "agreement.raters:run", "analysis:AgreementSettings"
+    ),
     "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),
     "export": Verb("checkpoint -> ONNX graph", "modeling.onnx:run", "training:ExportSettings"),
     "evaluate": Verb("checkpoints + records -> tables", "evaluation.distributed:run", "evaluation:EvaluateSettings"),
@@ -69,12 +73,23 @@ PLANS = {
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
-CHECKED = ("synthesize", "analyze", "train", "export", "evaluate", "sweep", "report", "index", "serve")
+CHECKED = (
+    "synthesize",
+    "analyze",
+    "clean",
+    "agreement",
+    "train",
+    "export",
+    "evaluate",
+    "sweep",
+    "report",
+    "index",
+    "serve",
+)
 """Verbs of `infembed check`, in module `check`."""
 
-INPUTS = frozenset(
-    ("agreement", "compare", "corpus", "distractors", "evaluations", "index", "records", "replay", "results", "seeds")
-)
+INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
+INPUTS |= {"records", "replay", "results", "seeds", "sheet"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""

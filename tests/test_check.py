@@ -334,3 +334,29 @@ def test_dry_run_is_the_same_as_check(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_a_check_of_a_config_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "train", "records=/nope", "model=m", "output=o", "--print-config"]) == 0
     assert "records: /nope\n" in capsys.readouterr().out
+
+
+def test_the_check_of_an_agreement_counts_items_and_calls(shown, tmp_path: Path) -> None:
+    item = {"instruction": "i", "query": "q", "passages": {"1": "p"}, "ann": 1}
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", [{"item_id": f"i{n}", **item} for n in range(3)])
+    given = [f"sheet={sheet}", f"output={tmp_path}/a/out", "raters={a: {model: m}, b: {model: n}}"]
+    status, out, err = shown("agreement", *given)
+    assert (status, err) == (0, [])
+    assert "items: 3, answered by 1 reference rater" in out
+    assert "calls: 6 at most" in out
+    status, _, err = shown("agreement", *given, "limits.budget_usd=1", "endpoint.base_url=host")
+    assert status == 2
+    assert [line.split()[2].split("=")[0] for line in err] == [
+        "endpoint.base_url", "limits.budget_usd", "limits.budget_usd", "limits.budget_usd", "limits.budget_usd",
+    ]  # fmt: skip
+
+
+def test_the_check_of_a_cleaning_counts_what_would_be_read(shown, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
+    dev = write_jsonl(tmp_path / "dev.jsonl", [{"id": "1", "text": "one", "title": "two"}])
+    given = [f"records={rows}", f"output={tmp_path}/out"]
+    status, out, err = shown("clean", *given, f"evaluations.dev={dev}")
+    assert (status, err) == (0, [])
+    assert f"records: 3 records of {rows}" in out
+    assert f"evaluations.dev: 2 texts of {dev}" in out
+    assert shown("clean", *given, "evaluations.dev=/nope")[0] == 2

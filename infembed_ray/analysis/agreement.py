@@ -1,7 +1,8 @@
 """Inter-rater agreement of annotators and judges (paper, section 4.1, Figure 4 and appendix F.1).
 
 Cohen's kappa of two raters is (p_o - p_e) / (1 - p_e): p_o is the share of equal answers, p_e the share expected from
-their own frequencies of answers. Its interval is a bootstrap over items.
+their own frequencies of answers. Fleiss' kappa of n raters has the same form: p_o is the share of equal pairs of answers to
+an item, p_e the share expected from the frequencies of all answers together. Intervals are bootstraps over items.
 """
 
 from __future__ import annotations
@@ -47,11 +48,20 @@ class Agreement:
     high: float | None
 
 
-def read(paths: Sequence[Place], name: str) -> dict[str, dict[str, str]]:
+@dataclass(frozen=True)
+class Estimate:
+    """A kappa and the ends of its bootstrap interval of CONFIDENCE; all None where kappa is undefined (one single answer)."""
+
+    kappa: float | None
+    low: float | None
+    high: float | None
+
+
+def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[str, str]]:
     """Read rater -> item_id -> answer from one or more files about the same items.
 
     Raises:
-        InputError: as `records.raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than two raters.
+        InputError: as `records.raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than `least` raters.
     """
     raters: dict[str, dict[str, str]] = {}
     for path in paths:
@@ -73,9 +83,9 @@ def read(paths: Sequence[Place], name: str) -> dict[str, dict[str, str]]:
             if rater in raters:
                 raise InputError(f"{name}={path}: rater {rater} is also in another file; rename the column")
             raters[rater] = answers
-    if len(raters) < 2:
+    if len(raters) < least:
         raise InputError(
-            f"{name}={', '.join(map(str, paths))}: {len(raters)} raters; agreement needs at least two, each in its own column"
+            f"{name}={', '.join(map(str, paths))}: {len(raters)} raters; agreement needs at least {least}, each in its own column"
         )
     return raters
 
@@ -89,6 +99,56 @@ def agreements(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: in
             pairs = [(raters[one][item], raters[other][item]) for item in common]
             found.append(_agreement(one, other, pairs, resamples, seed))
     return found
+
+
+def mean_cohen_kappa(
+    pairs: Sequence[tuple[str, str]], raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int
+) -> Estimate:
+    """Estimate the mean of Cohen's kappas of pairs of raters, each on the items that both answered."""
+    items = sorted({item for pair in pairs for rater in pair for item in raters[rater]})
+    places = {item: place for place, item in enumerate(items)}
+    weights = _resampled(len(items), resamples, seed)
+    kappas = []
+    for one, other in pairs:
+        both = [item for item in items if item in raters[one] and item in raters[other]]
+        if both:
+            answers = sorted({raters[rater][item] for rater in (one, other) for item in both})
+            cells = np.zeros((len(items), len(answers), len(answers)))
+            for item in both:
+                cells[places[item], answers.index(raters[one][item]), answers.index(raters[other][item])] = 1
+            kappas.append(cohen_kappa(np.tensordot(weights, cells, axes=1)))
+    return _estimate(np.mean(kappas, axis=0) if kappas else np.full(1, np.nan))
+
+
+def fleiss_kappa(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int) -> Estimate:
+    """Estimate Fleiss' kappa of two or more raters on the items that all of them answered."""
+    common = sorted(set.intersection(*(set(answers) for answers in raters.values())))
+    answers = sorted({given[item] for given in raters.values() for item in common})
+    if len(answers) < 2:
+        return Estimate(None, None, None)
+    counts = np.array([[sum(g[item] == answer for g in raters.values()) for answer in answers] for item in common])
+    alike = (counts * (counts - 1)).sum(axis=1) / (len(raters) * (len(raters) - 1))
+    weights = _resampled(len(common), resamples, seed) / len(common)
+    by_chance = np.square(weights @ counts / len(raters)).sum(axis=1)
+    only_one = np.isclose(by_chance, 1.0)
+    kappas = (weights @ alike - by_chance) / np.where(only_one, 1.0, 1.0 - by_chance)
+    return _estimate(np.where(only_one, np.nan, kappas))
+
+
+def _resampled(items: int, resamples: int, seed: int) -> np.ndarray:
+    """Return (1 + resamples, items): how often each item counts, once in the first row."""
+    drawn = np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), size=resamples)
+    return np.vstack([np.ones(items, dtype=drawn.dtype), drawn])
+
+
+def _estimate(kappas: np.ndarray) -> Estimate:
+    """Return the first kappa, and the interval of the others."""
+    drawn = kappas[1:][~np.isnan(kappas[1:])]
+    if np.isnan(kappas[0]) or not len(drawn):
+        return Estimate(None, None, None)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return Estimate(float(kappas[0]), float(low), float(high))
 
 
 def _agreement(one: str, other: str, pairs: Sequence[tuple[str, str]], resamples: int, seed: int) -> Agreement:
@@ -122,7 +182,8 @@ def confusion(pairs: Sequence[tuple[str, str]]) -> np.ndarray:
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:
     """Return the (n,) kappas of (n, answers, answers) confusion counts; NaN if only one answer was given."""
-    shares = counts / counts.sum(axis=(1, 2), keepdims=True)
+    with np.errstate(invalid="ignore"):  # no items: NaN
+        shares = counts / counts.sum(axis=(1, 2), keepdims=True)
     alike = np.einsum("nii->n", shares)
     by_chance = np.einsum("ni,ni->n", shares.sum(axis=1), shares.sum(axis=2))
     only_one = np.isclose(by_chance, 1.0)

@@ -7,18 +7,17 @@ The hashes of the records' n-grams are in memory; evaluation sets of any size ar
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from infembed_ray import records
+from infembed_ray.analysis.shingles import normalised
 from infembed_ray.places import Place, listing
 
 EXAMPLES = 5
 _ID = re.compile(r"(^|[_-])id$", re.IGNORECASE)
-_NOT_WORDS = re.compile(r"[\W_]+")
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,6 @@ def _of_kind(
                 overlapping.append(Match(text, found))
     examples = list({match.shared: match for match in same + overlapping}.values())
     return Contamination(evaluation, kind, len(texts), compared, len(same), len(overlapping), examples[:EXAMPLES])
-
-
-def normalised(text: str) -> str:
-    """Return the words in lower case, separated by single spaces, with Unicode NFKC normalisation."""
-    return _NOT_WORDS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def ngrams(text: str, length: int) -> Iterator[str]:

@@ -69,7 +69,7 @@ def read(path: Place, name: str) -> RecordSet:
             dead_letter=dead_letter,
             complements=_rows(path / records.COMPLEMENTS_FILE),
             provenance={
-                "kept": _provenance(_rows(file) if _is_ours(file) else []),
+                "kept": _provenance(_rows(file) if is_ours(file) else []),
                 "rejected": _provenance(rejected),
                 "dead_letter": _provenance(dead_letter),
             },
@@ -86,7 +86,7 @@ def _metadata(file: Place) -> pq.FileMetaData:
         return pq.read_metadata(source)
 
 
-def _is_ours(file: Place) -> bool:
+def is_ours(file: Place) -> bool:
     """Return whether synthesis wrote the file; other records may have a `provenance` of another type."""
     return file.suffix == ".parquet" and _metadata(file).schema.to_arrow_schema().equals(records.RECORD)
 

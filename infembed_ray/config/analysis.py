@@ -1,10 +1,11 @@
-"""Settings of `infembed analyze`."""
+"""Settings of `infembed analyze` and `infembed agreement`."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.llm import ChatModel, Endpoint, JournalUpload, Limits
 
 
 class AnalyzeSettings(Settings):
@@ -32,5 +33,61 @@ class AnalyzeSettings(Settings):
     annotate: int = Field(0, ge=0, description="number of random items for annotators; 0: none")
     evaluations: dict[str, str] = runtime_field(
         {}, description="label -> a file of an evaluation set whose texts must not be in the records"
+    )
+    ngram: int = Field(13, ge=2, description="consecutive words that count as an overlap with an evaluation set")
+
+
+class AgreementSettings(Settings):
+    """`infembed agreement`: LLM raters answer the annotators' items (paper, section 4.1 and Figure 4)."""
+
+    sheet: str = runtime_field(
+        description="file of items: item_id, instruction, query, passages; its other columns are reference raters"
+    )
+    answers: tuple[str, ...] = runtime_field(
+        (), description="files of reference answers to the same items: item_id, and a column per annotator or judge"
+    )
+    output: str = runtime_field(description="directory or URI for the published report")
+    raters: dict[str, ChatModel] = Field(
+        min_length=1, description="label -> LLM rater, for example new: {model: gpt-5-mini, max_tokens: 2000}"
+    )
+    min_kappa: float | None = runtime_field(
+        None, ge=-1, le=1, description="exit with status 2 if the mean kappa of an LLM rater is lower; null: no floor"
+    )
+    bootstrap: int = Field(2000, ge=100, description="bootstrap resamples of the items for the intervals")
+    seed: int = Field(0, description="seed of the bootstrap")
+    journal: str | None = runtime_field(
+        None, description="directory or URI of the response journal; null: OUTPUT/journal"
+    )
+    journal_upload: JournalUpload = runtime_field(
+        JournalUpload(), description="journal in an object store: when answers are uploaded"
+    )
+    replay: tuple[str, ...] = runtime_field(
+        (), description="finished journals (files or directories) that are only read"
+    )
+    endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
+    more_endpoints: tuple[Endpoint, ...] = runtime_field(
+        (), description="also serve the models: requests are shared by weight, and each stands in for the others"
+    )
+    limits: Limits = runtime_field(Limits(), description="of all raters together")
+    prices: str | None = runtime_field(
+        None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
+    )
+    in_flight: int = runtime_field(64, ge=1, description="most requests in flight")
+
+
+class CleanSettings(Settings):
+    """`infembed clean`: records -> records without near-duplicates and without texts of evaluation sets."""
+
+    records: str = runtime_field(description="a published synthesis output, or a file or directory of InF-IR records")
+    output: str = runtime_field(description="directory or URI for the published records")
+    near_duplicates: float | None = Field(
+        0.7,
+        ge=0.5,
+        le=1,
+        description="remove records of at least this similarity to an earlier one: Jaccard of the word trigrams of positive "
+        "instruction, query and passage; null: none",
+    )
+    evaluations: dict[str, str] = runtime_field(
+        {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"
     )
     ngram: int = Field(13, ge=2, description="consecutive words that count as an overlap with an evaluation set")

@@ -12,6 +12,14 @@ from infembed_ray.config.llm import Batches, ChatModel, Endpoint, JournalUpload,
 SeedFormat = Literal["table", "msmarco", "robust04", "leetcode", "metamath"]
 
 
+class Selection(Settings):
+    """Choice of seeds that cover the set: greedy facility location over embeddings."""
+
+    seeds: int = Field(ge=1, description="number of seeds to choose")
+    encoder: str = runtime_field(description="checkpoint or hub name of the encoder")
+    batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
+
+
 class CheapJudge(ChatModel):
     """A cheap model that judges first: it answers twice, with the candidates in two orders.
 
@@ -64,6 +72,10 @@ class SynthesizeSettings(Settings):
     split: str | None = Field(None, description="only seeds of this split: their column `split`, or their file's name")
     passage_words: int | None = Field(None, ge=1, description="cut the seeds' passages after N words; null: whole")
     limit: int | None = Field(None, ge=1, description="use only the first N seeds")
+    select: Selection | None = Field(
+        None,
+        description="choose seeds that cover all of them, by `seed`, before `limit`; null: all, in their order",
+    )
     generator: ChatModel = Field(ChatModel(model="gpt-4o-mini"), description="writes instructions and negatives")
     judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
     cheap_judge: CheapJudge | None = Field(

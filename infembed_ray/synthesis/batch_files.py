@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from infembed_ray import durable
 from infembed_ray.llm.batch_quota import prompt_tokens
 from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, adapted
-from infembed_ray.llm.endpoint import CHAT, Unanswered, completion_of, one_line
+from infembed_ray.llm.endpoint import CHAT, ErrorBody, Unanswered, completion_of, one_line
 
 LEFT_OUT = "no batch answered"
 """Beginning of the error of a dead letter whose request was not asked online."""
@@ -127,7 +127,8 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
                     else:
                         faults[key] = _fault(entry, response)
                 except Unanswered as fault:
-                    faults[key] = Fault(str(fault), refused=False)
+                    refused = isinstance(fault, ErrorBody) and fault.status in _REFUSED
+                    faults[key] = Fault(str(fault), refused)
                 except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
                     raise RunFailure(f"batches: the endpoint's file is damaged ({error}); run it again") from error
                 except (ValueError, RecursionError):  # this line exceeds Python's limits: its request is unanswered

@@ -160,6 +160,21 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     return replace(row.outcome("kept"), complement=complement)
 
 
+async def rate(
+    item: str, instruction: str, query: str, shown: judge.Lineup, settings: SynthesizeSettings, complete: Complete
+) -> str:
+    """Return which candidate `settings.judge` picks for (instruction, query), or `judge.NONE`, as in a row's scenarios.
+
+    Raises:
+        RowFailure: there is no usable answer.
+        RunFailure: raised by `complete`.
+    """
+    row = _Row(Seed(item, query, instruction), settings, complete)
+    read = partial(judge.verdict, candidates=shown)
+    values = {"instruction": instruction, "query": query, "candidates": str(shown)}
+    return await row.ask(f"{_JUDGE}item", "judge", read, shown.choices, **values)
+
+
 class _Asked(NamedTuple):
     """A request without its text, because many rows are in progress."""
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
+import numpy as np
+
 from infembed_ray.config.base import nearest
-from infembed_ray.config.llm import ChatModel, Endpoint
-from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.llm import ChatModel, Endpoint, Limits
+from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
@@ -22,7 +24,8 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.object_store import convert_errors, is_uri
-from infembed_ray.progress import say
+from infembed_ray.places import Place
+from infembed_ray.progress import say, track
 from infembed_ray.records import Seed
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
@@ -72,15 +75,40 @@ def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
     Raises:
         InputError: seeds, prices or prompts cannot be read, or the output cannot be written.
     """
-    seeds, table, _ = check_all(
-        lambda: Source(settings), lambda: prices.load(settings.prices), lambda: templates.check(settings.prompts)
+    seeds, table, (encoder, names), _ = check_all(
+        lambda: Source(settings),
+        lambda: prices.load(settings.prices),
+        lambda: _encoder_identity(settings.select),
+        lambda: templates.check(settings.prompts),
     )
-    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
+    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY, **encoder}
     if settings.prices is not None:
         named["prices"] = resolve_input(settings.prices, "prices")
     if settings.prompts is not None:
         named["own_prompts"] = resolve_input(settings.prompts, "prompts")
-    return seeds, table, Step("synthesize", settings, settings.output, named)
+    return seeds, table, Step("synthesize", settings, settings.output, named, names)
+
+
+def _encoder_identity(selection: Selection | None) -> tuple[dict[str, Place], dict[str, str]]:
+    if selection is None:
+        return {}, {}
+    from infembed_ray.modeling.checkpoint import locate
+
+    found = locate(selection.encoder, "select.encoder")
+    return found.inputs, found.names
+
+
+def _choose(seeds: Source, selection: Selection) -> None:
+    from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
+
+    encoder = InstructionEncoder.from_pretrained(selection.encoder)
+    with track("select", None) as advance:
+
+        def embed(texts: Sequence[str]) -> np.ndarray:
+            advance(len(texts), "seeds embedded")
+            return encoder.encode_passages(texts, selection.batch_tokens)
+
+        seeds.choose(selection.seeds, embed)
 
 
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
@@ -97,6 +125,8 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     if warning := table.warning([model.model for model in models(settings).values()], settings.prices, date.today()):
         say(f"synthesize: {warning}")
     survey = seeds.survey()
+    if settings.select is not None:
+        _choose(seeds, settings.select)
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, _journal_place(settings), replay)
 
@@ -158,7 +188,9 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     Raises:
         InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
     """
-    check_all(lambda: _check_names(settings), lambda: _check_limits(settings, table))
+    check_all(
+        lambda: _check_names(settings), lambda: check_limits(settings.limits, models(settings), table, settings.canary)
+    )
 
 
 def _check_distractors(job: Job) -> None:
@@ -190,12 +222,23 @@ def probes(settings: SynthesizeSettings) -> dict[str, Request]:
 
 
 def _check_names(settings: SynthesizeSettings) -> None:
+    check_all(
+        lambda: check_urls(endpoints(settings)), lambda: _check_steps(settings), lambda: _check_self_hosted(settings)
+    )
+
+
+def _check_steps(settings: SynthesizeSettings) -> None:
+    faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
+    if faults:
+        raise InputError(*faults)
+
+
+def _check_self_hosted(settings: SynthesizeSettings) -> None:
     faults = [
-        f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
+        f"{name}.serve: only endpoint can start a model; leave it out"
         for name, endpoint in endpoints(settings).items()
-        if not endpoint.base_url.startswith(("http://", "https://"))
+        if endpoint.serve is not None and name != "endpoint"
     ]
-    faults += [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     served = settings.endpoint.serve
     if served is not None:
         asked = {name: model.model for name, model in (model_of(settings, step) for step in STEPS)}
@@ -207,31 +250,52 @@ def _check_names(settings: SynthesizeSettings) -> None:
         ]
         if settings.batches is not None:
             faults.append("batches: a self-hosted model (endpoint.serve) has no Batch API; set batches=null")
-    faults += [
-        f"{name}.serve: only endpoint can start a model; leave it out"
-        for name, endpoint in endpoints(settings).items()
-        if endpoint.serve is not None and name != "endpoint"
+    if faults:
+        raise InputError(*faults)
+
+
+def check_urls(named: Mapping[str, Endpoint]) -> None:
+    """Check the URLs of endpoints, given by the names of their settings.
+
+    Raises:
+        InputError: a base URL is none.
+    """
+    faults = [
+        f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
+        for name, endpoint in named.items()
+        if not endpoint.base_url.startswith(("http://", "https://"))
     ]
     if faults:
         raise InputError(*faults)
 
 
-def _check_limits(settings: SynthesizeSettings, table: PriceTable) -> None:
-    """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too."""
-    limits = settings.limits
+def check_limits(
+    limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable, canary: Canary | None = None
+) -> None:
+    """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too.
+
+    Args:
+        limits: of the run.
+        asked: name of the setting -> model.
+        table: prices.
+        canary: of the run.
+
+    Raises:
+        InputError: a limit cannot be kept.
+    """
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
         for limit in ("budget_usd", "tokens_per_minute")
-        for name, model in models(settings).items()
+        for name, model in asked.items()
         if getattr(limits, limit) is not None and model.max_tokens is None
     ]
     most_usd = {"limits.budget_usd": limits.budget_usd}
-    if settings.canary is not None:
-        most_usd["canary.max_usd_per_1000_kept"] = settings.canary.max_usd_per_1000_kept
+    if canary is not None:
+        most_usd["canary.max_usd_per_1000_kept"] = canary.max_usd_per_1000_kept
     faults += [
         f"{limit}={usd:g}: no price is known of {name}.model={model.model}; give its prices in a file and set prices=FILE"
         for limit, usd in most_usd.items()
-        for name, model in models(settings).items()
+        for name, model in asked.items()
         if usd is not None and table.price(model.model) is None
     ]
     if faults:

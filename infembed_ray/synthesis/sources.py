@@ -18,12 +18,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import replace_surrogates
 from infembed_ray.records import Seed
 from infembed_ray.storage import resolve_input
+from infembed_ray.synthesis.selection import Embed, select
 
 POOL_SIZE = 10_000
 """Most passages to draw distractors from."""
@@ -64,11 +67,20 @@ class Source:
             raise InputError(
                 f"columns={settings.columns}: format={settings.format} has its own; leave columns out or set format=table"
             )
+        self._chosen: np.ndarray | None = None
         self._items = _robust04(self.path) if settings.format == "robust04" else self._tables()
 
     def __iter__(self) -> Iterator[Seed]:
-        """Iterate over the seeds, up to the limit."""
-        return islice((item for item in self._all() if isinstance(item, Seed)), self._settings.limit)
+        """Iterate over the seeds, or the chosen ones of them, up to the limit."""
+        seeds = (item for item in self._all() if isinstance(item, Seed))
+        if self._chosen is not None:
+            seeds = (seed for position, seed in enumerate(seeds) if _holds(self._chosen, position))
+        return islice(seeds, self._settings.limit)
+
+    def choose(self, wanted: int, embed: Embed) -> None:
+        """Let all iterations skip the seeds that `selection.select` does not choose by their queries and passages."""
+        texts = (f"{seed.query}\n{seed.passage}" for seed in self._all() if isinstance(seed, Seed))
+        self._chosen = select(texts, wanted, embed, self._settings.seed)
 
     def survey(self) -> SeedSurvey:
         """Read all seeds once. Passages beyond the limit are in the pool too, so the judge's requests do not depend on it.
@@ -96,7 +108,8 @@ class Source:
         if not ids:
             why = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "it has no rows"
             raise InputError(f"seeds={self.path}: no seeds in it as format={self._settings.format} ({why}); give some")
-        return SeedSurvey(min(len(ids), self._settings.limit or len(ids)), pool.passages(), left_out)
+        chosen = len(ids) if self._settings.select is None else min(len(ids), self._settings.select.seeds)
+        return SeedSurvey(min(chosen, self._settings.limit or chosen), pool.passages(), left_out)
 
     def _all(self) -> Iterator[Seed | LeftOut]:
         words = self._settings.passage_words
@@ -152,6 +165,11 @@ class Source:
                 ) from error
 
         return seeds_of
+
+
+def _holds(ordered: np.ndarray, value: int) -> bool:
+    place = np.searchsorted(ordered, value)
+    return bool(place < len(ordered) and ordered[place] == value)
 
 
 RowReader = Callable[[Mapping[str, Any], int], Iterator[Seed | LeftOut]]

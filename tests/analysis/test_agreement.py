@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import cohen_kappa_score
 
-from infembed_ray.analysis.agreement import agreements, read, sheet
+from infembed_ray.analysis.agreement import agreements, fleiss_kappa, mean_cohen_kappa, read, sheet
 from infembed_ray.errors import InputError
 from tests.analysis.samples import record
 from tests.support.files import write_jsonl
@@ -64,7 +64,7 @@ def test_answers_of_several_files_are_joined_by_item(tmp_path):
     [
         ([{"ann": 1, "ben": 2}], "row 1: item_id is missing"),
         ([{"item_id": "i", "ann": 1, "ben": 1}, {"item_id": "i", "ann": 1, "ben": 1}], "item_id i is repeated"),
-        ([{"item_id": "i", "ann": 1, "query": "q"}], "1 raters; agreement needs at least two"),
+        ([{"item_id": "i", "ann": 1, "query": "q"}], "1 raters; agreement needs at least 2"),
     ],
 )
 def test_answers_that_cannot_be_compared_are_refused(tmp_path, rows, message):
@@ -110,3 +110,56 @@ def test_a_sheet_has_random_items_and_its_key_the_right_passages(tmp_path):
 
 def test_a_sheet_of_more_items_than_records_has_them_all():
     assert len(sheet([record("a"), record("b")], 9, 0)[0]) == 2
+
+
+@given(answers)
+def test_the_mean_kappa_of_one_pair_is_its_kappa_with_its_interval(pairs):
+    (found,) = agreements(raters(pairs), 400, 0)
+    mean = mean_cohen_kappa([("a", "b")], raters(pairs), 400, 0)
+    assert (mean.kappa is None) == (found.kappa is None)
+    if mean.kappa is not None:
+        assert mean.kappa == pytest.approx(found.kappa)
+        assert mean.low <= mean.high
+
+
+def test_a_mean_of_kappas_takes_each_pair_on_its_common_items():
+    rng = random.Random(3)
+    given_answers = {
+        name: {str(n): rng.choice("012") for n in rng.sample(range(60), 50)} | {"same": "0"} for name in "abc"
+    }
+    kappas = []
+    for other in "bc":
+        both = sorted(given_answers["a"].keys() & given_answers[other].keys())
+        kappas.append(cohen_kappa_score(*([given_answers[name][item] for item in both] for name in ("a", other))))
+    mean = mean_cohen_kappa([("a", "b"), ("a", "c")], given_answers, 200, 0)
+    assert mean.kappa == pytest.approx(np.mean(kappas))
+    assert mean.low < mean.kappa < mean.high
+
+
+def fleiss(ratings):
+    """Fleiss (1971), equations 3 to 6, item by item."""
+    n = len(ratings[0])
+    every = [answer for row in ratings for answer in row]
+    by_chance = sum((every.count(answer) / len(every)) ** 2 for answer in set(every))
+    alike = [sum(row.count(a) ** 2 - row.count(a) for a in set(row)) / (n * (n - 1)) for row in ratings]
+    return (math.fsum(alike) / len(ratings) - by_chance) / (1 - by_chance)
+
+
+@given(st.lists(st.tuples(*[st.sampled_from("012")] * 4), min_size=2, max_size=40))
+def test_fleiss_kappa_equals_its_definition(ratings):
+    given_answers = {str(rater): {str(n): row[rater] for n, row in enumerate(ratings)} for rater in range(4)}
+    given_answers["0"]["of one rater only"] = "0"
+    found = fleiss_kappa(given_answers, 100, 0)
+    if len({answer for row in ratings for answer in row}) == 1:
+        assert found.kappa is None
+    else:
+        assert found.kappa == pytest.approx(fleiss(ratings))
+
+
+def test_fleiss_kappa_of_its_published_example():
+    """Wikipedia's table of 14 raters, 10 items and 5 categories: 0.210."""
+    table = "0000e 02642 00356 03920 22811 77000 32630 25322 65210 02237"
+    counts = [[14 if digit == "e" else int(digit) for digit in row] for row in table.split()]
+    ratings = [[str(answer) for answer, times in enumerate(row) for _ in range(times)] for row in counts]
+    given_answers = {str(rater): {str(n): row[rater] for n, row in enumerate(ratings)} for rater in range(14)}
+    assert fleiss_kappa(given_answers, 200, 0).kappa == pytest.approx(0.210, abs=5e-4)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.analysis.contamination import Match, contamination, ngrams, normalised, read
+from infembed_ray.analysis.contamination import Match, contamination, ngrams, read
 from infembed_ray.errors import InputError
 
 words = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9).map(" ".join)
@@ -31,13 +31,6 @@ def test_it_finds_what_a_comparison_of_all_pairs_finds(ours, theirs, length):
         o for o in ours if o not in equal and any(f" {gram} " in f" {t} " for gram in ngrams(o, length) for t in theirs)
     ]
     assert (found.equal, found.overlapping, found.compared) == (len(equal), len(overlapping), len(theirs))
-
-
-@given(st.text())
-def test_normalising_twice_changes_nothing(text):
-    plain = normalised(text)
-    assert normalised(plain) == plain
-    assert "  " not in plain
 
 
 def test_all_strings_of_an_evaluation_set_except_ids_are_read(tmp_path):

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
-from infembed_ray.synthesis.preflight import check, require_all_journaled, resolve
+from infembed_ray.synthesis.preflight import check, prepare, require_all_journaled, resolve
 from infembed_ray.synthesis.sources import Source
+from tests.modeling import backbones
 from tests.support.chat import unreadable
 from tests.synthesis.runs import settings
 
@@ -102,3 +104,29 @@ def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")
     assert "no price table" in refused(prices=str(tmp_path / "prices.yaml"))
     assert "more_endpoints.0.base_url=ftp" in refused(more_endpoints=[{"base_url": "ftp://x", "api_key_env": None}])
+
+
+@pytest.mark.integration
+def test_a_run_takes_the_seeds_that_are_selected_by_their_embeddings(
+    seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = backbones.write("modernbert", tmp_path / "encoder")
+    given = settings(seeds, tmp_path / "out", select={"seeds": 5, "encoder": encoder})
+    source, table, step = prepare(given)
+    job = resolve(given, source, table)
+    ids = [seed.id for seed in job.seeds]
+    assert (len(ids), job.survey.seeds) == (5, 5)
+    assert ids != [seed.id for seed in Source(given)][:5]  # without the choice, all in their order
+    assert re.search(r"select: 64 .*seeds embedded", capsys.readouterr().out)
+    again, _, same = prepare(given)
+    assert [seed.id for seed in resolve(given, again, table).seeds] == ids
+    assert same.identity == step.identity
+    backbones.write("modernbert", tmp_path / "other")
+    (tmp_path / "other" / "more.json").write_text("{}")
+    moved = settings(seeds, tmp_path / "out", select={"seeds": 5, "encoder": str(tmp_path / "other")})
+    assert prepare(moved)[2].identity != step.identity
+
+
+def test_an_encoder_that_does_not_exist_is_refused(seeds: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"select.encoder=\./nope"):
+        prepare(settings(seeds, tmp_path / "out", select={"seeds": 5, "encoder": "./nope"}))

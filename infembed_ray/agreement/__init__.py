@@ -1,0 +1,1 @@
+"""LLM raters on the annotators' items: who could be the judge of a synthesis."""

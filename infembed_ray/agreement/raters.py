@@ -1,0 +1,234 @@
+"""`infembed agreement`: LLM raters answer the items of an agreement study, and are compared with the reference raters.
+
+A study has hundreds of items, so one process asks all raters. The prompt is the judge's, and answers go through the journal,
+the limits and the budget of the LLM client, as in a synthesis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from infembed_ray import durable, records
+from infembed_ray.agreement.figure import Answers, as_csv, as_text, figure, render
+from infembed_ray.analysis import agreement
+from infembed_ray.config.analysis import AgreementSettings
+from infembed_ray.config.llm import ChatModel, Endpoint
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.llm import budget, prices
+from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
+from infembed_ray.llm.client import ChatClient, run_in_thread
+from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_limits import Grant, LeaseReport, resources
+from infembed_ray.places import Place
+from infembed_ray.progress import Advance, say, track
+from infembed_ray.storage import Published, Step, find_input, open_place, resolve_input
+from infembed_ray.synthesis import preflight, templates
+from infembed_ray.synthesis.judge import NONE, Lineup
+from infembed_ray.synthesis.pipeline import rate
+
+REPORT_FILE, PAGE_FILE, TABLE_FILE = "report.json", "report.html", "table.csv"
+ANSWERS_FILE = "answers.jsonl"
+"""The LLM raters' answers, in the format of `answers`."""
+NOTHING_FITS = "0"
+"""Answer of a rater who finds no right passage."""
+PRINTED = 5
+"""Printed reasons of missing answers."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of the sheet, and its passages in order."""
+
+    id: str
+    instruction: str
+    query: str
+    passages: tuple[str, ...]
+
+    @property
+    def shown(self) -> Lineup:
+        """The passages as the judge's candidates, named by their numbers."""
+        return Lineup(tuple(str(number) for number in range(1, len(self.passages) + 1)), self.passages)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The resolved inputs of a run."""
+
+    items: list[Item]
+    references: Answers
+    table: PriceTable
+    journal: JournalPlace
+    endpoints: Mapping[str, Endpoint]
+
+
+def run(settings: AgreementSettings) -> Published:
+    """Ask the LLM raters, compare them with the reference raters, and publish the report.
+
+    Publishes `report.json`, `report.html`, `table.csv` and `answers.jsonl`. An interrupted run resumes from its journal.
+
+    Raises:
+        InputError: bad settings or inputs; endpoints that refuse or cannot be reached; a used-up budget; or a rater whose mean
+            kappa is below `min_kappa`, after its report is published.
+    """
+    step = prepare(settings)
+    done = step.finished()
+    if done is None:
+        study = resolve(settings)
+        with step.publish() as staging:
+            try:
+                rated, reasons = run_in_thread(_ask_all(study, settings))
+            except RunFailure as failure:
+                raise InputError(f"{failure}; nothing is published; the same command resumes") from failure
+            models = {rater: model.model for rater, model in settings.raters.items()}
+            found = figure(len(study.items), study.references, rated, models, settings.bootstrap, settings.seed)
+            durable.replace_json(staging.path / REPORT_FILE, asdict(found))
+            (staging.path / PAGE_FILE).write_text(render(found, settings.sheet), encoding="utf-8")
+            (staging.path / TABLE_FILE).write_text(as_csv(found), encoding="utf-8")
+            rows = [{"item_id": i.id, **{rater: rated[rater].get(i.id) for rater in rated}} for i in study.items]
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (staging.path / ANSWERS_FILE).write_text(lines, encoding="utf-8")
+            staging.counts = {"items": len(study.items), "unanswered": reasons.total()}
+            staging.facts["kappa"] = {bar.rater: bar.kappa.kappa for bar in found.bars}
+        for reason, times in reasons.most_common(PRINTED):
+            say(f"agreement: {times} without an answer: {reason}")
+        say(as_text(found))
+        done = step.published()
+    _require_floor(done, settings)
+    return done
+
+
+def _require_floor(done: Published, settings: AgreementSettings) -> None:
+    """Refuse raters below `min_kappa`. The kappas are in the manifest, so a finished output refuses them again."""
+    if settings.min_kappa is None:
+        return
+    low = {rater: k for rater, k in done.manifest["kappa"].items() if k is None or k < settings.min_kappa}
+    if low:
+        found = ", ".join(f"{rater} {'undefined' if k is None else format(k, '.3f')}" for rater, k in low.items())
+        raise InputError(
+            f"min_kappa={settings.min_kappa:g}: mean kappa with the reference raters is lower ({found}); keep the present "
+            f"judge, or lower the floor; the report is {done.address}"
+        )
+
+
+def prepare(settings: AgreementSettings) -> Step:
+    """Locate the inputs, and identify the run.
+
+    Raises:
+        InputError: an input does not exist, or the output cannot be written.
+    """
+    sources = _sources(settings)
+    found = check_all(*(partial(find_input, file, name) for name, file in sources.items()))
+    places = dict(zip(sources, found, strict=True))
+    if settings.prices is not None:
+        places["prices"] = resolve_input(settings.prices, "prices")
+    return Step("agreement", settings, settings.output, {**places, "prompts": templates.DIRECTORY})
+
+
+def _sources(settings: AgreementSettings) -> dict[str, str]:
+    return {"sheet": settings.sheet} | {f"answers.{number}": file for number, file in enumerate(settings.answers)}
+
+
+def resolve(settings: AgreementSettings) -> Study:
+    """Read the items and the reference answers, and check what can be checked before a request.
+
+    Raises:
+        InputError: a file is unreadable, there is no reference rater, a rater has the label of another one, an endpoint has
+            no URL, or a limit cannot be kept.
+    """
+    others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
+    endpoints = {"endpoint": settings.endpoint, **others}
+    table = prices.load(settings.prices)
+    models = {f"raters.{label}": model for label, model in settings.raters.items()}
+    items, references, *_ = check_all(
+        lambda: _items(find_input(settings.sheet, "sheet")),
+        lambda: agreement.read([find_input(f, n) for n, f in _sources(settings).items()], "sheet, answers", least=1),
+        lambda: preflight.check_urls(endpoints),
+        lambda: preflight.check_limits(settings.limits, models, table),
+    )
+    for label in settings.raters:
+        if label in references:
+            raise InputError(f"raters.{label}: is also the label of a reference rater; choose another label")
+    known = {item.id for item in items}
+    for rater, answers in references.items():
+        if unknown := answers.keys() - known:
+            raise InputError(
+                f"answers: {rater} answers {min(unknown)}, which is not in sheet={settings.sheet}; drop it"
+            )
+    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
+    place = open_place(given, name)
+    return Study(items, references, table, place if settings.journal else place / "journal", endpoints)
+
+
+def _items(sheet: Place) -> list[Item]:
+    items = []
+    for number, row in enumerate(records.raw_rows(sheet, "sheet"), start=1):
+        passages = row.get("passages")
+        texts = [row.get(name) for name in ("item_id", "instruction", "query")]
+        if not isinstance(passages, Mapping) or not all(isinstance(text, str) and text for text in texts):
+            raise InputError(
+                f"sheet={sheet}: row {number}: needs item_id, instruction, query and passages (number -> text); make one "
+                "with `infembed analyze annotate=100`"
+            )
+        shown = {name: text for name, text in passages.items() if text is not None}
+        if list(shown) != [str(place) for place in range(1, len(shown) + 1)]:
+            raise InputError(f"sheet={sheet}: row {number}: passages are {', '.join(shown)}; number them 1, 2, ...")
+        items.append(Item(str(row["item_id"]), str(row["instruction"]), str(row["query"]), tuple(shown.values())))
+    return items
+
+
+async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str, dict[str, str]], Counter[str]]:
+    """Return rater -> item_id -> answer, and how often which reason left an item without one.
+
+    Raises:
+        RunFailure: nothing more can be asked. Answers in flight are still journaled.
+    """
+    limits = settings.limits
+    journal = open_journal(study.journal, settings.replay, upload=settings.journal_upload)
+    spent = 0.0 if limits.budget_usd is None else budget.spent_usd(study.journal, study.table)
+    ledger = budget.DurableLedger(limits, settings.in_flight, spent, study.journal)
+
+    async def exchange(report: LeaseReport) -> Grant:
+        return ledger.exchange(report)
+
+    lease = Lease(uuid.uuid4().hex, resources(limits), settings.in_flight, limits.window_s)
+    limiter = RateLimiter(lease, exchange, min(0.5, limits.window_s / 100))
+    client = ChatClient(list(study.endpoints.values()), journal, limiter, study.table)
+    asked = [(rater, item) for rater in settings.raters for item in study.items]
+    try:
+        with track("agreement", len(asked)) as advance:
+            jobs = (_ask(item, settings.raters[rater], settings, client.complete, advance) for rater, item in asked)
+            answers: Sequence[Any] = await asyncio.gather(*jobs, return_exceptions=True)
+    finally:
+        await client.close()
+        ledger.conclude()
+        journal.close()
+    rated: dict[str, dict[str, str]] = {rater: {} for rater in settings.raters}
+    reasons: Counter[str] = Counter()
+    for (rater, item), answer in zip(asked, answers, strict=True):
+        if isinstance(answer, RowFailure):
+            reasons[f"{rater}: {answer}"] += 1
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            rated[rater][item.id] = answer
+    return rated, reasons
+
+
+async def _ask(item: Item, model: ChatModel, settings: AgreementSettings, complete: Complete, advance: Advance) -> str:
+    # A rater is what the judge of a synthesis would be.
+    judging = SynthesizeSettings(seeds=settings.sheet, output=settings.output, judge=model, prices=settings.prices)
+    try:
+        picked = await rate(item.id, item.instruction, item.query, item.shown, judging, complete)
+    finally:
+        advance()
+    return NOTHING_FITS if picked == NONE else picked

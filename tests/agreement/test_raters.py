@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sklearn.metrics import cohen_kappa_score
+
+from infembed_ray.agreement.raters import run
+from infembed_ray.cli import main
+from infembed_ray.config.analysis import AgreementSettings
+from infembed_ray.errors import InputError
+from tests.agreement.stub import Row, expected_kappa, stub
+from tests.support.files import write_jsonl
+
+pytestmark = pytest.mark.integration
+
+SHEET = Path("/work/shared/data/infir_mini/agreement.jsonl")
+CHOICES = "012345"
+
+
+def made_rows(items: int) -> list[dict[str, Any]]:
+    """Items with five passages, and an annotator."""
+    rng = random.Random(0)
+    return [
+        {
+            "item_id": f"i{n}",
+            "instruction": f"instruction {n}",
+            "query": f"query {n}",
+            "passages": {str(place): f"passage {place} of {n}" for place in range(1, 6)},
+            "ann": rng.choice(CHOICES),
+        }
+        for n in range(items)
+    ]
+
+
+def settings(tmp_path: Path, url: str, sheet: Path, raters: list[str], **more: Any) -> AgreementSettings:
+    given = {label: {"model": label, "max_tokens": 100} for label in raters}
+    endpoint = {"base_url": url, "api_key_env": None}
+    return AgreementSettings.from_mapping(
+        {"sheet": str(sheet), "output": str(tmp_path / "out"), "raters": given, "endpoint": endpoint, **more}
+    )
+
+
+def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -> dict[str, Any]:
+    """Run raters of known error rates, and compare their kappas with arithmetic and with scikit-learn's."""
+    errors = {"perfect": 0.0, "good": 0.1, "poor": 0.5}
+    truth = {row["item_id"]: str(row[reference]) for row in rows}
+    with stub(rows, truth, errors) as (url, _):
+        published = run(settings(tmp_path, url, sheet, list(errors)))
+    report: dict[str, Any] = json.loads((published.path / "report.json").read_text())
+    given = [json.loads(line) for line in (published.path / "answers.jsonl").read_text().splitlines()]
+    pairs = {(pair["one"], pair["other"]): pair["kappa"] for pair in report["pairs"]}
+    answers = [truth[row["item_id"]] for row in given]
+    for model, error in errors.items():
+        kappa = pairs[reference, model]
+        # Standard error of kappa with known marginals: sqrt(p_o (1 - p_o) / n) / (1 - p_e), where p_e is about 1/5.
+        sampling_error = math.sqrt(error * (1 - error) / len(rows)) / 0.8
+        assert abs(kappa - expected_kappa(answers, error, CHOICES)) <= 3 * sampling_error + 1e-9
+        assert kappa == pytest.approx(cohen_kappa_score(answers, [row[model] for row in given]))
+    assert [bar["rater"] for bar in report["bars"]] == ["perfect", "good", "poor"]
+    return report
+
+
+@pytest.mark.skipif(not SHEET.is_file(), reason="needs the data sets of the development machine: agreement.jsonl")
+def test_raters_of_known_error_rates_get_the_kappa_that_arithmetic_predicts(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in SHEET.read_text().splitlines()]
+    report = check_kappas(tmp_path, SHEET, rows, "rater_a")
+    assert report["among_references"]["kappa"] == pytest.approx(0.959, abs=5e-4)
+    perfect = report["bars"][0]["kappa"]
+    assert perfect["kappa"] == pytest.approx((1 + report["among_references"]["kappa"]) / 2)  # 1 with a, as a with b
+
+
+def test_one_annotator_is_enough(tmp_path: Path) -> None:
+    rows = made_rows(200)
+    report = check_kappas(tmp_path, write_jsonl(tmp_path / "sheet.jsonl", rows), rows, "ann")
+    assert report["references"] == ["ann"]
+    assert report["among_references"]["kappa"] is None
+
+
+def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = made_rows(40)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", [{k: v for k, v in row.items() if k != "ann"} for row in rows])
+    one = write_jsonl(tmp_path / "one.jsonl", [{"item_id": row["item_id"], "ann": row["ann"]} for row in rows])
+    truth = {row["item_id"]: row["ann"] for row in rows}
+    with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
+        wanted = settings(tmp_path, url, sheet, ["judge", "broken"], answers=[str(one)])
+        published = run(wanted)
+        first = len(asked)
+        assert run(wanted).fresh is False
+        assert len(asked) == first
+    assert published.manifest["counts"] == {"items": 40, "unanswered": 40}
+    printed = capsys.readouterr().out
+    assert "agreement: 40 items, 2 LLM raters with 1 reference rater" in printed
+    assert "mean Cohen's kappa of judge (judge) with 1 reference rater" in printed
+    assert (
+        "undefined  mean Cohen's kappa of broken (broken) with 1 reference rater; 40 items without an answer" in printed
+    )
+    table = (published.path / "table.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table] == ["rater", "judge", "broken", "among reference raters"]
+    page = (published.path / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<svg" in page
+
+
+def test_a_rater_below_the_floor_is_refused_after_its_report_and_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = made_rows(60)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    truth = {row["item_id"]: row["ann"] for row in rows}
+    with stub(rows, truth, {"old": 0.05, "new": 0.6}) as (url, asked):
+        command = [
+            "agreement",
+            f"sheet={sheet}",
+            f"output={tmp_path}/out",
+            "raters={old: {model: old}, new: {model: new}}",
+            f"endpoint={{base_url: '{url}', api_key_env: null}}",
+        ]
+        assert main([*command, "min_kappa=0.7"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            "infembed agreement: min_kappa=0.7: mean kappa with the reference raters is lower (new 0."
+        )
+        calls = len(asked)
+        assert main([*command, "min_kappa=0.7"]) == 2
+        assert main([*command, "min_kappa=0.1"]) == 0
+        assert len(asked) == calls
+    assert next((tmp_path / "out").glob("*/report.html")).is_file()
+
+
+def test_an_interrupted_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Path) -> None:
+    rows = made_rows(50)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    truth = {row["item_id"]: row["ann"] for row in rows}
+    table = tmp_path / "prices.yaml"
+    table.write_text("as_of: 2026-01-01\nmodels:\n  old: [100, 1000]\n")
+    bounded = {"prices": str(table), "in_flight": 1}
+    with stub(rows, truth, {"old": 0.0}) as (url, asked):
+        with pytest.raises(InputError, match=r"budget_usd.*nothing is published"):
+            run(settings(tmp_path, url, sheet, ["old"], limits={"budget_usd": 0.7}, **bounded))
+        paid = len(asked)
+        assert 0 < 0.02 * paid <= 0.7
+        run(settings(tmp_path, url, sheet, ["old"], limits={"budget_usd": 7}, **bounded))
+        assert len(asked) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "message"),
+    [
+        ({"query": None}, {}, "row 1: needs item_id, instruction, query and passages"),
+        ({"passages": {"2": "a", "1": "b"}}, {}, "row 1: passages are 2, 1; number them 1, 2"),
+        ({}, {"raters": {"ann": {"model": "m"}}}, "raters.ann: is also the label of a reference rater"),
+        ({}, {"endpoint": {"base_url": "localhost"}}, "endpoint.base_url=localhost: no URL"),
+        ({}, {"limits": {"tokens_per_minute": 5}, "raters": {"new": {"model": "m"}}}, "raters.new.max_tokens=null"),
+        ({"ann": None}, {}, "0 raters; agreement needs at least 1"),
+    ],
+)
+def test_bad_input_is_rejected_before_a_request(
+    tmp_path: Path, change: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", [{**row, **change} for row in made_rows(1)])
+    given = {"raters": {"new": {"model": "m"}}, "sheet": str(sheet), "output": str(tmp_path / "out"), **more}
+    with pytest.raises(InputError, match=message):
+        run(AgreementSettings.from_mapping(given))
+
+
+def test_answers_to_items_that_the_sheet_lacks_are_rejected(tmp_path: Path) -> None:
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", made_rows(2))
+    other = write_jsonl(tmp_path / "ben.jsonl", [{"item_id": "i9", "ben": "1"}])
+    with pytest.raises(InputError, match=r"answers: ben answers i9, which is not in sheet="):
+        run(settings(tmp_path, "http://127.0.0.1:1/v1", sheet, ["m"], answers=[str(other)]))
