@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from infembed_ray.synthesis.forecast import wilson
-from infembed_ray.synthesis.pipeline import Kind, Outcome
+from infembed_ray.synthesis.outcome import Kind, Outcome
 
 
 class JudgeAudit:

@@ -14,7 +14,8 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Complete, Completion, Request
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.batch_files import LEFT_OUT
-from infembed_ray.synthesis.pipeline import STEPS, Outcome, model_of
+from infembed_ray.synthesis.outcome import Outcome
+from infembed_ray.synthesis.pipeline import STEPS, model_of
 
 ALIKE = 20
 """Rows that must fail alike at a step, before any row passes it, to stop the run; at least half of an actor's requests

@@ -51,8 +51,9 @@ from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
 from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.forecast import forecast, sample
 from infembed_ray.synthesis.live_progress import live_progress
+from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
-from infembed_ray.synthesis.pipeline import Outcome, synthesize
+from infembed_ray.synthesis.pipeline import synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
 from infembed_ray.synthesis.tasks import write_tasks
 

@@ -18,7 +18,8 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted
 from infembed_ray.storage import Staging
 from infembed_ray.synthesis.audit import JudgeAudit
-from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, SCHEMAS, STEPS, Kind, Outcome, Spend
+from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
 
 _FILES: Mapping[Kind, str] = {
     "kept": records.KEPT_FILE,

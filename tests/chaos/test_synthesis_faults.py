@@ -16,7 +16,8 @@ from infembed_ray.llm.lease import Lease, RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger, resources
 from infembed_ray.records import Seed
-from infembed_ray.synthesis.pipeline import Outcome, synthesize
+from infembed_ray.synthesis.outcome import Outcome
+from infembed_ray.synthesis.pipeline import synthesize
 from tests.support.stand_in_answers import CHAOS
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.synthesis.runs import ROWS, answered_most

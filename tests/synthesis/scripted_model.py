@@ -9,7 +9,8 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.records import Seed
 from infembed_ray.synthesis import judge
-from infembed_ray.synthesis.pipeline import Outcome, synthesize
+from infembed_ray.synthesis.outcome import Outcome
+from infembed_ray.synthesis.pipeline import synthesize
 from tests.support import stand_in_answers
 
 SEED = Seed(

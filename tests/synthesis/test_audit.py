@@ -6,7 +6,7 @@ from typing import Any
 
 from infembed_ray.synthesis.audit import JudgeAudit, described
 from infembed_ray.synthesis.forecast import wilson
-from infembed_ray.synthesis.pipeline import Outcome, Spend
+from infembed_ray.synthesis.outcome import Outcome, Spend
 
 
 def row(kind: Any, *judges: str | None, audit: str | None = None) -> Outcome:

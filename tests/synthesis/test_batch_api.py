@@ -25,7 +25,8 @@ from infembed_ray.storage import Published
 from infembed_ray.synthesis import batch_api, batch_files
 from infembed_ray.synthesis.batch_api import BatchReport
 from infembed_ray.synthesis.distributed import run
-from infembed_ray.synthesis.pipeline import Outcome, synthesize
+from infembed_ray.synthesis.outcome import Outcome
+from infembed_ray.synthesis.pipeline import synthesize
 from tests.support import stand_in_answers
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.support.waiting import wait_until

@@ -14,7 +14,8 @@ from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.records import SCENARIOS
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
-from infembed_ray.synthesis.pipeline import STEPS, Outcome, Spend, synthesize
+from infembed_ray.synthesis.outcome import Outcome, Spend
+from infembed_ray.synthesis.pipeline import STEPS, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model, outcome
 from tests.synthesis.test_pipeline import _number_of

@@ -12,7 +12,7 @@ from infembed_ray.config.llm import Limits
 from infembed_ray.config.synthesis import Canary
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.forecast import Forecast, forecast, sample, wilson
-from infembed_ray.synthesis.pipeline import Outcome, Spend
+from infembed_ray.synthesis.outcome import Outcome, Spend
 
 
 def seeds(**by_source: int) -> list[Seed]:

@@ -19,7 +19,8 @@ from infembed_ray.llm.endpoint import Unanswered, completion_of, parse_completio
 from infembed_ray.llm.journal import decode, encode
 from infembed_ray.records import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
-from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, SCHEMAS, STEPS, Outcome, Spend, synthesize
+from infembed_ray.synthesis.outcome import SCHEMAS, Outcome, Spend
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, SETTINGS, WRITING, Model, outcome
 

@@ -11,7 +11,8 @@ from infembed_ray.llm.client import replaying
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
 from infembed_ray.quickstart.sample.record import TEST_TOPICS, record
-from infembed_ray.synthesis.pipeline import Outcome, synthesize
+from infembed_ray.synthesis.outcome import Outcome
+from infembed_ray.synthesis.pipeline import synthesize
 
 AUTHORED = [json.loads(line) for line in sample.AUTHORED.read_text(encoding="utf-8").splitlines()]
 

@@ -1,0 +1,66 @@
+"""What a seed became: a kept record, a rejected row or a dead letter, and what its answers cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED
+
+Kind = Literal["kept", "rejected", "dead_letter"]
+
+SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead_letter": DEAD_LETTER}
+"""Columns of the rows of each kind."""
+
+
+@dataclass(frozen=True)
+class Spend:
+    """Answered calls and their cost."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    usd: float | None = 0.0
+    """List price; None if the price table lacks a model."""
+
+    def __add__(self, other: Spend) -> Spend:
+        return Spend(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            None if self.usd is None or other.usd is None else self.usd + other.usd,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one seed."""
+
+    kind: Kind
+    row: Mapping[str, Any]
+    """Columns of `SCHEMAS[kind]`, without those that were not reached."""
+    paid: Spend
+    """In this run."""
+    replayed: Spend
+    """Answered by journals, so paid before this run."""
+    complement: Mapping[str, Any] | None = None
+    """Columns of `records.COMPLEMENT` for a kept record; None if `settings.complement` is off."""
+    traceback: str | None = None
+    """Of an unexpected exception, which made the row a dead letter."""
+    from_journal: bool = False
+    """Whether a journal answered the row's last request."""
+
+    def to_json(self) -> str:
+        """Encode it for `from_json`."""
+        # Not by dataclasses.asdict, which copies all values.
+        return json.dumps({**vars(self), "paid": vars(self.paid), "replayed": vars(self.replayed)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """Decode what `to_json` encoded."""
+        values = json.loads(text)
+        return cls(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})
