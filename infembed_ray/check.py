@@ -6,15 +6,14 @@ the plan line by line, and raises InputError with all mistakes that were found t
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infembed_ray.check_outputs import gib, no_new_directories, require_space, require_space_of_workers, state
 from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings, CleanSettings
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
@@ -24,17 +23,15 @@ from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.object_store import SCRATCH, is_uri
-from infembed_ray.places import Place, address, listing
+from infembed_ray.places import address, listing
 from infembed_ray.progress import counted
-from infembed_ray.storage import STATES, Step, local_path
+from infembed_ray.storage import STATES
 
 if TYPE_CHECKING:
     from infembed_ray.evaluation.inputs import Inputs
     from infembed_ray.planning.capacity import Weights
     from infembed_ray.sweeps.trials import Trial
 
-GIB = 2**30
 _STATE_BYTES = 12
 """Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
 _WEIGHT_BYTES = 4
@@ -53,7 +50,7 @@ def check(verb: str, settings: Settings, endpoint: bool) -> Iterator[str]:
         InputError: mistakes were found, after the lines that could be made.
     """
     faults: list[str] = []
-    with _no_new_directories(settings):
+    with no_new_directories(settings):
         checks: list[Callable[..., Iterator[str]]] = [VERBS[verb], *[_endpoints] * endpoint]
         for lines in checks:
             try:
@@ -62,61 +59,6 @@ def check(verb: str, settings: Settings, endpoint: bool) -> Iterator[str]:
                 faults += error.args
     if faults:
         raise InputError(*dict.fromkeys(faults))
-
-
-@contextlib.contextmanager
-def _no_new_directories(settings: Settings) -> Iterator[None]:
-    """Remove the empty directories that the block creates where the settings name outputs."""
-    parts = (settings, getattr(settings, "evaluate", None))  # a sweep names its evaluations' embeddings
-    outputs = [getattr(part, name, None) for part in parts for name in ("output", "embeddings", "journal")]
-    places = [local_path(path, "output") for path in outputs if path and not is_uri(path)]
-    places += [places[0] / name for name in ("journal", "embeddings")] if places else []
-    absent = {path for place in places for path in (place, *place.parents) if not path.exists()}
-    try:
-        yield
-    finally:
-        for path in sorted(absent, reverse=True):  # a directory sorts before what it holds
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-
-def _state(step: Step, *reused: Place) -> Iterator[str]:
-    """Say where the output will be, and whether it exists.
-
-    Args:
-        reused: what an interrupted run leaves besides `step.partial`.
-    """
-    place = step.remote.base if step.remote else step.path
-    if done := step.found():
-        yield f"output {place}: finished on {done.manifest['created']}, so there is nothing to do"
-    elif any(place.exists() for place in (step.partial, *reused)) or (step.remote and step.remote.exists()):
-        yield f"output {place}: an interrupted run is there, and this run resumes it"
-    else:
-        yield f"output {place}: new"
-
-
-def _require_space(step: Step, needed: float, *reused: Path) -> str:
-    """Return how much disk a run needs besides what an interrupted one left; InputError if there is less."""
-    left = (file for place in (step.partial, *reused) for file in place.rglob("*") if file.is_file())
-    more = max(0.0, needed - sum(file.stat().st_size for file in left))
-    free = shutil.disk_usage(step.root).free
-    if more > free:
-        raise InputError(
-            f"output={step.root}: the run needs about {_gib(more)}, but {_gib(free)} are free there; free some, or "
-            "choose another disk"
-        )
-    return f"disk: about {_gib(more)} at most, {_gib(free)} are free"
-
-
-def _require_space_of_workers(step: Step, needed: float, *reused: Path) -> str:
-    """Return the disk that workers need. If the output is in an object store, they write to their own nodes' disks."""
-    if step.remote is None:
-        return _require_space(step, needed, *reused)
-    return f"disk: about {_gib(needed)} at most in {SCRATCH} of the node of a worker 0, less on other nodes"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"
 
 
 # ------------------------------------------------------------------------------------------------------- synthesize
@@ -163,7 +105,7 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
     except InputError as error:
         check_all(partial(_raise, error), lambda: preflight.check_settings(settings, prices.load(settings.prices)))
         raise
-    yield from _state(step)
+    yield from state(step)
     if step.found():
         return
     job = preflight.resolve(settings, seeds, table)
@@ -215,7 +157,7 @@ def _analyze(settings: AnalyzeSettings) -> Iterator[str]:
     from infembed_ray.analysis import report
 
     files, step = report.prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if step.found():
         return
     found, _, others, evaluations = report.read(settings, files)
@@ -228,7 +170,7 @@ def _clean(settings: CleanSettings) -> Iterator[str]:
     from infembed_ray.analysis import distributed
 
     files, step = distributed.prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if not step.found():
         yield from (f"{name}: {number:,} {what}" for name, number, what in distributed.count(files))
 
@@ -237,7 +179,7 @@ def _agreement(settings: AgreementSettings) -> Iterator[str]:
     from infembed_ray.agreement import raters
 
     step = raters.prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if not step.found():
         study = raters.resolve(settings)
         yield f"items: {len(study.items):,}, answered by {counted(len(study.references), 'reference rater')}"
@@ -253,7 +195,7 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     from infembed_ray.training.checkpoints.manager import CheckpointManager
 
     inputs, step = launch.prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if step.found():
         return
     encoder = launch.check_model(inputs.settings)
@@ -271,8 +213,8 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     weights = weights_of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
     without = "" if settings.teacher is None else ", without the teacher"
-    yield f"memory: about {_gib(memory.total)} {_of_worker(settings)} at the peak of a step{without}"
-    yield _require_space_of_workers(step, _disk(settings, weights))
+    yield f"memory: about {gib(memory.total)} {_of_worker(settings)} at the peak of a step{without}"
+    yield require_space_of_workers(step, _disk(settings, weights))
 
 
 def _of_worker(settings: TrainSettings) -> str:
@@ -290,14 +232,14 @@ def _export(settings: ExportSettings) -> Iterator[str]:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
     found, step = onnx.prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if step.found():
         return
     encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
     onnx.require_exportable(encoder, settings.model)
     parameters = sum(parameter.numel() for parameter in encoder.parameters())
     yield f"graphs: {len(encoder.backbones)}, {encoder.dimension} dimensions"
-    yield _require_space(step, _WEIGHT_BYTES * parameters)
+    yield require_space(step, _WEIGHT_BYTES * parameters)
 
 
 # --------------------------------------------------------------------------------------------------------- evaluate
@@ -308,7 +250,7 @@ def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
 
     found = inputs.resolve(settings, share_corpora=False)
     step = found.step(settings)
-    yield from _state(step)
+    yield from state(step)
     if step.found():
         return
     yield from _tasks(found)
@@ -328,7 +270,7 @@ def _report(settings: ReportSettings) -> Iterator[str]:
     from infembed_ray.evaluation.paper import report
 
     paths, step = report.prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if not step.found():
         collection, _, papers, *_ = report.compose(settings, paths)
         yield f"results: {report.summary(collection, papers)}"
@@ -343,7 +285,7 @@ def _sweep(settings: SweepSettings) -> Iterator[str]:
     from infembed_ray.sweeps.trials import prepare
 
     planned, step = prepare(settings)
-    yield from _state(step)
+    yield from state(step)
     if step.found():
         return
     designs = {(t.row, t.model): t for t in planned if t.train is not None and t.seed == settings.seeds[0]}
@@ -360,8 +302,8 @@ def _sweep(settings: SweepSettings) -> Iterator[str]:
         steps, memory, disk = zip(*needs, strict=True)
         yield f"steps: {seeds * sum(steps):,} in all trainings"
         largest = f", of {max(zip(memory, designs, strict=True))[1][0]}" if len(designs) > 1 else ""
-        yield f"memory: about {_gib(max(memory))} {_of_worker(settings.train)} at the peak of a step{largest}"
-        yield _require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
+        yield f"memory: about {gib(max(memory))} {_of_worker(settings.train)} at the peak of a step{largest}"
+        yield require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
     yield from _tasks(found)
     yield "{:,} queries and {:,} passages per trial".format(*found.size)
 
@@ -396,7 +338,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
 
     corpus, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
-    yield from _state(step, work)
+    yield from state(step, work)
     if step.found():
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
@@ -414,7 +356,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     shard = estimate(build.factory, encoder.dimension, each, -(-text // passages))
     encoded = passages * encoder.dimension * _WEIGHT_BYTES
     if not more and isinstance(work, Path):
-        yield _require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
+        yield require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
 
 
 # ---------------------------------------------------------------------------------------------------------- serve

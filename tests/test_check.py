@@ -194,8 +194,8 @@ def test_missing_files_and_bad_settings_are_reported_together(shown, tmp_path: P
 
 
 def test_a_full_disk_is_found_before_a_training(shown, training: list[str], tmp_path: Path, monkeypatch) -> None:
-    free = check.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(check.shutil, "disk_usage", lambda _: free)
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     status, _, err = shown("train", *training, f"output={tmp_path}/out")
     assert status == 2
     assert f"output={tmp_path}/out: the run needs about" in err[0]

@@ -103,8 +103,7 @@ def run(settings: SynthesizeSettings) -> Published:
     if isinstance(job.journal, Folder) and not job.has_key:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
-    # From here on no other run of this output spends.
-    with step.publish() as staging, _hosting(job, step.identity, staging) as job:
+    with step.publish() as staging, _hosting(job, step.identity, staging) as job:  # no other run of it spends now
         if job.has_key:
             _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
