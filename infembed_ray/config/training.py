@@ -105,6 +105,11 @@ class TrainSettings(Settings):
         description="I-negatives per row: the record's own poisoned instruction, then sampled ones of all workers; null: "
         "all instructions of the worker's own records",
     )
+    shared_instructions: bool | None = Field(
+        None,
+        description="sample the I-negatives once per step for all rows, which then share prefixes; false: for each row; "
+        "null: true for causal backbones",
+    )
     iq_negatives: IQNegatives = Field(
         "kk",
         description="IQ-negatives: kk, other rows' pairs (Eq. 10-21); ik, other queries, same instruction (Eq. 6-7)",

@@ -181,6 +181,7 @@ class _Trainer:
             self._rank,
             self._objective,
             instruction_negatives=settings.instruction_negatives,
+            shared_instructions=settings.shared_instructions,
             iq_negatives=settings.iq_negatives,
             seed=seed,
         )
