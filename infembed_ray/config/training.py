@@ -151,6 +151,12 @@ class TrainSettings(Settings):
     share_encoder: bool | None = Field(
         None, description="true: one encoder for queries and passages; false: two; null: the model's, else one"
     )
+    attention_dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="dropout of attention weights; 0 lets BERT-like backbones pack on CUDA; null: as in the model's config",
+    )
     lora: Lora | None = Field(None, description="{}: train low-rank adapters only; null: train all weights")
     matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="dimensions of truncated embeddings to train too; the loss is the mean over all"
