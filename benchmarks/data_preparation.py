@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -39,6 +38,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2Model
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.template import TextFormat
 from infembed_ray.records import Record
 from infembed_ray.training.preparation import Prepared, Preparer, ahead
 
@@ -51,7 +51,7 @@ def records(number: int) -> list[Record]:
     real, _ = material.records(200)
     turns = (divmod(n, len(real)) for n in range(number))
     return [
-        replace(real[at], id=f"{turn}/{at}", **{name: f"{getattr(real[at], name)} {turn}" for name in TEXTS})
+        replace(real[at], id=f"{turn}/{at}", **{name: f"{turn} {getattr(real[at], name)}" for name in TEXTS})
         for turn, at in turns
     ]
 
@@ -59,10 +59,8 @@ def records(number: int) -> list[Record]:
 def encoder() -> InstructionEncoder:
     tokenizer = AutoTokenizer.from_pretrained(material.minilm())
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with tempfile.TemporaryDirectory() as directory:
-        Qwen2Model(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **shape)).save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        return InstructionEncoder.from_pretrained(directory).train()
+    backbone = Qwen2Model(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **shape))
+    return InstructionEncoder(backbone, tokenizer, "last", TextFormat()).train()
 
 
 def preparer(rows: list[Record], model: InstructionEncoder, shared: bool) -> Preparer:

@@ -27,7 +27,6 @@ import json
 import platform
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -226,18 +225,17 @@ def marginals(
     return figures
 
 
-def engine_of(model: str, directory: str, options: argparse.Namespace) -> Engine:
+def engine_of(model: str, options: argparse.Namespace) -> Engine:
     """Return the engine of `infembed train` with one worker, with a random decoder and MiniLM's tokenizer."""
     config, backbone, shape = MODELS[model]
     tokenizer = AutoTokenizer.from_pretrained(material.minilm())
     torch.manual_seed(0)
-    backbone(config(**shape | {"vocab_size": len(tokenizer)})).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    decoder = backbone(config(**shape | {"vocab_size": len(tokenizer)})).to(options.device)
     gpus = 1 if options.device == "cuda" else 0
     settings = TrainSettings(
-        records="-", model=directory, output="-", workers=1, precision=options.dtype, gpus_per_worker=gpus
+        records="-", model="-", output="-", workers=1, precision=options.dtype, gpus_per_worker=gpus
     )
-    return Engine(InstructionEncoder.from_pretrained(directory, device=options.device), settings)
+    return Engine(InstructionEncoder(decoder, tokenizer, "last", TextFormat()), settings)
 
 
 def steps(model: str, options: argparse.Namespace) -> dict[str, float]:
@@ -247,30 +245,29 @@ def steps(model: str, options: argparse.Namespace) -> dict[str, float]:
     ways = {"uni{P}": ("uni{P}", True), "multi{P,I}": ("multi{P,I}", True), "one set a row": ("multi{P,I}", False)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     tokens: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        engine = engine_of(model, directory, options)
-        engine.train()
+    engine = engine_of(model, options)
+    engine.train()
 
-        def step(objective: Objective, batch: Batch) -> None:
-            queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
-            scores = score_batch(objective, batch, queries, passages)
-            engine.backward(marginal_loss(objective, scores.positive, scores.negatives, engine.temperature))
-            engine.update(1e-5)
+    def step(objective: Objective, batch: Batch) -> None:
+        queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
+        scores = score_batch(objective, batch, queries, passages)
+        engine.backward(marginal_loss(objective, scores.positive, scores.negatives, engine.temperature))
+        engine.update(1e-5)
 
-        for number in range(options.rounds + 1):
-            for name, (objective, shared) in ways.items():
-                parsed = Objective.parse(objective)
-                batch = collate(
-                    engine.encoder,
-                    shares,
-                    0,
-                    parsed,
-                    instruction_negatives=5,
-                    shared_instructions=shared,
-                    seed=str(number),
-                )
-                times[name].append(seconds(lambda o=parsed, b=batch: step(o, b), engine.encoder.device))
-                tokens[name] = int(engine.work.take()[1])
+    for number in range(options.rounds + 1):
+        for name, (objective, shared) in ways.items():
+            parsed = Objective.parse(objective)
+            batch = collate(
+                engine.encoder,
+                shares,
+                0,
+                parsed,
+                instruction_negatives=5,
+                shared_instructions=shared,
+                seed=str(number),
+            )
+            times[name].append(seconds(lambda o=parsed, b=batch: step(o, b), engine.encoder.device))
+            tokens[name] = int(engine.work.take()[1])
     medians = {name: statistics.median(of_way[1:]) for name, of_way in times.items()}
     figures = "; ".join(f"{name} {s:.2f} s for {tokens[name]} tokens" for name, s in medians.items())
     print(f"  step of 4 of 32 records ({source}): {figures}", flush=True)

@@ -72,8 +72,8 @@ def _block_mask(ends: Tensor, device: torch.device) -> BlockMask:
     def ancestor(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < on[key])
 
-    parts = (on_device(part[None, None], device) for mask in (partial, full) for part in _indices(mask))
-    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=ancestor)
+    parts = [on_device(part[None, None], device) for mask in (partial, full) for part in _indices(mask)]
+    return BlockMask.from_kv_blocks(parts[0], parts[1], parts[2], parts[3], BLOCK_SIZE=BLOCK, mask_mod=ancestor)
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,4 +88,5 @@ def _kernel(device: str) -> Callable[..., Any]:
 
     With `fullgraph`, more shapes than the compiler's limit are an error. Otherwise it would compute all scores then.
     """
-    return flex_attention if device == "cpu" else torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    kernel: Callable[..., Any] = flex_attention
+    return kernel if device == "cpu" else torch.compile(kernel, fullgraph=True, dynamic=False)
