@@ -34,7 +34,11 @@ class RowFailure(Exception):
     """This row cannot be completed: it becomes a dead letter and the run goes on."""
 
 
-class Malformed(RowFailure):
+class Unusable(RowFailure):
+    """A model answered, but not with anything that the row can use."""
+
+
+class Malformed(Unusable):
     """An answer is not in the requested format; asking again may help.
 
     Args:
@@ -170,18 +174,16 @@ def usable_text(completion: Completion) -> str:
     """Return the text of a completion that ended normally, without the model's reasoning.
 
     Raises:
-        RowFailure: the answer is a refusal, filtered, cut off at the token limit, unreadable or empty.
+        Unusable: the answer is a refusal, filtered, cut off at the token limit, unreadable or empty.
     """
     if completion.refused:
-        raise RowFailure(
-            f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}"
-        )
+        raise Unusable(f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}")
     if completion.cut_off:
-        raise RowFailure(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
+        raise Unusable(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
     if completion.finish_reason == UNREADABLE:
-        raise RowFailure("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
+        raise Unusable("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
     if completion.empty:
-        raise RowFailure("empty answer")
+        raise Unusable("empty answer")
     return without_reasoning(completion.text)
 
 

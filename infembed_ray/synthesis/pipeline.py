@@ -26,6 +26,7 @@ from infembed_ray.llm.chat import (
     Request,
     RowFailure,
     RunFailure,
+    Unusable,
     replace_surrogates,
     usable_text,
 )
@@ -242,11 +243,12 @@ class _Row:
 
     def _spend(self, exchanges: Sequence[_Exchange]) -> Spend:
         table = prices.load(self.settings.prices)
-        calls = (
-            Spend(1, completion.prompt_tokens, completion.completion_tokens, table.usd(asked.model, completion))
-            for asked, completion in exchanges
-        )
-        return sum(calls, start=Spend())
+        total = Spend()
+        for asked, completion in exchanges:
+            usd = table.usd(asked.model, completion)
+            batched_usd = usd or 0.0 if completion.batched else 0.0
+            total += Spend(1, completion.prompt_tokens, completion.completion_tokens, usd, batched_usd)
+        return total
 
 
 async def _write(row: _Row) -> None:
@@ -322,7 +324,7 @@ async def _settled(row: _Row, pool: Sequence[str], cheap: CheapJudge) -> dict[st
             picked = await _verdict(row, pool, scenario, *_pair(row, scenario), order=1)
             sure = picked == scenario or cheap.rejects
             sure = sure and picked == await _verdict(row, pool, scenario, *_pair(row, scenario), order=2)
-        except Malformed:
+        except Unusable:
             continue
         if sure:
             settled[scenario] = picked
