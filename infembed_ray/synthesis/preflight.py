@@ -180,6 +180,11 @@ def _check_batches(job: Job) -> None:
             f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
             f"remove {waiting[0]} to pay for its requests again"
         )
+    elif job.settings.canary is not None and job.settings.canary.stop and has_pending_batches(job):
+        raise InputError(
+            "canary.stop=true: batches of an earlier run still wait to be collected, and its canary may not ask their requests "
+            "again; set canary=null to go on with that run"
+        )
 
 
 def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:

@@ -9,10 +9,11 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
+from infembed_ray.synthesis.batch_files import Batch
 from infembed_ray.synthesis.preflight import check, prepare, require_all_journaled, resolve
 from infembed_ray.synthesis.sources import Source
 from tests.modeling import backbones
-from tests.support.chat import unreadable
+from tests.support.chat import request, unreadable
 from tests.synthesis.runs import settings
 
 BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"model": "o4-mini", "max_tokens": 50}}
@@ -86,6 +87,16 @@ def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Pa
     given = settings(seeds, tmp_path / "out", **stored)
     check(resolve(given, Source(given), prices.load()))
     assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
+
+
+def test_a_canary_that_must_end_the_run_does_not_pass_over_pending_batches(seeds: Path, tmp_path: Path) -> None:
+    (tmp_path / "journal" / "batches").mkdir(parents=True)
+    Batch.prepare(tmp_path / "journal" / "batches", "http://here/v1", [request("a")], 0.5).save(stage="submitted")
+    values = {"journal": str(tmp_path / "journal"), "endpoint": {"api_key_env": None}, "batches": {}}
+    stopping = settings(seeds, tmp_path / "out", **values, canary={"stop": True})
+    assert "canary.stop=true: batches of an earlier run still wait to be collected" in one_line(stopping)
+    going_on = settings(seeds, tmp_path / "out", **values, canary={})
+    check(resolve(going_on, Source(going_on), prices.load()))
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:
