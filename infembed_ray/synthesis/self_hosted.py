@@ -158,7 +158,8 @@ def _wait_until_healthy(name: str, hosted: Hosted) -> None:
 
 def _stop(name: str) -> None:
     """Delete the model, and Serve as well if it serves nothing else."""
-    with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and the model with it
-        serve.delete(name)
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the cluster is gone, or its replicas end slowly
+        if name in serve.status().applications:
+            serve.delete(name)
         if not serve.status().applications:
             serve.shutdown()
