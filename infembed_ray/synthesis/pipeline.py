@@ -58,6 +58,16 @@ STEPS = (
 """All steps in order."""
 
 
+def steps_of(settings: SynthesizeSettings) -> list[str]:
+    """Return the steps that a run may ask, in order."""
+    return [
+        step
+        for step in STEPS
+        if (settings.complement or not step.endswith("_complement"))
+        and (settings.cheap_judge is not None or not step.startswith(CHEAP_JUDGE))
+    ]
+
+
 def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
     """Return the setting that names a step's model, and the model."""
     if step in settings.steps:

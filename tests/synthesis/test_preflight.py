@@ -10,7 +10,7 @@ from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
 from infembed_ray.synthesis.batch_files import Batch
-from infembed_ray.synthesis.preflight import check, prepare, require_all_journaled, resolve
+from infembed_ray.synthesis.preflight import check, prepare, probes, require_all_journaled, resolve
 from infembed_ray.synthesis.sources import Source
 from tests.modeling import backbones
 from tests.support.chat import request, unreadable
@@ -97,6 +97,26 @@ def test_a_canary_that_must_end_the_run_does_not_pass_over_pending_batches(seeds
     assert "canary.stop=true: batches of an earlier run still wait to be collected" in one_line(stopping)
     going_on = settings(seeds, tmp_path / "out", **values, canary={})
     check(resolve(going_on, Source(going_on), prices.load()))
+
+
+def test_batches_need_the_key_of_their_own_endpoint(
+    no_key: None, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(seeds, tmp_path / "out", batches={}, more_endpoints=[{"api_key_env": None}])
+    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in one_line(given)
+
+
+def test_only_models_of_steps_that_are_asked_are_probed(seeds: Path, tmp_path: Path) -> None:
+    steps = {"cheap_judge_positive": {"model": "one"}, "judge_complement": {"model": "other"}}
+    asked = {**BOUNDED, "steps": steps}
+    assert set(probes(settings(seeds, tmp_path, **asked))) == {"generator", "judge"}
+    asked |= {"cheap_judge": {"model": "cheap"}, "complement": True}
+    assert set(probes(settings(seeds, tmp_path, **asked))) == {
+        "generator",
+        "judge",
+        "cheap_judge",
+        *(f"steps.{s}" for s in steps),
+    }
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:
