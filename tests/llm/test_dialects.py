@@ -10,12 +10,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from infembed_ray.config.llm import ChatModel, Endpoint
-from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Request, RunFailure, adapted
 from infembed_ray.llm.dialects import Learned, learn, most_usd
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD
-from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.templates import probe
 from tests.llm.test_client import endpoint, using
 from tests.support.chat import passage_request
@@ -150,29 +148,13 @@ def test_a_busy_endpoint_is_asked_again_and_then_left_unknown() -> None:
     assert "unknown parameters (HTTP 503: overloaded)" in found.report[0]
 
 
-def test_what_a_probe_may_have_cost_counts_and_no_probe_exceeds_the_budget(tmp_path: Path) -> None:
+def test_what_a_request_may_have_cost_counts() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "bad gateway"}}, status=502)
 
     found, requests = serve_and_learn(answer), {"generator": probe(MODEL)}
     most = most_usd({"endpoint": Endpoint(), "more_endpoints.0": Endpoint(probe=False)}, requests, TABLE)
     assert found.used[USD] == pytest.approx(most)
-    model = {"model": "gpt-4o-mini", "max_tokens": 64}
-    with stand_in() as server:
-        given = SynthesizeSettings.from_mapping(
-            {
-                "seeds": "",
-                "output": "",
-                "generator": model,
-                "judge": model,
-                "endpoint": {"base_url": server.url, "api_key_env": None},
-                "limits": {"budget_usd": 0.01},
-            }
-        )
-        refused = Coordinator(given, 4, 0.00999, tmp_path / "journal", tmp_path / "tasks").dialects()
-        assert str(refused).startswith("limits.budget_usd=0.01: used up (0.0100 USD spent; to find out")
-        assert not server.log()
-        assert Coordinator(given, 4, 0.0, tmp_path / "journal", tmp_path / "tasks").dialects() == ({"gpt-4o-mini": {}},)
 
 
 def test_only_the_sent_body_is_adapted_so_another_dialect_asks_nothing_again(tmp_path: Path) -> None:
