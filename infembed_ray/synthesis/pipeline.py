@@ -202,7 +202,7 @@ class _Row:
             higher = {**request.parameters, CAP: model.last_max_tokens}
             completion = await self._send(replace(request, parameters=higher))
         for number in range(1, model.resamples + 1 if model.temperature != 0 else 1):
-            if not (completion.refused or completion.empty):
+            if completion.cut_off or not (completion.refused or completion.empty):
                 break
             # Not sent, but part of the journal key: the same question has one answer for each sample.
             completion = await self._send(replace(request, prompt=f"{request.prompt} resample={number}"))

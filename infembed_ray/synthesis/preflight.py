@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -275,10 +276,18 @@ def check_urls(named: Mapping[str, Endpoint]) -> None:
     faults = [
         f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
         for name, endpoint in named.items()
-        if not endpoint.base_url.startswith(("http://", "https://"))
+        if not _is_url(endpoint.base_url)
     ]
     if faults:
         raise InputError(*faults)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text == text.strip()
+    except ValueError:
+        return False
 
 
 def check_limits(
