@@ -62,6 +62,29 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A training tuple: a query, passages that answer it, and passages that do not (its hard negatives)."""
+
+    id: str
+    query: str
+    positives: tuple[str, ...]
+    negatives: tuple[str, ...] = ()
+    instruction: str | None = None
+    negative_instruction: str | None = None
+    """An instruction under which the positives do not answer the query."""
+    positive_scores: tuple[float, ...] = ()
+    """Scores of the positives by a teacher, for distillation; empty if there are none."""
+    negative_scores: tuple[float, ...] = ()
+    source: str = "unknown"
+    topic: str | None = None
+    split: str | None = None
+
+
+TrainingRecord = Record | Example
+"""What an encoder trains on; see `training.collate.flatten`."""
+
+
+@dataclass(frozen=True)
 class Passage:
     """A passage of a corpus."""
 

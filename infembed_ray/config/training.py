@@ -55,6 +55,19 @@ class Anomalies(Settings):
         return {name: "warn" if value == "stop" else value for name, value in super().identity().items()}
 
 
+class Distillation(Settings):
+    """Training on a teacher's scores of hard negatives, beside the objective."""
+
+    loss: Literal["margin_mse", "kl"] = Field(
+        "kl",
+        description="margin_mse: squared differences of margins; kl: divergence of the softmax over the candidates",
+    )
+    weight: float = Field(
+        0.5, gt=0, le=1, description="share of the loss; the objective has the rest, and none of it at 1"
+    )
+    teacher_temperature: float = Field(1.0, gt=0, description="divisor of the teacher's scores")
+
+
 class ValidationSettings(Settings):
     """Evaluation on held-out records during training, as by `infembed evaluate`."""
 
@@ -104,6 +117,14 @@ class TrainSettings(Settings):
         ge=0,
         description="I-negatives per row: the record's own poisoned instruction, then sampled ones of all workers; null: "
         "all instructions of the worker's own records",
+    )
+    hard_negatives: int | None = Field(
+        7,
+        ge=0,
+        description="hard negatives per tuple, drawn anew at each step; null: all. InF-IR records always use both",
+    )
+    distillation: Distillation | None = Field(
+        None, description="{}: train on the teacher's scores that the tuples have, too; null: not"
     )
     iq_negatives: IQNegatives = Field(
         "kk",
