@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from infembed_ray.evaluation.inputs import Inputs
     from infembed_ray.planning.capacity import Weights
     from infembed_ray.sweeps.trials import Trial
+    from infembed_ray.training.sources import Tally
 
 _STATE_BYTES = 12
 """Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
@@ -200,11 +201,13 @@ def _train(settings: TrainSettings) -> Iterator[str]:
         return
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory(dir=step.root) as directory:  # a copy of the records, as the run makes it
-        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
+        tallies: dict[str, Tally] = {}
+        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory), tallies)
         output = {"output": step.remote.uri} if step.remote else {}
         resumed = inputs.settings.model_copy(update=output)
         done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
-        yield f"records: {len(rows):,} of {inputs.files['records']}"
+        for name, tally in tallies.items():
+            yield f"{name.removesuffix('.path')}: {tally} of {inputs.files[name]}"
         yield (
             f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")

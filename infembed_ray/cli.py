@@ -89,7 +89,7 @@ CHECKED = (
 """Verbs of `infembed check`, in module `check`."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"records", "replay", "results", "seeds", "sheet"}
+INPUTS |= {"path", "records", "replay", "results", "seeds", "sheet"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""

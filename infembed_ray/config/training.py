@@ -68,6 +68,18 @@ class Distillation(Settings):
     teacher_temperature: float = Field(1.0, gt=0, description="divisor of the teacher's scores")
 
 
+class Source(Settings):
+    """One of several sources of training data."""
+
+    path: str = runtime_field(
+        description="InF-IR records or training tuples: a file, a directory (also of `datasets`) or a published output"
+    )
+    columns: dict[str, str | tuple[str, ...]] = Field(
+        {}, description="our column -> its name in the files; positives and negatives may have several"
+    )
+    split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
+
+
 class ValidationSettings(Settings):
     """Evaluation on held-out records during training, as by `infembed evaluate`."""
 
@@ -90,7 +102,10 @@ class TrainSettings(Settings):
     """`infembed train`: records + a backbone -> a model (paper, section 5)."""
 
     records: str = runtime_field(
-        description="InF-IR records: JSONL or Parquet file, a directory of such files, or a published synthesis output"
+        "", description="InF-IR records or training tuples: a file, a directory of files, or a published output"
+    )
+    sources: dict[str, Source] = Field(
+        {}, description="name -> a source, instead of `records`; `mixture` weighs the sources by these names"
     )
     model: str = runtime_field(description="backbone: a local directory, an object-store URI or a hub name")
     output: str = runtime_field(description="directory or object-store URI of the published model")

@@ -8,11 +8,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from infembed_ray.config.training import IQNegatives
+from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Tokens
-from infembed_ray.records import Example, TrainingRecord
 from infembed_ray.training.losses import NCE, Objective
 
 
@@ -74,12 +75,12 @@ def drawn(record: TrainingRecord, hard_negatives: int | None, seed: str) -> Trai
     positives = rng.sample(range(len(record.positives)), len(record.positives))
     most = len(record.negatives) if hard_negatives is None else min(hard_negatives, len(record.negatives))
     negatives = sorted(rng.sample(range(len(record.negatives)), most))
-    chosen = {"positives": positives, "positive_scores": positives} | {
-        "negatives": negatives,
-        "negative_scores": negatives,
-    }
-    values = {name: getattr(record, name) for name in chosen}
-    return replace(record, **{name: tuple(values[name][n] for n in chosen[name]) for name in chosen if values[name]})
+    changed: dict[str, Any] = {}
+    for names, chosen in (("positives", "positive_scores"), positives), (("negatives", "negative_scores"), negatives):
+        for name in names:
+            values = getattr(record, name)
+            changed[name] = tuple(values[n] for n in chosen) if values else ()
+    return replace(record, **changed)
 
 
 def token_counts(
@@ -218,8 +219,8 @@ def collate(
         query_candidates = [[texts.index(t.instruction, q) for q in queries if q != t.query] for t in rows]
     joint = encoder.tokenize_queries([q for _, q in texts], [i for i, _ in texts])
     passages = encoder.tokenize_passages([t.passage for t in rows] + [p for t in rows for p in t.negatives])
-    others = [(n, p) for n, t in enumerate(rows) for p in t.other_positives]
-    other_ids = map(_identity, encoder.tokenize_passages([p for _, p in others]))
+    further = [(row, p) for row, t in enumerate(rows) for p in t.other_positives]
+    further_ids = map(_identity, encoder.tokenize_passages([text for _, text in further]))
     return Batch(
         queries=joint,
         own=own,
@@ -231,7 +232,7 @@ def collate(
         sizes=sizes,
         rank=rank,
         hard_counts=[len(t.negatives) for t in everyones],
-        other_positives=[(n, identity) for (n, _), identity in zip(others, other_ids, strict=True)],
+        other_positives=[(row, identity) for (row, _), identity in zip(further, further_ids, strict=True)],
         other_sizes=[sum(len(t.other_positives) for t in share) for share in step],
         teacher=[t.scores for t in rows],
     )
