@@ -17,6 +17,7 @@ from infembed_ray.check_outputs import gib, no_new_directories, require_space, r
 from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings, CleanSettings
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
+from infembed_ray.config.mining import MineSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.sweeps import SweepSettings
@@ -187,7 +188,22 @@ def _agreement(settings: AgreementSettings) -> Iterator[str]:
         yield f"calls: {len(study.items) * len(settings.raters):,} at most, if no answer is malformed or journaled"
 
 
-# ------------------------------------------------------------------------------------------------- train and export
+# ----------------------------------------------------------------------------------------- mine, train and export
+
+
+def _mine(settings: MineSettings) -> Iterator[str]:
+    from infembed_ray.mining import distributed
+    from infembed_ray.mining.miner import read
+
+    inputs, step = distributed.prepare(settings)
+    yield from state(step)
+    if step.found():
+        return
+    index = inputs.index
+    yield f"tuples: {sum(1 for _ in read(settings, inputs.records)):,} of {inputs.records}"
+    yield f"index {index.version}: {index.facts.passages:,} passages, model {index.facts.model}"
+    judge = "the index's encoder" if inputs.teacher is None else getattr(inputs.teacher, "model", inputs.teacher.kind)
+    yield f"negatives: {settings.negatives} of {settings.depth} passages per tuple, judged by {judge}"
 
 
 def _train(settings: TrainSettings) -> Iterator[str]:
@@ -395,6 +411,7 @@ VERBS: dict[str, Callable[..., Iterator[str]]] = {
     "analyze": _analyze,
     "clean": _clean,
     "agreement": _agreement,
+    "mine": _mine,
     "train": _train,
     "export": _export,
     "evaluate": _evaluate,

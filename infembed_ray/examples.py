@@ -94,6 +94,14 @@ def found_in(path: Place, name: str, columns: Columns, split: str | None = None)
     return any(key in columns or {key, *ALIASES[key]} & row.keys() for key in ("query", "positives"))
 
 
+def single(columns: Columns) -> dict[str, str]:
+    """Return a column map for InF-IR records; InputError if it names several columns for one of ours."""
+    for own, theirs in columns.items():
+        if not isinstance(theirs, str):
+            raise InputError(f"columns.{own}={list(theirs)}: a column of InF-IR records is one text; give one column")
+    return {own: str(theirs) for own, theirs in columns.items()}
+
+
 def _rows(file: Place, seen: set[str], name: str, columns: Columns) -> Iterator[Example]:
     """Stream the examples of one file; add their ids to `seen`."""
     found: dict[str, list[str]] = {}
@@ -142,7 +150,9 @@ def _example(
         raise InputError(f"{where}: column {found['query'][0]} is empty; fill it or drop the row")
     lists: dict[str, tuple[Any, ...]] = {
         own: tuple(
-            convert(value, f"{where}: column {column}") for column in found[own] for value in _listed(values.get(column))
+            convert(value, f"{where}: column {column}")
+            for column in found[own]
+            for value in _listed(values.get(column))
         )
         for convert, owns in ((_passage, _PASSAGES), (_score, _SCORES))
         for own in owns

@@ -143,12 +143,7 @@ def read(
 def _stream(source: Source, path: Place, name: str) -> Iterator[TrainingRecord]:
     if examples.found_in(path, name, source.columns, source.split):
         return examples.stream(path, name, source.columns, source.split)
-    columns = {}
-    for own, theirs in source.columns.items():
-        if not isinstance(theirs, str):
-            raise InputError(f"columns.{own}={list(theirs)}: a column of InF-IR records is one text; give one column")
-        columns[own] = theirs
-    return records.stream(path, Record, name, columns, source.split)
+    return records.stream(path, Record, name, examples.single(source.columns), source.split)
 
 
 def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) -> None:
