@@ -38,8 +38,8 @@ from infembed_ray.storage import STATES, Published, Step, find_input
 ROWS_PER_BLOCK = 256
 _IN_FLIGHT = 2
 """Blocks per actor that are sent ahead."""
-_COUNTS = (b"mined", b"too_similar")
-"""Counts in the metadata of a block's file."""
+_COUNTS = ("mined", "too_similar", "short")
+"""Fields of `Mined` that the metadata of a block's file hold."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,13 @@ def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[
 class _Actor:
     """A `Miner` in a process of its own, loaded at the first block."""
 
-    def __init__(self, load: partial[Miner], known: Known) -> None:
+    def __init__(self, load: partial[Miner]) -> None:
         self._load = load
-        self._known = known
         self._miner: Miner | None = None
 
-    def mine(self, rows: list[Example]) -> Mined:
+    def mine(self, rows: list[Example], known: Known) -> Mined:
         self._miner = self._miner or self._load()
-        return self._miner.mine(rows, self._known)
+        return self._miner.mine(rows, known)
 
 
 def _mine(settings: MineSettings, inputs: Inputs, known: Known, parts: Path) -> None:
@@ -128,14 +127,14 @@ def _mine(settings: MineSettings, inputs: Inputs, known: Known, parts: Path) -> 
     load = partial(Miner, settings, address(inputs.index.path), inputs.teacher, device)
     actor = ray.remote(num_gpus=settings.gpus_per_worker, max_restarts=-1, max_task_retries=-1)(_Actor)
     shared = ray.put(known)
-    pool = ActorPool([actor.remote(load, shared) for _ in range(settings.workers)])
+    pool = ActorPool([actor.remote(load) for _ in range(settings.workers)])
     waiting: list[tuple[Path, int]] = []
     with track("mine", None) as advance:
         for file, block in _blocks(settings, inputs.records, parts):
             if file.exists():
                 advance(len(block))
                 continue
-            pool.submit(lambda miner, rows: miner.mine.remote(rows), block)
+            pool.submit(lambda miner, rows: miner.mine.remote(rows, shared), block)
             waiting.append((file, len(block)))
             if len(waiting) >= _IN_FLIGHT * settings.workers:
                 _write_next(pool, *waiting.pop(0))
@@ -163,19 +162,19 @@ def _write_next(pool: Any, file: Path, rows: int) -> None:
         raise
     assert len(mined.rows) == rows
     table = pa.Table.from_pylist([vars(row) for row in mined.rows], examples.SCHEMA)
-    counts = dict(zip(_COUNTS, (str(mined.mined), str(mined.too_similar)), strict=True))
+    counts = {name: str(getattr(mined, name)) for name in _COUNTS}
     with durable.replacing(file) as sink:
         pq.write_table(table.replace_schema_metadata(counts), sink)
 
 
 def _join(parts: Path, output: Path) -> dict[str, int]:
     """Join the blocks' files in order; return the counts of the run."""
-    counts = dict.fromkeys(("tuples", "mined", "too_similar", "short"), 0)
+    counts = dict.fromkeys(("tuples", *_COUNTS), 0)
     with pq.ParquetWriter(output, examples.SCHEMA) as writer:
         for file in sorted(parts.glob("part-*.parquet")):
             table = pq.read_table(file)
             for name in _COUNTS:
-                counts[name.decode()] += int(table.schema.metadata[name])
+                counts[name] += int(table.schema.metadata[name.encode()])
             counts["tuples"] += table.num_rows
             writer.write_table(table.cast(examples.SCHEMA))
     return counts

@@ -86,11 +86,19 @@ def _key(row: Example) -> int:
 
 @dataclass(frozen=True)
 class Mined:
-    """Tuples with mined negatives, and how many were mined and left out as false negatives."""
+    """Tuples with mined negatives.
+
+    Attributes:
+        rows: The tuples, in their order.
+        mined: Number of negatives that were added.
+        too_similar: Number of passages that are left out as false negatives.
+        short: Number of tuples with fewer mined negatives than asked for.
+    """
 
     rows: list[Example]
     mined: int
     too_similar: int
+    short: int
 
 
 class Miner:
@@ -142,7 +150,7 @@ class Miner:
 
     def _selected(self, rows: Sequence[Example], texts: Sequence[Sequence[str]], scores: Sequence[np.ndarray]) -> Mined:
         """Select among the texts after a row's own positives and negatives."""
-        made, mined, too_similar = [], 0, 0
+        made, mined, too_similar, short = [], 0, 0, 0
         for row, of_row, scored in zip(rows, texts, scores, strict=True):
             first, own = len(row.positives), len(row.positives) + len(row.negatives)
             judged = 1 / (1 + np.exp(-scored)) if isinstance(self._teacher, Reranker) else scored
@@ -150,6 +158,7 @@ class Miner:
             places = [*range(first, own), *(own + place for place in chosen.places)]
             mined += len(chosen.places)
             too_similar += chosen.too_similar
+            short += len(chosen.places) < self._settings.negatives
             row = replace(row, negatives=tuple(of_row[place] for place in places))
             if self._teacher is not None:
                 positive_scores, negative_scores = scored[:first].tolist(), scored[places].tolist()
@@ -157,7 +166,7 @@ class Miner:
             elif row.positive_scores and chosen.places:
                 row = replace(row, positive_scores=(), negative_scores=())  # the mined negatives have none
             made.append(row)
-        return Mined(made, mined, too_similar)
+        return Mined(made, mined, too_similar, short)
 
     def _cosines(self, vectors: np.ndarray, passages: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return the cosines of each row's vector with the passages of that row."""
