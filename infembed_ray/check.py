@@ -17,6 +17,7 @@ from infembed_ray.check_outputs import gib, no_new_directories, require_space, r
 from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings, CleanSettings
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
+from infembed_ray.config.mining import MineSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.sweeps import SweepSettings
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from infembed_ray.evaluation.inputs import Inputs
     from infembed_ray.planning.capacity import Weights
     from infembed_ray.sweeps.trials import Trial
+    from infembed_ray.training.sources import Tally
 
 _STATE_BYTES = 12
 """Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
@@ -187,7 +189,22 @@ def _agreement(settings: AgreementSettings) -> Iterator[str]:
         yield f"calls: {len(study.items) * len(settings.raters):,} at most, if no answer is malformed or journaled"
 
 
-# ------------------------------------------------------------------------------------------------- train and export
+# ----------------------------------------------------------------------------------------- mine, train and export
+
+
+def _mine(settings: MineSettings) -> Iterator[str]:
+    from infembed_ray.mining import distributed
+    from infembed_ray.mining.miner import read
+
+    inputs, step = distributed.prepare(settings)
+    yield from state(step)
+    if step.found():
+        return
+    index = inputs.index
+    yield f"tuples: {sum(1 for _ in read(settings, inputs.records)):,} of {inputs.records}"
+    yield f"index {index.version}: {index.facts.passages:,} passages, model {index.facts.model}"
+    judge = "the index's encoder" if inputs.teacher is None else getattr(inputs.teacher, "model", inputs.teacher.kind)
+    yield f"negatives: {settings.negatives} of {settings.depth} passages per tuple, judged by {judge}"
 
 
 def _train(settings: TrainSettings) -> Iterator[str]:
@@ -201,11 +218,13 @@ def _train(settings: TrainSettings) -> Iterator[str]:
         return
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory(dir=step.root) as directory:  # a copy of the records, as the run makes it
-        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
+        tallies: dict[str, Tally] = {}
+        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory), tallies)
         output = {"output": step.remote.uri} if step.remote else {}
         resumed = inputs.settings.model_copy(update=output)
         done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
-        yield f"records: {len(rows):,} of {inputs.files['records']}"
+        for name, tally in tallies.items():
+            yield f"{name.removesuffix('.path')}: {tally} of {inputs.files[name]}"
         yield (
             f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
@@ -393,6 +412,7 @@ VERBS: dict[str, Callable[..., Iterator[str]]] = {
     "analyze": _analyze,
     "clean": _clean,
     "agreement": _agreement,
+    "mine": _mine,
     "train": _train,
     "export": _export,
     "evaluate": _evaluate,

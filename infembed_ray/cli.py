@@ -47,6 +47,7 @@ VERBS = {
     "agreement": Verb(
         "LLM raters on annotators' items -> kappas", "agreement.raters:run", "analysis:AgreementSettings"
     ),
+    "mine": Verb("tuples + index -> tuples with hard negatives", "mining.distributed:run", "mining:MineSettings"),
     "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),
     "export": Verb("checkpoint -> ONNX graph", "modeling.onnx:run", "training:ExportSettings"),
     "evaluate": Verb("checkpoints + records -> tables", "evaluation.distributed:run", "evaluation:EvaluateSettings"),
@@ -78,6 +79,7 @@ CHECKED = (
     "analyze",
     "clean",
     "agreement",
+    "mine",
     "train",
     "export",
     "evaluate",
@@ -89,7 +91,7 @@ CHECKED = (
 """Verbs of `infembed check`, in module `check`."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"records", "replay", "results", "seeds", "sheet"}
+INPUTS |= {"path", "records", "replay", "results", "seeds", "sheet"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""

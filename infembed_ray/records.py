@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TextIO, TypeVar, overload
 
@@ -69,6 +70,7 @@ class Passage:
     text: str
 
 
+T = TypeVar("T")
 Row = TypeVar("Row", Seed, Record, Passage)
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -165,6 +167,18 @@ def stream(
     Raises:
         InputError: no such file, unknown format, missing column, no rows, empty field or duplicate id.
     """
+    return stream_files(path, name, split, partial(_checked, row=row, name=name, columns=columns or {}))
+
+
+def stream_files(
+    path: Place, name: str, split: str | None, rows_of: Callable[[Place, set[str]], Iterator[T]]
+) -> Iterator[T]:
+    """Stream the rows of all files of a path; arguments and errors as of `stream`.
+
+    Args:
+        path, name, split: see `stream`.
+        rows_of: reads the rows of one file, given the ids of the rows before, to which it adds theirs.
+    """
     kept = path / KEPT_FILE
     if (path / MANIFEST).is_file() and not kept.is_file():
         raise InputError(
@@ -174,7 +188,7 @@ def stream(
     seen: set[str] = set()
     taken = False
     for file in files:
-        for read_row in _checked(file, row, name, columns or {}, seen):
+        for read_row in rows_of(file, seen):
             if split is None or getattr(read_row, "split", None) == split:
                 taken = True
                 yield read_row
@@ -184,7 +198,7 @@ def stream(
         raise InputError(f"{name}={path}: no row has split={split}; leave split unset to take all rows")
 
 
-def _checked(file: Place, row: type[Row], name: str, columns: Mapping[str, str], seen: set[str]) -> Iterator[Row]:
+def _checked(file: Place, seen: set[str], row: type[Row], name: str, columns: Mapping[str, str]) -> Iterator[Row]:
     """Stream the rows of one file; add their ids to `seen`."""
     names: dict[str, str] = {}
     required = _required(row)
@@ -235,8 +249,10 @@ def data_files(path: Place, name: str, split: str | None = None) -> list[Path] |
 
 
 def split_of(file: Place) -> str | None:
-    """Return the split in a file's name, as on the Hugging Face hub; None if there is none."""
+    """Return the split of a file: in its name, as on the Hugging Face hub, or its directory in a saved `DatasetDict`."""
     found = _SHARD.fullmatch(file.stem)
+    if found and found["split"] == "data":  # `save_to_disk` of datasets
+        return file.parent.name if (file.parent.parent / "dataset_dict.json").is_file() else None
     return found["split"] if found else None
 
 

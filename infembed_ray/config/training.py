@@ -55,6 +55,31 @@ class Anomalies(Settings):
         return {name: "warn" if value == "stop" else value for name, value in super().identity().items()}
 
 
+class Distillation(Settings):
+    """Training on a teacher's scores of hard negatives, beside the objective."""
+
+    loss: Literal["margin_mse", "kl"] = Field(
+        "kl",
+        description="margin_mse: squared differences of margins; kl: divergence of the softmax over the candidates",
+    )
+    weight: float = Field(
+        0.5, gt=0, le=1, description="share of the loss; the objective has the rest, and none of it at 1"
+    )
+    teacher_temperature: float = Field(1.0, gt=0, description="divisor of the teacher's scores")
+
+
+class Source(Settings):
+    """One of several sources of training data."""
+
+    path: str = runtime_field(
+        description="InF-IR records or training tuples: a file, a directory (also of `datasets`) or a published output"
+    )
+    columns: dict[str, str | tuple[str, ...]] = Field(
+        {}, description="our column -> its name in the files; positives and negatives may have several"
+    )
+    split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
+
+
 class ValidationSettings(Settings):
     """Evaluation on held-out records during training, as by `infembed evaluate`."""
 
@@ -77,7 +102,10 @@ class TrainSettings(Settings):
     """`infembed train`: records + a backbone -> a model (paper, section 5)."""
 
     records: str = runtime_field(
-        description="InF-IR records: JSONL or Parquet file, a directory of such files, or a published synthesis output"
+        "", description="InF-IR records or training tuples: a file, a directory of files, or a published output"
+    )
+    sources: dict[str, Source] = Field(
+        {}, description="name -> a source, instead of `records`; `mixture` weighs the sources by these names"
     )
     model: str = runtime_field(description="backbone: a local directory, an object-store URI or a hub name")
     output: str = runtime_field(description="directory or object-store URI of the published model")
@@ -109,6 +137,14 @@ class TrainSettings(Settings):
         None,
         description="sample the I-negatives once per step for all rows, which then share prefixes; false: for each row; "
         "null: true for causal backbones",
+    )
+    hard_negatives: int | None = Field(
+        7,
+        ge=0,
+        description="hard negatives per tuple, drawn anew at each step; null: all. InF-IR records always use both",
+    )
+    distillation: Distillation | None = Field(
+        None, description="{}: train on the teacher's scores that the tuples have, too; null: not"
     )
     iq_negatives: IQNegatives = Field(
         "kk",

@@ -13,6 +13,7 @@ import torch
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.training import Offload, TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.planning import cost
 from infembed_ray.planning.activations import Saved, saved
@@ -31,7 +32,6 @@ from infembed_ray.planning.cost import Cluster
 from infembed_ray.planning.tables import table
 from infembed_ray.planning.workload import Workload, workload
 from infembed_ray.progress import say
-from infembed_ray.records import Record
 from infembed_ray.storage import resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.observability.metrics import read_metrics
@@ -235,7 +235,7 @@ def _option(
     )
 
 
-def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[Record]) -> Memory:
+def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]) -> Memory:
     """Memory of one worker at the peak of a step, with the settings' own layout, workers and device.
 
     Args:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
-from infembed_ray import records as tables
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Side
 from infembed_ray.planning.backbones import TOKENS_PER_WORD, as_stand_in, stands_in
 from infembed_ray.records import Record
-from infembed_ray.storage import find_input
-from infembed_ray.training.collate import Batch, collate, token_counts
+from infembed_ray.training import sources
+from infembed_ray.training.collate import Batch, collate, drawn, token_counts
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import BackboneFlops
 
@@ -41,6 +41,8 @@ _LENGTHS = {
     "hard_negative_document_2": "passage",
 }
 """Column of a record -> the field of `Mix` with its mean length."""
+_TEXTS = {*_LENGTHS, "query", "instruction", "negative_instruction"}
+"""Columns of records and examples with one text of the training."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def workload(
     workers: int,
     device: torch.device,
     dtype: torch.dtype,
-    own: Sequence[Record] | None = None,
+    own: Sequence[TrainingRecord] | None = None,
 ) -> Workload:
     """Count the first worker's share of some steps.
 
@@ -132,13 +134,13 @@ def workload(
 
 
 def _batches(
-    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[Record], size: int, workers: int
+    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord], size: int, workers: int
 ) -> Iterator[Batch]:
     """Yield the first worker's share of `_SAMPLES` batches."""
     objective = Objective.from_settings(settings)
     rng = random.Random(settings.seed)
     for n in range(_SAMPLES):
-        chosen = rng.sample(records, size)
+        chosen = [drawn(record, settings.hard_negatives, str(n)) for record in rng.sample(records, size)]
         yield collate(
             encoder,
             [chosen[rank::workers] for rank in range(workers)],
@@ -156,10 +158,17 @@ def _tokens(layout: Layout) -> int:
     return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
 
 
-def _records_per_step(settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[Record]) -> int:
+def _records_per_step(
+    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]
+) -> int:
     if settings.tokens_per_step is None:
         return settings.records_per_step
-    return max(1, round(settings.tokens_per_step / fmean(token_counts(encoder, list(islice(records, 256))))))
+    return max(
+        1,
+        round(
+            settings.tokens_per_step / fmean(token_counts(encoder, list(islice(records, 256)), settings.hard_negatives))
+        ),
+    )
 
 
 def _records_per_batch(settings: PlanTrainSettings, per_step: int, number: int, workers: int) -> int:
@@ -172,14 +181,26 @@ def _records_per_batch(settings: PlanTrainSettings, per_step: int, number: int, 
     return per_batch
 
 
-def _existing_records(settings: PlanTrainSettings) -> list[Record] | None:
+def _existing_records(settings: PlanTrainSettings) -> list[TrainingRecord] | None:
     """The records of the run; None if they do not exist yet."""
-    if settings.records == "" or "://" in settings.records or not Path(settings.records).expanduser().exists():
+    if not (settings.records or settings.sources):
         return None
-    rows = list(tables.read(find_input(settings.records, "records"), Record, "records", split=settings.split))
-    if not stands_in(settings.model):
-        return rows
-    return [replace(row, **{name: as_stand_in(getattr(row, name)) for name in _LENGTHS}) for row in rows]
+    paths = [source.path for source in sources.named(settings).values()]
+    if any("://" in path or not Path(path).expanduser().exists() for path in paths):
+        return None
+    rows = list(sources.read(settings, sources.locate(settings)))
+    return [_as_stand_in(row) for row in rows] if stands_in(settings.model) else rows
+
+
+def _as_stand_in(row: TrainingRecord) -> TrainingRecord:
+    """Convert all texts of a record for the stand-in tokenizer."""
+    changed: dict[str, Any] = {
+        name: as_stand_in(value) for name, value in vars(row).items() if name in _TEXTS and value
+    }
+    for name in ("positives", "negatives"):
+        if hasattr(row, name):
+            changed[name] = tuple(map(as_stand_in, getattr(row, name)))
+    return replace(row, **changed)
 
 
 def _synthetic(settings: PlanTrainSettings, number: int) -> list[Record]:

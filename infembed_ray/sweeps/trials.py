@@ -23,7 +23,7 @@ from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
 from infembed_ray.places import Place, address, fingerprint_files, place_of
 from infembed_ray.storage import Step, find_input, fingerprint
-from infembed_ray.training import deepspeed_config
+from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files
 
@@ -133,7 +133,7 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
 
     Input that may differ by row is numbered in the order of the rows.
     """
-    files: dict[str, Place] = {"train.records": find_input(settings.train.records, "train.records")}
+    files: dict[str, Place] = {f"train.{name}": place for name, place in sources.locate(settings.train).items()}
     for name in ("records", "distractors"):
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
@@ -189,8 +189,16 @@ def _absolute(path: str) -> str:
 
 def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
     """Return the settings with absolute paths, for fields that no row changes; InputError if one does not exist."""
-    find_input(settings.train.records, "train.records")
-    train = {"records": _absolute(settings.train.records)}
+    training = settings.train
+    for name, source in sources.named(training).items():
+        find_input(source.path, f"train.{name}")
+    train: dict[str, Any] = {
+        "records": _absolute(training.records) if training.records else "",
+        "sources": {
+            label: source.model_copy(update={"path": _absolute(source.path)})
+            for label, source in training.sources.items()
+        },
+    }
     if not settings.evaluate.tasks and settings.evaluate.records is None:
         raise InputError(
             "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"

@@ -1,4 +1,4 @@
-"""Collation: InF-IR records -> training tuples -> batches of token sequences (paper, section 5.2)."""
+"""Collation: training records -> training tuples -> batches of token sequences (paper, section 5.2)."""
 
 from __future__ import annotations
 
@@ -6,33 +6,53 @@ import hashlib
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 from infembed_ray.config.training import IQNegatives
+from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Tokens
-from infembed_ray.records import Record
 from infembed_ray.training.losses import NCE, Objective
-
-ROWS = 3
-"""Training tuples per record."""
 
 
 @dataclass(frozen=True)
 class TrainingTuple:
-    """A matched (I, Q, P). `poisoned` is the other instruction of the same record."""
+    """A row of a batch: a matched (I, Q, P), and the passages that do not answer it.
+
+    Attributes:
+        instruction: Empty if there is none.
+        poisoned: An instruction under which the passage does not answer the query; empty if none is known.
+        other_positives: Other passages that answer it. They are no negatives, and are not encoded.
+        negatives: Hard negatives.
+        scores: A teacher's scores of the passage and then of the negatives; empty if there are none.
+    """
 
     instruction: str
     query: str
     passage: str
-    poisoned: str
+    poisoned: str = ""
+    other_positives: tuple[str, ...] = ()
+    negatives: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
-def flatten(record: Record) -> tuple[TrainingTuple, TrainingTuple, TrainingTuple]:
-    """Return the three tuples of a record: (I+, Q+, P+), (I-, Q+, P1-), (I+, Q-, P2-).
+def flatten(record: TrainingRecord) -> tuple[TrainingTuple, ...]:
+    """Return the tuples of a record. An example is one, with its first positive.
 
-    Each is a positive; its hard negatives are the other two, in the same batch.
+    An InF-IR record is three: (I+, Q+, P+), (I-, Q+, P1-), (I+, Q-, P2-). Each is a positive; its hard negatives are the
+    other two, in the same batch.
     """
+    if isinstance(record, Example):
+        scores = record.positive_scores[:1] + record.negative_scores if record.positive_scores else ()
+        first, *others = record.positives
+        instructions = record.instruction or "", record.negative_instruction or ""
+        return (
+            TrainingTuple(
+                instructions[0], record.query, first, instructions[1], tuple(others), record.negatives, scores
+            ),
+        )
     good, bad = record.instruction_positive, record.instruction_negative
     return (
         TrainingTuple(good, record.query_positive, record.document_positive, bad),
@@ -41,36 +61,72 @@ def flatten(record: Record) -> tuple[TrainingTuple, TrainingTuple, TrainingTuple
     )
 
 
-def token_counts(encoder: InstructionEncoder, records: Sequence[Record]) -> list[int]:
-    """Count the tokens of each record's three tuples, truncated as for training, without sampled negatives and padding."""
-    rows = [t for record in records for t in flatten(record)]
-    joint = encoder.tokenize_queries([t.query for t in rows], [t.instruction for t in rows])
-    passages = encoder.tokenize_passages([t.passage for t in rows])
-    of_rows = [len(q) + len(p) for q, p in zip(joint, passages, strict=True)]
-    return [sum(of_rows[n : n + ROWS]) for n in range(0, len(of_rows), ROWS)]
+def drawn(record: TrainingRecord, hard_negatives: int | None, seed: str) -> TrainingRecord:
+    """Draw what a step uses of an example: one of its positives, which comes first, and some negatives.
+
+    Args:
+        record: Example, or an InF-IR record, which is returned as it is.
+        hard_negatives: Maximum number of negatives; None: all.
+        seed: Seed of the step; an example draws the same on every worker.
+    """
+    if not isinstance(record, Example):
+        return record
+    rng = random.Random(f"{seed}/{record.id}")
+    positives = rng.sample(range(len(record.positives)), len(record.positives))
+    most = len(record.negatives) if hard_negatives is None else min(hard_negatives, len(record.negatives))
+    negatives = sorted(rng.sample(range(len(record.negatives)), most))
+    changed: dict[str, Any] = {}
+    for names, chosen in (("positives", "positive_scores"), positives), (("negatives", "negative_scores"), negatives):
+        for name in names:
+            values = getattr(record, name)
+            changed[name] = tuple(values[n] for n in chosen) if values else ()
+    return replace(record, **changed)
 
 
-def draw_instructions(pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
-    """Draw instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool.
+def token_counts(
+    encoder: InstructionEncoder, records: Sequence[TrainingRecord], hard_negatives: int | None = None
+) -> list[int]:
+    """Count the most tokens of each record's own tuples, truncated as for training, without padding.
 
-    They are two more than a row adds to its poisoned instruction, because its own and its poisoned one may be drawn.
+    Sampled instruction negatives are left out. Of an example, the longest positive and the `hard_negatives` longest
+    negatives count.
+    """
+    rows = [(n, t) for n, record in enumerate(records) for t in flatten(record)]
+    counts = [0] * len(records)
+    joint = encoder.tokenize_queries([t.query for _, t in rows], [t.instruction for _, t in rows])
+    passages = iter(
+        encoder.tokenize_passages([p for _, t in rows for p in (t.passage, *t.other_positives, *t.negatives)])
+    )
+    for (record, t), query in zip(rows, joint, strict=True):
+        positives = [len(next(passages)) for _ in (t.passage, *t.other_positives)]
+        negatives = sorted((len(next(passages)) for _ in t.negatives), reverse=True)[:hard_negatives]
+        counts[record] += len(query) + max(positives) + sum(negatives)
+    return counts
+
+
+def sample_instructions(pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
+    """Sample instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool.
+
+    They are two more than a row adds to its poisoned instruction, because its own and its poisoned one may be sampled.
     """
     return list(pool) if count is None else rng.sample(pool, min(len(pool), count + 1))
 
 
-def other_instructions(row: TrainingTuple, drawn: Sequence[str], count: int | None) -> list[str]:
+def other_instructions(row: TrainingTuple, sampled: Sequence[str], count: int | None) -> list[str]:
     """Return the instruction negatives of a row: other instructions for its query.
 
-    The record's own poisoned instruction comes first, then the drawn ones in their order. An instruction equal to the
-    row's own is no negative, because rows of one record share I+.
+    The record's own poisoned instruction comes first, then the sampled ones in their order. An instruction equal to the
+    row's own is no negative, because rows of one record share I+. A row without an instruction takes none of the sampled
+    ones: its passage may answer the query under any of them.
 
     Args:
         row: Training tuple.
-        drawn: Distinct instructions; see `draw_instructions`.
+        sampled: Distinct instructions; see `sample_instructions`.
         count: Maximum number of negatives; None: all.
     """
-    first = [row.poisoned] if row.poisoned != row.instruction else []
-    return (first + [i for i in drawn if i not in (row.instruction, row.poisoned)])[:count]
+    first = [row.poisoned] if row.poisoned not in ("", row.instruction) else []
+    rest = [i for i in sampled if i not in (row.instruction, row.poisoned)] if row.instruction else []
+    return (first + rest)[:count]
 
 
 @dataclass(frozen=True)
@@ -83,10 +139,14 @@ class Batch:
         instruction_candidates: `queries[n]` for n in `instruction_candidates[i]` are the (I_j, Q_i) of row i; for
             `nce{PIQ}`, j runs over all rows of the micro-batch. Empty if the objective does not contrast instructions.
         query_candidates: The same for the (I_i, Q_k) of row i. Empty unless the negatives of IQ are these.
-        passages: B passages.
+        passages: B passages of the rows, then their hard negatives, row by row.
         query_ids, passage_ids: Hashes of the tokens of `queries` and `passages`, the same on every worker.
         sizes: Rows of every worker, in rank order.
         rank: Rank of this worker.
+        hard_counts: Number of hard negatives of every row, of all workers in rank order.
+        other_positives: (row, hash of the tokens) of the passages that answer this worker's rows too.
+        other_sizes: Number of those of every worker, in rank order.
+        teacher: A teacher's scores of the passage of each row and then of its hard negatives; empty where there are none.
     """
 
     queries: list[Tokens]
@@ -98,6 +158,16 @@ class Batch:
     passage_ids: list[int]
     sizes: list[int]
     rank: int
+    hard_counts: list[int]
+    other_positives: list[tuple[int, int]]
+    other_sizes: list[int]
+    teacher: list[tuple[float, ...]]
+
+    @property
+    def hard_sizes(self) -> list[int]:
+        """Hard negatives of every worker, in rank order."""
+        counts = iter(self.hard_counts)
+        return [sum(islice(counts, size)) for size in self.sizes]
 
     @property
     def tokens(self) -> int:
@@ -112,7 +182,7 @@ class Batch:
 
 def collate(
     encoder: InstructionEncoder,
-    shares: Sequence[Sequence[Record]],
+    shares: Sequence[Sequence[TrainingRecord]],
     rank: int,
     objective: Objective,
     *,
@@ -125,7 +195,8 @@ def collate(
 
     Args:
         encoder: Encoder whose tokenizer is used.
-        shares: Records of the micro-batch, of every worker in rank order.
+        shares: Records of the micro-batch, of every worker in rank order. Of an example, the first positive and all
+            negatives are used; see `drawn`.
         rank: Rank of this worker.
         objective: Objective that decides which texts are needed.
         instruction_negatives: I-negatives per row, drawn from the instructions of all workers; a row gets the same ones
@@ -147,20 +218,22 @@ def collate(
     if objective == NCE:
         instruction_candidates = [[texts.index(other.instruction, t.query) for other in everyones] for t in rows]
     elif "I" in objective.variables:
-        pool = sorted({t.instruction for t in (rows if instruction_negatives is None else everyones)})
+        pool = sorted({t.instruction for t in (rows if instruction_negatives is None else everyones)} - {""})
         shared = encoder.causal if shared_instructions is None else shared_instructions
         shared = shared or instruction_negatives is None
-        drawn = draw_instructions(pool, instruction_negatives, random.Random(seed)) if shared else []
+        sampled = sample_instructions(pool, instruction_negatives, random.Random(seed)) if shared else []
         for n, t in enumerate(rows, start=sum(sizes[:rank])):
             if not shared:
-                drawn = draw_instructions(pool, instruction_negatives, random.Random(f"{seed}/{n}"))
-            others = other_instructions(t, drawn, instruction_negatives)
+                sampled = sample_instructions(pool, instruction_negatives, random.Random(f"{seed}/{n}"))
+            others = other_instructions(t, sampled, instruction_negatives)
             instruction_candidates.append([texts.index(instruction, t.query) for instruction in others])
     if "IQ" in objective.variables and iq_negatives == "ik":
         queries = sorted({t.query for t in rows})
         query_candidates = [[texts.index(t.instruction, q) for q in queries if q != t.query] for t in rows]
     joint = encoder.tokenize_queries([q for _, q in texts], [i for i, _ in texts])
-    passages = encoder.tokenize_passages([t.passage for t in rows])
+    passages = encoder.tokenize_passages([t.passage for t in rows] + [p for t in rows for p in t.negatives])
+    further = [(row, p) for row, t in enumerate(rows) for p in t.other_positives]
+    further_ids = map(_identity, encoder.tokenize_passages([text for _, text in further]))
     return Batch(
         queries=joint,
         own=own,
@@ -171,6 +244,10 @@ def collate(
         passage_ids=[_identity(tokens) for tokens in passages],
         sizes=sizes,
         rank=rank,
+        hard_counts=[len(t.negatives) for t in everyones],
+        other_positives=[(row, identity) for (row, _), identity in zip(further, further_ids, strict=True)],
+        other_sizes=[sum(len(t.other_positives) for t in share) for share in step],
+        teacher=[t.scores for t in rows],
     )
 
 

@@ -5,20 +5,21 @@ A node without that path copies the file from an object store, once for all its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray import durable
+from infembed_ray import durable, examples
+from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.object_store import Folder
 from infembed_ray.places import Place, address, listing, open_binary
-from infembed_ray.records import Record, columns_of
+from infembed_ray.records import Record
 from infembed_ray.storage import fingerprint, resolve_input
 
 RECORDS = "records.arrow"
@@ -26,10 +27,12 @@ _ROWS = 1024
 """Rows per record batch of the file; the last batch may have fewer."""
 _BLOCK = 1 << 20
 _TOKENS = "tokens"
-_COLUMNS = [f.name for f in fields(Record)]
+_COLUMNS = {kind: [f.name for f in fields(kind)] for kind in (Record, Example)}
+_SCHEMA = pa.unify_schemas([pa.schema([(name, pa.string()) for name in _COLUMNS[Record]]), examples.SCHEMA])
+"""Columns of both kinds of records; a row has those of its own kind, and the others are null."""
 
 
-class Dataset(Sequence[Record]):
+class Dataset(Sequence[TrainingRecord]):
     """Records of a file that `write` wrote; the file is opened on the first read, and a pickle holds only its place."""
 
     def __init__(self, path: Place) -> None:
@@ -54,7 +57,10 @@ class Dataset(Sequence[Record]):
 
     @classmethod
     def write(
-        cls, path: Path, records: Iterable[Record], count: Callable[[Sequence[Record]], Sequence[int]] | None = None
+        cls,
+        path: Path,
+        records: Iterable[TrainingRecord],
+        count: Callable[[Sequence[TrainingRecord]], Sequence[int]] | None = None,
     ) -> Dataset:
         """Write a file atomically, in bounded memory, and open it.
 
@@ -63,14 +69,12 @@ class Dataset(Sequence[Record]):
             records: Records in the order of their row numbers.
             count: Function that counts the tokens of each of some records; the counts are written beside them.
         """
-        schema = pa.schema([(name, pa.string()) for name in _COLUMNS])
-        if count is not None:
-            schema = schema.append(pa.field(_TOKENS, pa.int32()))
+        schema = _SCHEMA if count is None else _SCHEMA.append(pa.field(_TOKENS, pa.int32()))
         rest = iter(records)
         with durable.replacing(path) as sink, pa.ipc.new_file(sink, schema) as writer:
             while some := list(islice(rest, _ROWS)):
-                rows = [columns_of(record) for record in some]
-                columns = {name: [row[name] for row in rows] for name in _COLUMNS}
+                rows = [vars(record) for record in some]
+                columns = {name: [row.get(name) for row in rows] for name in _SCHEMA.names}
                 if count is not None:
                     columns[_TOKENS] = list(count(some))
                 writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
@@ -83,21 +87,20 @@ class Dataset(Sequence[Record]):
         return _ROWS * (len(self._batches) - 1) + self._batches[-1].num_rows if self._batches else 0
 
     @overload
-    def __getitem__(self, index: int) -> Record: ...
+    def __getitem__(self, index: int) -> TrainingRecord: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: slice) -> list[TrainingRecord]: ...
 
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+    def __getitem__(self, index: int | slice) -> TrainingRecord | list[TrainingRecord]:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         batch, row = divmod(range(len(self))[index], _ROWS)
-        return Record(**{name: self._batches[batch].column(name)[row].as_py() for name in _COLUMNS})
+        return _record({name: self._batches[batch].column(name)[row].as_py() for name in _SCHEMA.names})
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[TrainingRecord]:
         for batch in self._batches:
-            for row in batch.select(_COLUMNS).to_pylist():
-                yield Record(**row)
+            yield from map(_record, batch.select(_SCHEMA.names).to_pylist())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -110,6 +113,14 @@ class Dataset(Sequence[Record]):
         if not self._batches or _TOKENS not in self._batches[0].schema.names:
             return None
         return np.concatenate([batch.column(_TOKENS).to_numpy() for batch in self._batches])
+
+
+def _record(row: Mapping[str, Any]) -> TrainingRecord:
+    """Make the record or example that was written as a row."""
+    kind = Example if row["query"] is not None else Record
+    values: dict[str, Any] = {name: row[name] for name in _COLUMNS[kind]}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return kind(**values)
 
 
 def _same(file: Path, target: Folder) -> bool:

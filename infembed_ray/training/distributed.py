@@ -21,16 +21,16 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from infembed_ray import ray_compat
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.places import place_of
 from infembed_ray.progress import say
 from infembed_ray.ray_cluster import connect, on_a_cluster
-from infembed_ray.records import Record
 from infembed_ray.storage import STATES
 from infembed_ray.training.node_files import RAY_TRAIN_LOGS, node_directory
 
 
-def fit(settings: TrainSettings, rows: Sequence[Record], directory: Path) -> None:
+def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path) -> None:
     """Train on a Ray cluster to the end.
 
     Args:

@@ -26,19 +26,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infembed_ray import records as tables
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
 from infembed_ray.errors import InputError, check_all, in_one_line
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
-from infembed_ray.storage import STATES, Published, Staging, Step, find_input
-from infembed_ray.training import deepspeed_config
+from infembed_ray.storage import STATES, Published, Staging, Step
+from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
-from infembed_ray.training.collate import token_counts
 from infembed_ray.training.collectives import from_first
 from infembed_ray.training.dataset import RECORDS, Dataset
 from infembed_ray.training.losses import MOST_JOINT_TEXTS, NCE, Objective
@@ -47,10 +46,10 @@ from infembed_ray.training.observability import report, trackers
 from infembed_ray.training.observability.events import EVENTS, read_events
 from infembed_ray.training.observability.metrics import METRICS, read_metrics, read_metrics_from
 from infembed_ray.training.sampler import Sampler
-from infembed_ray.training.validation import EXPORTED, held_out, held_out_files, overlapping
+from infembed_ray.training.validation import EXPORTED, held_out_files
 
 POLL_S = 0.5
-Fit = Callable[[TrainSettings, Sequence[tables.Record], Path], None]
+Fit = Callable[[TrainSettings, Sequence[TrainingRecord], Path], None]
 """Let all workers train to the end: settings, records, output that all of them see."""
 
 
@@ -139,11 +138,11 @@ def _locate(settings: TrainSettings) -> Inputs:
     validation = settings.validation
     named = [("model", settings.model)] + ([("teacher", settings.teacher)] if settings.teacher is not None else [])
     records, held, *models = check_all(
-        lambda: find_input(settings.records, "records"),
+        lambda: sources.locate(settings),
         lambda: {} if validation is None else held_out_files(validation),
         *(partial(locate, model, setting) for setting, model in named),
     )
-    files: dict[str, Place] = {"records": records}
+    files: dict[str, Place] = dict(records)
     names: dict[str, str] = {}
     found: dict[str, Any] = {}
     for (setting, _), model in zip(named, models, strict=True):
@@ -157,35 +156,23 @@ def _locate(settings: TrainSettings) -> Inputs:
 
 
 def lay_out(
-    settings: TrainSettings, inputs: Inputs, encoder: InstructionEncoder, directory: Path
+    settings: TrainSettings,
+    inputs: Inputs,
+    encoder: InstructionEncoder,
+    directory: Path,
+    tallies: dict[str, sources.Tally] | None = None,
 ) -> tuple[Dataset, Sampler, int]:
     """Write the checked records to a directory; return them, the order of the data, and the number of steps.
+
+    `tallies` is filled with the numbers of each source, unless an interrupted attempt wrote the records.
 
     Raises:
         InputError: a record is invalid, or the records and the settings do not make steps.
     """
-    rows = _dataset(settings, inputs.files["records"], encoder, directory / RECORDS)
+    rows = sources.write(settings, inputs.files, encoder, directory / RECORDS, tallies)
     sampler = Sampler.from_settings(settings, rows, encoder)
     _check_joint_texts(settings, encoder, sampler)
     return rows, sampler, -(-sampler.steps // settings.accumulation)
-
-
-def _dataset(settings: TrainSettings, path: Place, encoder: InstructionEncoder, file: Path) -> Dataset:
-    """Write the checked records to the file that the workers open, and compare them with the held-out ones."""
-    file.parent.mkdir(exist_ok=True)
-    count = None if settings.tokens_per_step is None else partial(token_counts, encoder)
-    if file.exists():  # from an interrupted attempt of this run, with the same records and tokenizer
-        rows = Dataset(file)
-    else:
-        rows = Dataset.write(file, tables.stream(path, tables.Record, "records", split=settings.split), count)
-    if settings.validation is not None:
-        held, _ = held_out(settings.validation)
-        if known := overlapping(rows, held):
-            say(
-                f"train: warning: {known} of the {len(held)} records of validation.records share their id, query or "
-                "positive passage with a training record"
-            )
-    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------- checking
@@ -306,7 +293,7 @@ def _check_joint_texts(settings: TrainSettings, encoder: InstructionEncoder, sam
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def _train_here(settings: TrainSettings, rows: Sequence[tables.Record], directory: Path) -> None:
+def _train_here(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path) -> None:
     """Train as a worker in this process."""
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
@@ -440,7 +427,11 @@ def _describe(staging: Staging, step: Step, inputs: Inputs, settings: TrainSetti
         staging.path,
         describe(str(staging.path)),
         inputs.settings.model,
-        model_card.TrainingData(inputs.files["records"].name, step.contents["records"], [row.source for row in rows]),
+        model_card.TrainingData(
+            ", ".join(inputs.files[name].name for name in sources.named(settings)),
+            " ".join(step.contents[name] for name in sources.named(settings)),
+            [row.source for row in rows],
+        ),
         settings.identity(),
         last,
     )

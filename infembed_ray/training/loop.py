@@ -17,14 +17,16 @@ from torch import Tensor
 from infembed_ray import durable
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.progress import say
-from infembed_ray.records import Record
 from infembed_ray.storage import STATES
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
+from infembed_ray.training.collate import Batch
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
+from infembed_ray.training.distillation import distill
 from infembed_ray.training.engine import Engine, export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability.anomalies import Monitor
@@ -39,7 +41,7 @@ from infembed_ray.training.validation import EXPORTED, Validation
 
 def train_worker(
     settings: TrainSettings,
-    records: Sequence[Record],
+    records: Sequence[TrainingRecord],
     directory: Path,
     device: torch.device,
     preempted: Callable[[], bool] = lambda: False,
@@ -94,7 +96,7 @@ class _Trainer:
     def __init__(
         self,
         settings: TrainSettings,
-        records: Sequence[Record],
+        records: Sequence[TrainingRecord],
         directory: Path,
         device: torch.device,
         preempted: Callable[[], bool],
@@ -187,18 +189,20 @@ class _Trainer:
         scores = score_batch(self._objective, batch, queries, passages, same_tower)
         if self._teacher is not None:
             scores = self._teacher.screen(scores, prepared.shares, self._rank)
-        compared = [scores]
+        compared = [(scores, queries, passages)]
         for dimensions in self._settings.matryoshka:  # leading components, contrasted with the same negatives
-            cut = [truncate(embeddings, dimensions) for embeddings in (queries, passages)]
-            shorter = score_batch(self._objective, batch, cut[0], cut[1], same_tower)
+            cut = truncate(queries, dimensions), truncate(passages, dimensions)
+            shorter = score_batch(self._objective, batch, *cut, same_tower)
             negatives = {v: replace(n, mask=scores.negatives[v].mask) for v, n in shorter.negatives.items()}
-            compared.append(replace(shorter, negatives=negatives))
+            compared.append((replace(shorter, negatives=negatives), *cut))
         temperature = self._engine.temperature
-        loss = torch.stack([self._loss(c, temperature) for c in compared]).mean()
+        loss = torch.stack([self._loss(batch, *c, temperature) for c in compared]).mean()
         return loss, scores, temperature
 
-    def _loss(self, scores: Scores, temperature: Tensor | float) -> Tensor:
-        return marginal_loss(
+    def _loss(
+        self, batch: Batch, scores: Scores, queries: Tensor, passages: Tensor, temperature: Tensor | float
+    ) -> Tensor:
+        loss = marginal_loss(
             self._objective,
             scores.positive,
             scores.negatives,
@@ -207,6 +211,10 @@ class _Trainer:
             self._settings.term_weights,
             self._settings.label_smoothing,
         )
+        if (taught := self._settings.distillation) is None:
+            return loss
+        distilled = distill(taught, batch, queries, passages, temperature)
+        return (1 - taught.weight) * loss + taught.weight * distilled
 
     def _agree(self, names: Sequence[str], sums: Tensor, ids: list[str], temperature: float) -> _Agreed:
         """Exchange in one collective everything that the workers must know alike, and judge the step."""

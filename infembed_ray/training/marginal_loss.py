@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 
 from infembed_ray.config.training import Variable
 from infembed_ray.errors import InputError
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Tokens
-from infembed_ray.records import Record
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import NCE, Negatives, Objective, marginal_loss
 from infembed_ray.training.scores import score_batch
@@ -50,8 +50,8 @@ class MarginalLoss(nn.Module):
         self.instruction_negatives = instruction_negatives
         self.count_positive_once = count_positive_once
 
-    def forward(self, records: Sequence[Record]) -> Tensor:
-        """Return the scalar loss of records as one batch; each record is three rows.
+    def forward(self, records: Sequence[TrainingRecord]) -> Tensor:
+        """Return the scalar loss of records as one batch: an InF-IR record is three rows, an example is one.
 
         A candidate that is a known positive of the batch is no negative.
 

@@ -7,7 +7,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from infembed_ray.records import Record
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.training.collate import flatten
 
 Texts = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
@@ -17,12 +17,23 @@ _LOOK = 64
 """Maximum number of deferred records, and of batches searched for one that fits: it bounds the cost of an epoch."""
 
 
-def shared_texts(records: Sequence[Record]) -> list[list[int]]:
+def shared_texts(records: Sequence[TrainingRecord]) -> list[list[int]]:
     """Number the instructions, queries and passages of every record that occur in other records too."""
     of_records = []
     for record in records:
-        kinds = ("instruction", "query", "passage")
-        of_records.append({_digest(kind, getattr(t, kind)) for t in flatten(record) for kind in kinds})
+        of_records.append(
+            {
+                _digest(kind, text)
+                for t in flatten(record)
+                for kind, texts in (
+                    ("instruction", [t.instruction]),
+                    ("query", [t.query]),
+                    ("passage", [t.passage, *t.other_positives]),
+                )
+                for text in texts
+                if text
+            }
+        )
     uses = Counter(text for texts in of_records for text in texts)
     return [sorted(text for text in texts if uses[text] > 1) for texts in of_records]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from infembed_ray.config.training import TrainSettings
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens
-from infembed_ray.records import Record
-from infembed_ray.training.collate import Batch, collate
+from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
 
 AHEAD = 2
@@ -41,7 +41,7 @@ class Prepared:
 
     number: int
     seed: str
-    shares: list[list[Record]]
+    shares: list[list[TrainingRecord]]
     batch: Batch
     queries: list[Pass]
     passages: list[Pass]
@@ -58,7 +58,7 @@ class Preparer:
     """
 
     def __init__(
-        self, settings: TrainSettings, records: Sequence[Record], rank: int, encoder: InstructionEncoder
+        self, settings: TrainSettings, records: Sequence[TrainingRecord], rank: int, encoder: InstructionEncoder
     ) -> None:
         self._settings = settings
         self._records = records
@@ -74,7 +74,7 @@ class Preparer:
         number, rows = item
         settings = self._settings
         seed = f"{settings.seed}/{number}"
-        shares = [[self._records[row] for row in share] for share in rows]
+        shares = [[drawn(self._records[row], settings.hard_negatives, seed) for row in share] for share in rows]
         batch = collate(
             self._encoder,
             shares,

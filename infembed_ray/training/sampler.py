@@ -14,8 +14,8 @@ import numpy as np
 from infembed_ray.config.base import nearest
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Record
 from infembed_ray.training import no_duplicates
 from infembed_ray.training.collate import token_counts
 from infembed_ray.training.dataset import Dataset
@@ -59,7 +59,9 @@ class Sampler:
     tokens_per_step: int | None = None
 
     @classmethod
-    def from_settings(cls, settings: TrainSettings, records: Sequence[Record], encoder: InstructionEncoder) -> Sampler:
+    def from_settings(
+        cls, settings: TrainSettings, records: Sequence[TrainingRecord], encoder: InstructionEncoder
+    ) -> Sampler:
         """Return the sampler of a run.
 
         Args:
@@ -74,7 +76,7 @@ class Sampler:
         tokens: Sequence[int] | np.ndarray = ()
         if settings.tokens_per_step is not None:
             counted = records.tokens if isinstance(records, Dataset) else None
-            tokens = token_counts(encoder, records) if counted is None else counted
+            tokens = token_counts(encoder, records, settings.hard_negatives) if counted is None else counted
         sampler = cls(
             len(records),
             settings.workers,

@@ -36,13 +36,14 @@ def score_batch(
     that it forms is a known positive: a tuple of the micro-batch, on any worker, with equal tokens. So a passage is not a
     negative of an instruction and query that it answers in another row, nor is a pair of another row with the same
     passage, nor an instruction for which another row has the same query and passage. For `nce{PIQ}`, every tuple but the
-    row's own is a negative, as in Eq. 1.
+    row's own is a negative, as in Eq. 1. The hard negatives of all rows are candidates wherever passages are, after the
+    passages of the rows. A passage that answers a row's pair, but is not the one drawn for it, is no negative of that pair.
 
     Args:
         objective: Objective, whose variables decide the candidates.
         batch: This worker's share of the micro-batch.
         queries: (n, d) unit vectors of `batch.queries`.
-        passages: (B, d) unit vectors of `batch.passages`.
+        passages: (m, d) unit vectors of `batch.passages`.
         same_tower_negatives: Whether the pairs of the other rows join the candidates of P, as similarities
             iq_ii . iq_kk (SamToNe, arXiv 2306.02516).
     """
@@ -51,18 +52,26 @@ def score_batch(
     def indices(values: Sequence[Any]) -> Tensor:
         return on_device(torch.tensor(values, dtype=torch.long), device)
 
-    own_rows, query_ids, passage_ids = map(indices, (batch.own, batch.query_ids, batch.passage_ids))
+    own_rows, query_ids = indices(batch.own), indices(batch.query_ids)
     own, own_ids = queries[own_rows], query_ids[own_rows]  # iq_ii
+    passages, hard = passages.tensor_split([len(own)])
+    passage_ids, hard_ids = indices(batch.passage_ids).tensor_split([len(own)])
     all_own, all_passages = (gather_rows(x, batch.sizes) for x in (own, passages))
     all_own_ids, all_passage_ids = gather_rows(torch.stack([own_ids, passage_ids], dim=1), batch.sizes).unbind(1)
     known = _tuple_ids(all_own_ids, all_passage_ids)
+    if any(batch.hard_counts):
+        all_passages = torch.cat([all_passages, gather_rows(hard, batch.hard_sizes)])
+        all_passage_ids = torch.cat([all_passage_ids, gather_rows(hard_ids, batch.hard_sizes)])
+    if any(batch.other_sizes):
+        rows, others = indices(batch.other_positives).reshape(-1, 2).unbind(1)
+        known = torch.cat([known, gather_rows(_tuple_ids(own_ids[rows], others), batch.other_sizes)])
 
     def unknown(queries_of: Tensor, passages_of: Tensor) -> Tensor:
         return ~torch.isin(_tuple_ids(queries_of, passages_of), known)
 
     def paired(candidates: list[list[int]]) -> Negatives:
         """Return the similarities (B, most) of p_i with the candidate queries of each row."""
-        most = max(map(len, candidates))
+        most = max(map(len, candidates))  # 0 if the rows have no instructions
         # Shorter rows are padded with their own positive, which is masked.
         filled = [row + [mine] * (most - len(row)) for row, mine in zip(candidates, batch.own, strict=True)]
         index = indices(filled)
@@ -75,7 +84,7 @@ def score_batch(
         mask = unknown(own_ids.unsqueeze(1), all_passage_ids)
         if same_tower_negatives:
             similarities = torch.cat([similarities, own @ all_own.T], dim=1)
-            mask = torch.cat([mask, mask & pairs.mask], dim=1)
+            mask = torch.cat([mask, mask[:, : len(all_own)] & pairs.mask], dim=1)
         negatives["P"] = Negatives(similarities, mask)
     if "I" in objective.variables:
         negatives["I"] = paired(batch.instruction_candidates)

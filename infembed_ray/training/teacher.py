@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from infembed_ray.config.training import TrainSettings
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Record
-from infembed_ray.training.collate import ROWS, collate
+from infembed_ray.training.collate import collate, flatten
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.scores import Scores, score_batch, screened
 
@@ -20,9 +20,9 @@ _ROWS_AS_CANDIDATES = Objective("multi", ("P", "IQ"))
 class Teacher:
     """Screens the candidates of P and IQ that are rows of other records.
 
-    The candidates of I, the queries of `iq_negatives=ik`, and the other two rows of the row's own record are not
-    screened. Those two rows were judged negatives when they were written, and a teacher that does not follow instructions
-    would find them the most similar.
+    The candidates of I, the queries of `iq_negatives=ik`, and the negatives of the row's own record (the other two rows of
+    an InF-IR record, the hard negatives of an example) are not screened. They were judged negatives when they were written
+    or mined, and a teacher that does not follow instructions would find them the most similar.
 
     Args:
         encoder: Teacher on this worker's device, with its own tokenizer and template.
@@ -33,7 +33,7 @@ class Teacher:
         self._settings = settings
 
     @torch.no_grad()
-    def screen(self, scores: Scores, shares: Sequence[Sequence[Record]], rank: int) -> Scores:
+    def screen(self, scores: Scores, shares: Sequence[Sequence[TrainingRecord]], rank: int) -> Scores:
         """Return the scores with fewer negatives; every worker must call it.
 
         Args:
@@ -46,14 +46,17 @@ class Teacher:
             torch.from_numpy(self._encoder.embed(texts)).to(device) for texts in (batch.queries, batch.passages)
         )
         opinion = score_batch(_ROWS_AS_CANDIDATES, batch, queries, passages, self._settings.same_tower_negatives)
-        records = torch.arange(sum(batch.sizes), device=device) // ROWS
+        tuples = [len(flatten(record)) for share in shares for record in share]
+        records = torch.arange(len(tuples), device=device).repeat_interleave(torch.tensor(tuples, device=device))
+        hard = records.repeat_interleave(torch.tensor(batch.hard_counts, device=device))
         first = sum(batch.sizes[:rank])
-        judged = records[first : first + len(batch.own)].unsqueeze(1) == records.unsqueeze(0)
+        mine = records[first : first + len(batch.own)].unsqueeze(1)
+        of_candidates = {"P": torch.cat([records, hard, records]), "IQ": records}  # P: the last ones with SamToNe only
         negatives = dict(scores.negatives)
         for variable, theirs in opinion.negatives.items():
             if variable in negatives and not (variable == "IQ" and self._settings.iq_negatives == "ik"):
-                kept = judged.repeat(1, theirs.similarities.shape[1] // judged.shape[1])
+                judged = mine == of_candidates[variable][: theirs.similarities.shape[1]]
                 negatives[variable] = screened(
-                    negatives[variable], theirs.similarities, opinion.positive, self._settings.teacher_margin, kept
+                    negatives[variable], theirs.similarities, opinion.positive, self._settings.teacher_margin, judged
                 )
         return replace(scores, negatives=negatives)

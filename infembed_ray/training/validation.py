@@ -18,9 +18,11 @@ from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.examples import TrainingRecord
 from infembed_ray.places import Place
 from infembed_ray.records import MADE_ID, Passage, Record
 from infembed_ray.storage import find_input
+from infembed_ray.training.collate import flatten
 from infembed_ray.training.collectives import from_first, gather_rows, world
 
 if TYPE_CHECKING:  # a driver that only checks its input does not import DeepSpeed
@@ -126,7 +128,7 @@ def held_out(settings: ValidationSettings) -> tuple[list[Record], Task]:
     return rows, task
 
 
-def overlapping(training: Iterable[Record], held: Sequence[Record]) -> int:
+def overlapping(training: Iterable[TrainingRecord], held: Sequence[Record]) -> int:
     """Count the held-out records that share their id, query or positive passage with a training record."""
     seen: dict[tuple[str, str], list[int]] = {}
     for number, record in enumerate(held):
@@ -135,11 +137,13 @@ def overlapping(training: Iterable[Record], held: Sequence[Record]) -> int:
     return len({number for record in training for mark in _marks(record) for number in seen.get(mark, ())})
 
 
-def _marks(record: Record) -> Iterable[tuple[str, str]]:
-    if not record.id.startswith(MADE_ID):
+def _marks(record: TrainingRecord) -> Iterable[tuple[str, str]]:
+    if not record.id.rpartition("/")[2].startswith(MADE_ID):
         yield "id", record.id
-    yield "query", record.query_positive
-    yield "passage", record.document_positive
+    first = flatten(record)[0]
+    yield "query", first.query
+    for passage in (first.passage, *first.other_positives):
+        yield "passage", passage
 
 
 def _part(items: Sequence[T]) -> tuple[list[T], torch.Tensor]:

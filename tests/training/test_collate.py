@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infembed_ray.examples import Example
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
-from infembed_ray.training.collate import collate, draw_instructions, flatten, other_instructions
+from infembed_ray.training.collate import collate, drawn, flatten, other_instructions, sample_instructions, token_counts
 from infembed_ray.training.losses import NCE, Objective
 from tests.modeling import backbones
 
@@ -53,7 +54,7 @@ def test_instruction_negatives_are_distinct_and_exclude_the_own_instruction(reco
     available = sorted({t.instruction for t in tuples})
     for t in tuples:
         others = set(available) - {t.instruction}
-        drawn = other_instructions(t, draw_instructions(available, count, random.Random(seed)), count)
+        drawn = other_instructions(t, sample_instructions(available, count, random.Random(seed)), count)
         assert len(drawn) == len(set(drawn)) == (len(others) if count is None else min(count, len(others)))
         assert set(drawn) <= others
         if drawn:
@@ -97,7 +98,7 @@ def test_shared_instructions_are_one_set_per_step_for_any_number_of_workers(enco
     shares = [records[:5], records[5:6], records[6:]]
     parts = [collate(encoder, shares, rank, MULTI_P_I, **options) for rank in range(3)]
     assert [row for part in parts for row in candidate_texts(encoder, part)] == whole
-    drawn = draw_instructions(sorted({t.instruction for t in rows}), 4, random.Random("7/3"))
+    drawn = sample_instructions(sorted({t.instruction for t in rows}), 4, random.Random("7/3"))
     assert len(drawn) == 5
     for t, row in zip(rows, whole, strict=True):
         rest = [i for i in drawn if i not in (t.instruction, t.poisoned)][:3]
@@ -137,3 +138,68 @@ def test_only_texts_that_the_objective_needs_are_tokenized(encoder):
     assert texts("uni{I}") == 4 * 4  # 4 instructions, 4 queries: every pair
     assert texts("multi{P,IQ}", iq_negatives="ik") == 4 * 4
     assert texts(str(NCE)) == 4 * 4
+
+
+def example(n, positives=3, negatives=5, **fields):
+    return Example(
+        id=f"x{n}",
+        query=f"question {n}",
+        positives=tuple(f"answer {n} {p}" for p in range(positives)),
+        negatives=tuple(f"wrong {n} {p}" for p in range(negatives)),
+        positive_scores=tuple(float(p) for p in range(positives)),
+        negative_scores=tuple(-float(p) for p in range(negatives)),
+        **fields,
+    )
+
+
+def test_an_example_draws_a_positive_and_negatives_with_their_scores():
+    whole = example(1)
+    seen = set()
+    for step in range(40):
+        got = drawn(whole, 2, f"7/{step}")
+        assert got == drawn(whole, 2, f"7/{step}")
+        assert sorted(got.positives) == sorted(whole.positives)
+        assert [float(text[-1]) for text in got.positives] == list(got.positive_scores)
+        assert [-float(text[-1]) for text in got.negatives] == list(got.negative_scores)
+        assert len(set(got.negatives)) == 2
+        seen |= {got.positives[0], *got.negatives}
+        (row,) = flatten(got)
+        assert (row.passage, row.other_positives) == (got.positives[0], got.positives[1:])
+        assert row.scores == (got.positive_scores[0], *got.negative_scores)
+    assert seen == {*whole.positives, *whole.negatives}  # every text has its turn
+    assert set(drawn(whole, None, "0").negatives) == set(drawn(whole, 9, "0").negatives) == set(whole.negatives)
+    assert drawn(whole, 0, "0").negatives == ()
+    assert drawn(record(1), 2, "0") == record(1)
+
+
+def test_hard_negatives_follow_the_passages_of_the_rows(encoder):
+    shares = [[record(0), example(1, negatives=2)], [example(2, positives=1, negatives=0), example(3, positives=2)]]
+    parts = [collate(encoder, shares, rank, MULTI_P_I, instruction_negatives=3, seed="0") for rank in (0, 1)]
+    texts = [[encoder.tokenizer.decode(p.ids, skip_special_tokens=True) for p in part.passages] for part in parts]
+    assert texts[0] == [*(t.passage for t in flatten(record(0))), "answer 1 0", "wrong 1 0", "wrong 1 1"]
+    assert texts[1] == ["answer 2 0", "answer 3 0", *(f"wrong 3 {n}" for n in range(5))]
+    assert [part.hard_counts for part in parts] == [[0, 0, 0, 2, 0, 5]] * 2
+    assert [part.hard_sizes for part in parts] == [[2, 5]] * 2
+    assert [part.other_sizes for part in parts] == [[2, 1]] * 2
+    assert [row for row, _ in parts[0].other_positives] == [3, 3]
+    assert parts[1].instruction_candidates == [[], []]  # no instructions, so no negatives among them
+
+
+def test_a_row_without_an_instruction_has_only_its_poisoned_one():
+    pool = ["good 0", "good 1"]
+    plain, poisoned, instructed = (
+        flatten(example(0, **fields))[0]
+        for fields in ({}, {"negative_instruction": "bad"}, {"instruction": "good 0", "negative_instruction": "bad"})
+    )
+    assert other_instructions(plain, pool, 5, random.Random(0)) == []
+    assert other_instructions(poisoned, pool, 5, random.Random(0)) == ["bad"]
+    assert other_instructions(instructed, pool, 5, random.Random(0)) == ["bad", "good 1"]
+
+
+def test_token_counts_bound_every_draw(encoder):
+    long = Example("x", "a question", ("short", "a much longer answer"), ("no", "no no no no", "no no"))
+    for most in (None, 0, 1, 2):
+        (count,) = token_counts(encoder, [long], most)
+        drawings = [drawn(long, most, str(seed)) for seed in range(30)]
+        batches = [collate(encoder, [[one]], 0, Objective.parse("uni{P}")) for one in drawings]
+        assert max(batch.tokens for batch in batches) == count

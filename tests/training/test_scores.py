@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from infembed_ray.examples import Example
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.collate import collate, flatten
 from infembed_ray.training.collectives import mean_over_workers
@@ -20,10 +21,10 @@ FEATURES, DIMENSION, TEMPERATURE, DRAWN = 7, 5, 0.1, 2
 
 
 def records():
-    """Return five records with every kind of false negative.
+    """Return five InF-IR records and three examples, with every kind of false negative.
 
-    They are the same passage, pair or instruction in other records, on either worker, and an instruction for which
-    another record has the same query and passage.
+    They are the same passage, pair or instruction in other records, on either worker, an instruction for which another
+    record has the same query and passage, and a passage that is a second positive or a hard negative elsewhere.
     """
     rows = [record(n) for n in range(5)]
     rows[1] = replace(rows[1], document_positive=rows[3].document_positive)
@@ -31,7 +32,13 @@ def records():
     same = ("query_positive", "document_positive", "instruction_negative", "hard_negative_document_1")
     rows[4] = replace(rows[4], **{name: getattr(rows[0], name) for name in same})
     rows[4] = replace(rows[4], hard_negative_document_1="another answer to the same pair")
-    return rows
+    wrong = ("wrong", rows[3].hard_negative_document_2)
+    return [
+        *rows,
+        Example("x0", "plain", ("answer", "other answer", "third answer"), wrong),
+        Example("x1", "asked", ("other answer",), ("third answer",), rows[0].instruction_positive, "a poisoned one"),
+        Example("x2", rows[0].query_positive, (rows[0].document_positive,), instruction=rows[0].instruction_positive),
+    ]
 
 
 SHARES = [records()[:3], records()[3:]]  # uneven
@@ -83,15 +90,14 @@ def reference(
 
     by_share = [[t for r in share for t in flatten(r)] for share in shares]
     rows = [t for share in by_share for t in share]
-    known = {(t.instruction, t.query, t.passage) for t in rows}
+    known = {(t.instruction, t.query, p) for t in rows for p in (t.passage, *t.other_positives)}
+    candidates = [t.passage for t in rows] + [p for t in rows for p in t.negatives]
     total = 0.0
     for n, i in enumerate(rows):
         mine = next(share for share in by_share if any(t is i for t in share))
         own = e(i.instruction, i.query, i.passage)
         sums = {}
-        sums["P"] = sum(
-            e(i.instruction, i.query, m.passage) for m in rows if (i.instruction, i.query, m.passage) not in known
-        )
+        sums["P"] = sum(e(i.instruction, i.query, p) for p in candidates if (i.instruction, i.query, p) not in known)
         if same_tower:
             sums["P"] += sum(
                 math.exp(similarity((i.instruction, i.query), (k.instruction, k.query)) / TEMPERATURE)
@@ -99,13 +105,14 @@ def reference(
                 if (k.instruction, k.query, i.passage) not in known and (i.instruction, i.query, k.passage) not in known
             )
         if instruction_negatives is None:
-            others = {t.instruction for t in mine}
+            others = {t.instruction for t in mine if t.instruction} | {i.poisoned} if i.instruction else {i.poisoned}
+            others -= {""}
         else:
-            pool = sorted({t.instruction for t in rows})
+            pool = sorted({t.instruction for t in rows if t.instruction})
             rng = random.Random("1/1" if shared else f"1/1/{n}")
-            drawn = rng.sample(pool, min(len(pool), instruction_negatives + 1))
-            rest = [j for j in drawn if j != i.instruction and j != i.poisoned]
-            others = ([i.poisoned] if i.poisoned != i.instruction else []) + rest
+            sampled = rng.sample(pool, min(len(pool), instruction_negatives + 1)) if i.instruction else []
+            rest = [j for j in sampled if j != i.instruction and j != i.poisoned]
+            others = ([i.poisoned] if i.poisoned not in ("", i.instruction) else []) + rest
             del others[instruction_negatives:]
         sums["I"] = sum(e(j, i.query, i.passage) for j in others if (j, i.query, i.passage) not in known)
         if iq == "kk":
@@ -120,11 +127,11 @@ def reference(
             )
         if objective == NCE:
             sums["PIQ"] = sum(
-                e(j.instruction, k.query, m.passage)
-                for m in rows
+                e(j.instruction, k.query, p)
+                for p in candidates
                 for j in rows
                 for k in rows
-                if (j.instruction, k.query, m.passage) != (i.instruction, i.query, i.passage)
+                if (j.instruction, k.query, p) != (i.instruction, i.query, i.passage)
             )
         if objective.kind == "uni":
             total -= sum(math.log(own / (own + sums[v])) for v in objective.variables)

@@ -78,6 +78,7 @@ def resolve(
     label: str,
     model: str | Mapping[str, Any] | BaselineSettings | RetrieverSettings,
     template: Template | None = None,
+    where: str | None = None,
 ) -> RetrieverSettings:
     """Return the complete settings of the retriever `models.<label>`, with absolute paths. Reads no weights.
 
@@ -85,11 +86,12 @@ def resolve(
         label: of the model in the evaluation's settings.
         model: a checkpoint directory, a hub name, the name of a baseline, or settings, perhaps over those of a baseline.
         template: for a checkpoint that has none, where the settings give no formats.
+        where: setting of the model, for error messages; None: `models.<label>`.
 
     Raises:
         InputError: the baseline is unknown or cannot run, or the settings do not fit together.
     """
-    where = f"models.{label}"
+    where = where or f"models.{label}"
     if isinstance(model, str):
         if not _is_checkpoint(model):
             return _baseline(where, model, ()).settings

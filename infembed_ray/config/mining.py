@@ -1,0 +1,49 @@
+"""Settings of `infembed mine`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.evaluation import NamedRetriever
+
+
+class MineSettings(Settings):
+    """`infembed mine`: hard negatives from an index for training tuples or InF-IR records."""
+
+    records: str = runtime_field(
+        description="training tuples or InF-IR records: a file, a directory of files, or a published output"
+    )
+    columns: dict[str, str | tuple[str, ...]] = Field(
+        {}, description="our column -> its name in the files; positives and negatives may have several"
+    )
+    split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
+    index: str = runtime_field(
+        description="output of `infembed index`: the passages to mine, and the encoder that does"
+    )
+    output: str = runtime_field(description="directory or object-store URI of the published tuples")
+    negatives: int = Field(7, ge=1, description="mined negatives per tuple; its own ones stay, before them")
+    depth: int = Field(100, ge=1, description="passages that the search finds per tuple, of which negatives are taken")
+    max_share: float = Field(
+        0.95,
+        gt=0,
+        le=1,
+        description="a passage is a false negative from this share of the positive's score (TopK-PercPos of NV-Retriever)",
+    )
+    margin: float = Field(
+        0.0, ge=0, description="and from the positive's score minus this margin (TopK-MarginPos of NV-Retriever)"
+    )
+    sample: Literal["top", "random"] = Field(
+        "top", description="top: the negatives nearest to the query; random: any of the `depth`, by the seed"
+    )
+    seed: int = Field(42, description="seed of sample=random")
+    teacher: NamedRetriever | None = runtime_field(
+        None,
+        description="encoder or reranker that judges in place of the index's encoder, as in `models` of `infembed evaluate`; "
+        "its scores are written, for distillation",
+    )
+    batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
+    workers: int = runtime_field(1, ge=1, description="actors; each holds the index, the encoder and the teacher")
+    gpus_per_worker: float = runtime_field(0.0, ge=0, description="GPUs per actor")

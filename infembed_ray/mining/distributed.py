@@ -1,0 +1,180 @@
+"""`infembed mine`: actors search an index for blocks of tuples, and the driver writes the tuples with their negatives.
+
+Each finished block is a file in the unfinished output, so an interrupted run repeats only the blocks in progress. The order
+of the tuples, and what is mined for each, depend on neither the number of actors nor on interruptions.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+from ray.exceptions import RayTaskError
+from ray.util import ActorPool
+
+from infembed_ray import durable, examples
+from infembed_ray.config.evaluation import RetrieverSettings
+from infembed_ray.config.mining import MineSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.examples import Example
+from infembed_ray.mining.miner import Known, Mined, Miner, known_positives, read, require_teacher
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.places import Place, address
+from infembed_ray.progress import say, track
+from infembed_ray.ray_cluster import connect
+from infembed_ray.records import KEPT_FILE
+from infembed_ray.retrieval.index import Index
+from infembed_ray.storage import STATES, Published, Step, find_input
+
+ROWS_PER_BLOCK = 256
+_IN_FLIGHT = 2
+"""Blocks per actor that are sent ahead."""
+_COUNTS = ("mined", "too_similar", "short")
+"""Fields of `Mined` that the metadata of a block's file hold."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a mining reads: its records, the index's version and the teacher, if there is one."""
+
+    records: Place
+    index: Index
+    teacher: RetrieverSettings | None
+
+
+def run(settings: MineSettings) -> Published:
+    """Mine hard negatives for all tuples, and publish the tuples as `records.parquet`, an input of `infembed train`.
+
+    Raises:
+        InputError: an input cannot be used, or the output cannot be written.
+    """
+    inputs, step = prepare(settings)
+    if done := step.finished():
+        return done
+    known = known_positives(partial(read, settings, inputs.records))
+    connect()
+    with step.publish() as staging:
+        parts = staging.path / STATES
+        parts.mkdir(exist_ok=True)
+        _mine(settings, inputs, known, parts)
+        staging.counts = _join(parts, staging.path / KEPT_FILE)
+        shutil.rmtree(parts)
+    counts = staging.counts
+    say(
+        f"mine: {counts['mined']:,} negatives for {counts['tuples']:,} tuples; {counts['too_similar']:,} passages left out as "
+        f"false negatives; {counts['short']:,} tuples have fewer negatives than asked for"
+    )
+    return step.published()
+
+
+def prepare(settings: MineSettings) -> tuple[Inputs, Step]:
+    """Locate the inputs, check the index's encoder and the teacher without their weights, and identify the run.
+
+    Raises:
+        InputError: an input does not exist, does not fit, or the output cannot be written.
+    """
+    records, index, (teacher, paths, names) = check_all(
+        lambda: find_input(settings.records, "records"), lambda: _index(settings), lambda: _teacher(settings)
+    )
+    step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": index.version, **names})
+    return Inputs(records, index, teacher), step
+
+
+def _index(settings: MineSettings) -> Index:
+    index = Index.describe(settings.index)
+    InstructionEncoder.from_pretrained(index.facts.model, dimensions=index.facts.dimensions, device="meta")
+    return index
+
+
+def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[str, Place], Mapping[str, str]]:
+    if settings.teacher is None:
+        return None, {}, {}
+    teacher = baselines.resolve("teacher", settings.teacher, "instruction_first", where="teacher")
+    require_teacher(teacher)
+    paths, names = baselines.inputs(teacher, "teacher")
+    teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})
+    return (
+        teacher,
+        {f"teacher.{part}": path for part, path in paths.items()},
+        {f"teacher.{part}": name for part, name in names.items()},
+    )
+
+
+class _Actor:
+    """A `Miner` in a process of its own, loaded at the first block."""
+
+    def __init__(self, load: partial[Miner]) -> None:
+        self._load = load
+        self._miner: Miner | None = None
+
+    def mine(self, rows: list[Example], known: Known) -> Mined:
+        self._miner = self._miner or self._load()
+        return self._miner.mine(rows, known)
+
+
+def _mine(settings: MineSettings, inputs: Inputs, known: Known, parts: Path) -> None:
+    """Write the file of every block that has none yet."""
+    device = "cuda" if settings.gpus_per_worker else "cpu"
+    load = partial(Miner, settings, address(inputs.index.path), inputs.teacher, device)
+    actor = ray.remote(num_gpus=settings.gpus_per_worker, max_restarts=-1, max_task_retries=-1)(_Actor)
+    shared = ray.put(known)
+    pool = ActorPool([actor.remote(load) for _ in range(settings.workers)])
+    waiting: list[tuple[Path, int]] = []
+    with track("mine", None) as advance:
+        for file, block in _blocks(settings, inputs.records, parts):
+            if file.exists():
+                advance(len(block))
+                continue
+            pool.submit(lambda miner, rows: miner.mine.remote(rows, shared), block)
+            waiting.append((file, len(block)))
+            if len(waiting) >= _IN_FLIGHT * settings.workers:
+                _write_next(pool, *waiting.pop(0))
+                advance(len(block))
+        for file, rows in waiting:
+            _write_next(pool, file, rows)
+            advance(rows)
+
+
+def _blocks(settings: MineSettings, records: Place, parts: Path) -> Iterator[tuple[Path, list[Example]]]:
+    rows = read(settings, records)
+    number = 0
+    while block := list(islice(rows, ROWS_PER_BLOCK)):
+        yield parts / f"part-{number:06}.parquet", block
+        number += 1
+
+
+def _write_next(pool: Any, file: Path, rows: int) -> None:
+    """Write the next result of the pool, which gives them in the order of the blocks."""
+    try:
+        mined: Mined = pool.get_next()
+    except RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise
+    assert len(mined.rows) == rows
+    table = pa.Table.from_pylist([vars(row) for row in mined.rows], examples.SCHEMA)
+    counts = {name: str(getattr(mined, name)) for name in _COUNTS}
+    with durable.replacing(file) as sink:
+        pq.write_table(table.replace_schema_metadata(counts), sink)
+
+
+def _join(parts: Path, output: Path) -> dict[str, int]:
+    """Join the blocks' files in order; return the counts of the run."""
+    counts = dict.fromkeys(("tuples", *_COUNTS), 0)
+    with pq.ParquetWriter(output, examples.SCHEMA) as writer:
+        for file in sorted(parts.glob("part-*.parquet")):
+            table = pq.read_table(file)
+            for name in _COUNTS:
+                counts[name] += int(table.schema.metadata[name.encode()])
+            counts["tuples"] += table.num_rows
+            writer.write_table(table.cast(examples.SCHEMA))
+    return counts

@@ -1,0 +1,167 @@
+"""Sources of training data: files of InF-IR records and of training tuples, in any mix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from infembed_ray import examples, records
+from infembed_ray.config.training import Source, TrainSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.examples import TrainingRecord
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.places import Place
+from infembed_ray.progress import counted, say
+from infembed_ray.records import Record
+from infembed_ray.storage import find_input
+from infembed_ray.training.collate import flatten, token_counts
+from infembed_ray.training.dataset import Dataset
+from infembed_ray.training.losses import Objective
+from infembed_ray.training.validation import held_out, overlapping
+
+
+def named(settings: TrainSettings) -> dict[str, Source]:
+    """Return the sources by the setting of their path.
+
+    Raises:
+        InputError: `records` and `sources` are both set, or neither is, or `split` is set beside `sources`.
+    """
+    if bool(settings.records) == bool(settings.sources):
+        raise InputError(
+            f"records={settings.records or 'null'}: set either records, or sources.NAME.path for each of several sources"
+        )
+    if settings.sources and settings.split is not None:
+        raise InputError(f"split={settings.split}: applies to records only; set sources.NAME.split")
+    if settings.records:
+        return {"records": Source(path=settings.records, split=settings.split)}
+    return {f"sources.{label}.path": source for label, source in settings.sources.items()}
+
+
+def locate(settings: TrainSettings) -> dict[str, Place]:
+    """Find the files of all sources, by the setting of their path; InputError if some do not exist."""
+    sources = named(settings)
+    found = check_all(*(partial(find_input, source.path, name) for name, source in sources.items()))
+    return dict(zip(sources, found, strict=True))
+
+
+@dataclass
+class Tally:
+    """Numbers of the records that were read from a source.
+
+    Attributes:
+        records: Number of records.
+        tuples: Number of their training tuples.
+        instructed: Tuples with an instruction, or with one under which their passage is wrong.
+        negatives: Hard negatives of all tuples.
+        scored: Tuples with a teacher's scores of hard negatives.
+    """
+
+    records: int = 0
+    tuples: int = 0
+    instructed: int = 0
+    negatives: int = 0
+    scored: int = 0
+
+    def add(self, record: TrainingRecord) -> None:
+        """Count a record."""
+        self.records += 1
+        for row in flatten(record):
+            self.tuples += 1
+            self.instructed += bool(row.instruction or row.poisoned)
+            self.negatives += len(row.negatives)
+            self.scored += len(row.scores) > 1
+
+    def __str__(self) -> str:
+        parts = [counted(self.records, "record"), counted(self.tuples, "tuple")]
+        if self.instructed < self.tuples:
+            parts.append(f"{self.tuples - self.instructed:,} of them without instructions")
+        if self.negatives:
+            parts.append(counted(self.negatives, "hard negative"))
+        if self.scored:
+            parts.append(f"{self.scored:,} tuples with a teacher's scores")
+        return ", ".join(parts)
+
+
+def write(
+    settings: TrainSettings,
+    places: Mapping[str, Place],
+    encoder: InstructionEncoder,
+    file: Path,
+    tallies: dict[str, Tally] | None = None,
+) -> Dataset:
+    """Write the checked records of all sources to the file that the workers open, and compare them with the held-out ones.
+
+    Args:
+        settings, places, tallies: See `read`.
+        encoder: Counts tokens, if steps are limited by them.
+        file: Path of the file. If it exists, an interrupted attempt of this run wrote the same records to it.
+    """
+    file.parent.mkdir(exist_ok=True)
+    count = None
+    if settings.tokens_per_step is not None:
+        count = partial(token_counts, encoder, hard_negatives=settings.hard_negatives)
+    rows = Dataset(file) if file.exists() else Dataset.write(file, read(settings, places, tallies), count)
+    if settings.validation is not None:
+        held, _ = held_out(settings.validation)
+        if known := overlapping(rows, held):
+            say(
+                f"train: warning: {known} of the {len(held)} records of validation.records share their id, query or "
+                "positive passage with a training record"
+            )
+    return rows
+
+
+def read(
+    settings: TrainSettings, places: Mapping[str, Place], tallies: dict[str, Tally] | None = None
+) -> Iterator[TrainingRecord]:
+    """Stream the records of all sources, one source after the other.
+
+    A record of `sources` has the name of its source in `source` and before its id.
+
+    Args:
+        settings: Settings of the run.
+        places: Files of the sources; see `locate`.
+        tallies: Filled with the numbers of each source, by the setting of its path.
+
+    Raises:
+        InputError: a row cannot be used, or after the last one: the settings need what no record has.
+    """
+    tallies = {} if tallies is None else tallies
+    for name, source in named(settings).items():
+        tally = tallies[name] = Tally()
+        for record in _stream(source, places[name], name):
+            if settings.sources:
+                label = name.split(".")[1]
+                record = replace(record, source=label, id=f"{label}/{record.id}")
+            tally.add(record)
+            yield record
+    _require_trainable(settings, tallies)
+
+
+def _stream(source: Source, path: Place, name: str) -> Iterator[TrainingRecord]:
+    if examples.found_in(path, name, source.columns, source.split):
+        return examples.stream(path, name, source.columns, source.split)
+    return records.stream(path, Record, name, examples.single(source.columns), source.split)
+
+
+def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) -> None:
+    """Check that the records have what the objective and the distillation train on; InputError otherwise."""
+    variables = Objective.parse(settings.objective).variables
+    plain = [name for name, tally in tallies.items() if not tally.instructed]
+    if "I" in variables and len(plain) == len(tallies):
+        raise InputError(
+            f"objective={settings.objective}: contrasts instructions, and no record has one; set objective='uni{{P}}', "
+            "or name the column of the instructions"
+        )
+    if variables == ("I",) and plain:
+        raise InputError(
+            f"objective={settings.objective}: nothing of {plain[0]} would train, because its records have no instructions; "
+            "add P to the objective, or leave this source out"
+        )
+    if settings.distillation is not None and not any(tally.scored for tally in tallies.values()):
+        raise InputError(
+            "distillation: no record has positive_scores and negative_scores; add them with `infembed mine teacher=...`, or "
+            "leave distillation out"
+        )

@@ -1,0 +1,163 @@
+"""Sources of training data: what is read of a mix, in which order it trains, and what is refused."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.errors import InputError
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import columns_of
+from infembed_ray.training import sources
+from infembed_ray.training.collate import drawn
+from infembed_ray.training.dataset import Dataset
+from infembed_ray.training.launch import run
+from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.sampler import Sampler
+from tests.modeling import backbones
+from tests.support.files import write_jsonl
+from tests.training.test_collate import example, record
+from tests.training.test_launch import assert_same_run, by_torchrun
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    plain = [{"question": f"plain {n}", "answers": [f"plain answer {n}"]} for n in range(12)]
+    write_jsonl(root / "infir.jsonl", (columns_of(record(n)) for n in range(9)))
+    write_jsonl(root / "plain.jsonl", plain)
+    write_jsonl(root / "scored.jsonl", (vars(example(n, instruction=f"asked {n}")) for n in range(20)))
+    return root
+
+
+def mix(files, **changes):
+    given = {
+        "infir": {"path": str(files / "infir.jsonl")},
+        "plain": {"path": str(files / "plain.jsonl"), "columns": {"query": "question", "positives": "answers"}},
+        "scored": {"path": str(files / "scored.jsonl")},
+    }
+    return TrainSettings(**{"sources": given, "model": "-", "output": "-", **changes})
+
+
+def read(settings, tallies=None):
+    return list(sources.read(settings, sources.locate(settings), tallies))
+
+
+def test_a_mix_is_read_as_one_set_with_the_names_of_its_sources(files, tmp_path):
+    tallies = {}
+    rows = read(mix(files), tallies)
+    assert Counter(row.source for row in rows) == {"infir": 9, "plain": 12, "scored": 20}
+    assert rows[0] == replace(record(0), id="infir/r0", source="infir")
+    assert rows[9].id == "plain/row-1"
+    assert rows[21] == replace(example(0, instruction="asked 0"), id="scored/x0", source="scored")
+    assert {name: str(tally) for name, tally in tallies.items()} == {
+        "sources.infir.path": "9 records, 27 tuples",
+        "sources.plain.path": "12 records, 12 tuples, 12 of them without instructions",
+        "sources.scored.path": "20 records, 20 tuples, 100 hard negatives, 20 tuples with a teacher's scores",
+    }
+    dataset = Dataset.write(tmp_path / "records.arrow", rows)
+    assert list(dataset) == rows
+    assert [dataset[n] for n in (0, 9, 40)] == [rows[n] for n in (0, 9, 40)]
+
+
+def test_the_order_of_a_mix_depends_on_neither_workers_nor_resuming_and_keeps_the_proportions(files):
+    """41 records an epoch, of weights 2 : 1 : 1; the texts that are drawn are the same, too."""
+    rows = read(mix(files))
+    orders = {}
+    for workers in (1, 2, 4):
+        settings = mix(
+            files, mixture={"infir": 2, "plain": 1, "scored": 1}, workers=workers, records_per_step=8, epochs=3
+        )
+        sampler = Sampler.from_settings(settings, rows, None)
+        steps = [list(chain(*shares)) for shares in sampler.rows()]
+        orders[workers] = [
+            [drawn(rows[row], 2, f"{settings.seed}/{step}") for row in of_step] for step, of_step in enumerate(steps)
+        ]
+        for start in (1, 6, 11):
+            assert [list(chain(*shares)) for shares in sampler.rows(start)] == steps[start:]
+        for epoch in range(3):
+            taken = Counter(rows[row].source for of_step in steps[epoch * 6 : epoch * 6 + 6] for row in of_step)
+            assert taken == {"infir": 21, "plain": 10, "scored": 10}
+    assert orders[1] == orders[2] == orders[4]
+    assert len(orders[1]) == 18
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"records": "a.jsonl"}, "records=a.jsonl: set either records, or sources.NAME.path"),
+        ({"sources": {}}, "records=null: set either records, or sources.NAME.path"),
+        ({"split": "train"}, "split=train: applies to records only; set sources.NAME.split"),
+        (
+            {"objective": "uni{I}"},
+            "objective=uni{I}: nothing of sources.plain.path would train, because its records have no",
+        ),
+        (
+            {"keep": ["plain"]},
+            "objective=multi{P,I}: contrasts instructions, and no record has one; set objective='uni{P}'",
+        ),
+        ({"keep": ["infir"], "distillation": {}}, "distillation: no record has positive_scores and negative_scores"),
+        (
+            {"sources": {"a": {"path": "infir", "columns": {"document_positive": ["a", "b"]}}}},
+            "columns.document_positive=['a', 'b']: a column of InF-IR records is one text",
+        ),
+        ({"sources": {"a": {"path": "plain"}}}, "missing (found: question, answers)"),
+        (
+            {"sources": {"a": {"path": "plain", "columns": {"query": "question"}}}},
+            "no column positives (found: question",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused_before_the_run(files, changes, message):
+    keep = changes.pop("keep", None)
+    settings = mix(files, **changes)
+    if keep:
+        settings = settings.model_copy(update={"sources": {name: settings.sources[name] for name in keep}})
+    for label, source in settings.sources.items():
+        if source.path in ("infir", "plain"):
+            settings.sources[label] = source.model_copy(update={"path": str(files / f"{source.path}.jsonl")})
+    with pytest.raises(InputError) as refused:
+        read(settings)
+    assert message in str(refused.value)
+
+
+def test_columns_and_sources_are_part_of_the_identity_and_paths_are_not(files):
+    settings = mix(files)
+    moved = {name: s.model_copy(update={"path": "elsewhere"}) for name, s in settings.sources.items()}
+    assert settings.model_copy(update={"sources": moved}).identity() == settings.identity()
+    renamed = moved | {"plain": moved["plain"].model_copy(update={"columns": {"query": "title"}})}
+    assert settings.model_copy(update={"sources": renamed}).identity() != settings.identity()
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_mix_with_distillation_trains_the_same_in_one_process_and_two(files, tmp_path):
+    """It also learns: the loss falls. The decoder has no dropout, so workers do not change the result."""
+    (tmp_path / "model").mkdir()
+    settings = mix(
+        files,
+        model=backbones.write("qwen2", tmp_path / "model"),
+        output=str(tmp_path / "one"),
+        launcher="process",
+        workers=1,
+        records_per_step=8,
+        instruction_negatives=2,
+        hard_negatives=3,
+        distillation={"loss": "kl", "weight": 0.3},
+        mixture={"infir": 2, "plain": 1, "scored": 1},
+        learning_rate=1e-3,
+        cpus_per_worker=0.5,
+    )
+    one = run(settings)
+    two = settings.model_copy(update={"launcher": "torchrun", "workers": 2, "output": str(tmp_path / "two")})
+    ran = by_torchrun(two, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    other = run(settings.model_copy(update={"output": str(tmp_path / "two")}))
+    assert not other.fresh
+    assert_same_run(one, other)
+    losses = [line["loss"] for line in read_metrics(one.path)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert InstructionEncoder.from_pretrained(str(one.path)).encode_queries(["plain 1"]).shape[0] == 1
+    assert "plain" in (one.path / "README.md").read_text()
