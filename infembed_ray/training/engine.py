@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +190,16 @@ class Engine:
             self._deepspeed.module.zero_grad()
         return float(norm)
 
-    def save(self, directory: Path, tag: str) -> Written:
-        """Write the checkpoint `directory/tag` without frozen parameters.
+    def save(self, directory: Path, tag: str) -> Future[Written]:
+        """Take a snapshot and start to write it as the checkpoint `directory/tag`, without frozen parameters.
+
+        Only one checkpoint may be written at a time.
 
         Returns:
-            The files that this worker wrote, or the reason why it could not; a disk error is not raised.
+            The files that this worker wrote, once they are, or the reason why it could not; a disk error is not raised.
         """
-        self._files.begin()
         self._deepspeed.save_checkpoint(str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True)
-        return self._files.written
+        return self._files.write()
 
     def load(self, directory: Path, tag: str, resharded: bool = False) -> None:
         """Restore parameters and optimizer from the checkpoint `directory/tag`.

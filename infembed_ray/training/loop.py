@@ -55,7 +55,7 @@ def train_worker(
             all save a checkpoint at the end of the step.
 
     Raises:
-        InputError: an anomaly stopped the run, or no checkpoint of the last step could be saved.
+        InputError: an anomaly stopped the run, or checkpoints could not be saved.
     """
     trainer = _Trainer(settings, records, directory, device, preempted)
     try:
@@ -130,8 +130,13 @@ class _Trainer:
             if self._validation.exhausted(self._progress):
                 break
             self._train_step(batches)
-            if self._monitor.stopped is not None:
+            if self._stopped is not None:
                 break
+
+    @property
+    def _stopped(self) -> str | None:
+        """Why the run stops before its end, the same on every worker."""
+        return self._monitor.stopped or self._checkpoints.stopped
 
     def _batches_of_steps(self) -> Iterator[list[list[list[int]]]]:
         """Yield the micro-batches of each step that is left; the last step of the run may have fewer."""
@@ -243,29 +248,30 @@ class _Trainer:
             )
 
     def _save_if_due(self, preempted: bool) -> None:
+        self._checkpoints.commit()
         step = self._progress.step
         due = step % self._settings.checkpoint_every == 0 or step == self._steps
         newly_preempted = preempted and not self._preemption_noticed
         self._preemption_noticed = preempted
         if due or newly_preempted or self._validation.needs_checkpoint(self._progress):
-            self._checkpoints.save(self._engine, self._progress)
+            self._checkpoints.save(self._engine, self._progress, wait=newly_preempted)
 
     def finish(self) -> None:
         """Close the logs, wait for uploads, export the model, and delete what only this node has of it.
 
         Raises:
-            InputError: an anomaly stopped the run, or the last checkpoint could not be saved.
+            InputError: an anomaly stopped the run, or checkpoints could not be saved.
         """
         if self._log is not None:
             self._log.close()
         self._checkpoints.settle()
-        if self._monitor.stopped is None:
+        if self._stopped is None:
             self._checkpoints.require_saved(self._progress)
         self._engine.close()
         self.stop_uploads()  # before the model is written
-        if self._monitor.stopped is not None:
+        if self._stopped is not None:
             self._checkpoints.upload_run_files()
-            raise InputError(self._monitor.stopped)
+            raise InputError(self._stopped)
         if self._rank == 0:
             checkpoint, exported = self._checkpoints.result()
             export(checkpoint, load_encoder(self._settings), self._directory)
