@@ -39,6 +39,18 @@ _ENCODER = "encoder."
 
 _Pass = tuple[list[int], Layout]
 """Indices of some texts, and their layout; see `InstructionEncoder.layouts`."""
+def connect(settings: TrainSettings) -> None:
+    """Connect the workers under DeepSpeed, unless they are connected already."""
+    _set_single_process_environment()
+    build_one_at_a_time()
+    deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
+
+
+def precision_of(settings: TrainSettings) -> torch.dtype:
+    """Return the precision of the passes."""
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+
+
 
 
 class LearnedTemperature(nn.Module):
@@ -86,9 +98,7 @@ class Engine:
     """
 
     def __init__(self, encoder: InstructionEncoder, settings: TrainSettings) -> None:
-        _set_single_process_environment()
-        build_one_at_a_time()
-        deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
+        connect(settings)
         if settings.precision == "bf16" and world()[0] == 0:
             warn_of_slow_bf16(encoder.device, "precision=bf16", "precision=fp32")
         if settings.activation_checkpointing:
@@ -233,8 +243,9 @@ class Engine:
 
 def _initialize(encoder: InstructionEncoder, settings: TrainSettings) -> tuple[Any, list[float]]:
     """Return DeepSpeed's engine, and the learning rate of each parameter group relative to that of the encoder."""
-    learned = LearnedTemperature(settings.temperature).to(encoder.device) if settings.temperature_learned else None
+    learned = LearnedTemperature(settings.temperature) if settings.temperature_learned else None
     groups: list[dict[str, Any]] = [{"params": [p for p in encoder.parameters() if p.requires_grad]}]
+        learned.to(encoder.device, precision_of(settings))  # DeepSpeed casts no module of which a part is partitioned
     rates = [1.0]
     if learned is not None:
         groups.append({"params": list(learned.parameters()), "weight_decay": 0.0})

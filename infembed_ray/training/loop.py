@@ -33,6 +33,7 @@ from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
 from infembed_ray.training.teacher import Teacher
 from infembed_ray.training.validation import EXPORTED, Validation
+from infembed_ray.training.zero_init import load_for_training
 
 
 def train_worker(
@@ -103,8 +104,7 @@ class _Trainer:
         self._preempted = preempted
         self._objective = Objective.from_settings(settings)
         torch.manual_seed(settings.seed)
-        quantized = settings.lora is not None and settings.lora.quantized
-        self._encoder = load_encoder(settings, device, quantized=quantized)
+        self._encoder = load_for_training(settings, device)
         self._engine = Engine(self._encoder, settings)
         self._teacher = None
         if settings.teacher is not None:
