@@ -150,16 +150,19 @@ def to_universal(checkpoint: Path, output: Path) -> None:
         ds_to_universal.main(arguments)
 
 
-def master_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Read the fp32 master weights of a checkpoint of any ZeRO stage, without frozen parameters, by name."""
+def master_weights(checkpoint: Path) -> dict[str, Any]:
+    """Return the fp32 master weights of a checkpoint of any ZeRO stage, without frozen parameters, by name.
+
+    The files are mapped into memory. The method `contiguous` of a weight reads it; under ZeRO-3 it joins its parts.
+    """
     if any(checkpoint.glob(SHARDED_STATES)):
         with _silence():
             return dict(
                 get_fp32_state_dict_from_zero_checkpoint(
-                    str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True
+                    str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True, lazy_mode=True
                 )
             )
-    return dict(torch.load(checkpoint / WHOLE_STATE, map_location="cpu", weights_only=False)["module"])
+    return dict(torch.load(checkpoint / WHOLE_STATE, map_location="cpu", mmap=True, weights_only=False)["module"])
 
 
 @contextlib.contextmanager

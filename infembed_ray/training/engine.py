@@ -34,11 +34,11 @@ from infembed_ray.training.observability.flops import Workload
 
 _ONE_PASS = 1 << 40
 """Token limit of a pass without GradCache: all texts of a side in one pass."""
-_ENCODER = "encoder."
-"""Prefix of the encoder's parameters in `Trained`."""
 
 _Pass = tuple[list[int], Layout]
 """Indices of some texts, and their layout; see `InstructionEncoder.layouts`."""
+
+
 def connect(settings: TrainSettings) -> None:
     """Connect the workers under DeepSpeed, unless they are connected already."""
     _set_single_process_environment()
@@ -49,8 +49,6 @@ def connect(settings: TrainSettings) -> None:
 def precision_of(settings: TrainSettings) -> torch.dtype:
     """Return the precision of the passes."""
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
-
-
 
 
 class LearnedTemperature(nn.Module):
@@ -245,9 +243,9 @@ def _initialize(encoder: InstructionEncoder, settings: TrainSettings) -> tuple[A
     """Return DeepSpeed's engine, and the learning rate of each parameter group relative to that of the encoder."""
     learned = LearnedTemperature(settings.temperature) if settings.temperature_learned else None
     groups: list[dict[str, Any]] = [{"params": [p for p in encoder.parameters() if p.requires_grad]}]
-        learned.to(encoder.device, precision_of(settings))  # DeepSpeed casts no module of which a part is partitioned
     rates = [1.0]
     if learned is not None:
+        learned.to(encoder.device, precision_of(settings))  # DeepSpeed casts no module of which a part is partitioned
         groups.append({"params": list(learned.parameters()), "weight_decay": 0.0})
         rates.append(settings.temperature_learning_rate / settings.learning_rate)
     engine, *_ = deepspeed.initialize(
@@ -260,23 +258,6 @@ def _in_order(embeddings: Tensor, passes: Sequence[_Pass], count: int) -> Tensor
     """Return the embeddings of the first `count` texts in their order, rather than in that of the passes."""
     order = torch.tensor([row for rows, _ in passes for row in rows]).argsort()
     return embeddings[order[:count].to(embeddings.device)]
-
-
-def export(checkpoint: Path, encoder: InstructionEncoder, path: Path) -> None:
-    """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
-
-    Args:
-        checkpoint: Directory that `Engine.save` wrote.
-        encoder: Encoder of the same architecture; its weights are replaced.
-        path: Directory of the model.
-    """
-    weights = deepspeed_compat.master_weights(checkpoint)
-    weights = {k.removeprefix(_ENCODER): w for k, w in weights.items() if k.startswith(_ENCODER)}
-    frozen = {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad}
-    loaded = encoder.float().load_state_dict({k: w for k, w in weights.items() if k not in frozen}, strict=False)
-    mismatched = {*loaded.unexpected_keys, *loaded.missing_keys} - frozen
-    assert not mismatched, mismatched
-    encoder.save_pretrained(path)
 
 
 def _set_single_process_environment() -> None:

@@ -20,11 +20,11 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.records import Record
 from infembed_ray.storage import STATES
-from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
-from infembed_ray.training.engine import Engine, export
+from infembed_ray.training.engine import Engine
+from infembed_ray.training.export import export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability.anomalies import Monitor
 from infembed_ray.training.observability.events import EventLog
@@ -274,7 +274,7 @@ class _Trainer:
             raise InputError(self._stopped)
         if self._rank == 0:
             checkpoint, exported = self._checkpoints.result()
-            export(checkpoint, load_encoder(self._settings), self._directory)
+            export(checkpoint, self._settings, self._directory)
             durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
             self._checkpoints.upload_run_files()
         self._checkpoints.clean_up()

@@ -131,7 +131,8 @@ def test_file_names_tell_sharded_checkpoints_from_whole_ones(tmp_path):
 
 def test_master_weights_of_a_sharded_checkpoint_can_leave_frozen_parameters_out():
     names = parameters(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint)
-    assert {"checkpoint_dir", "tag", "exclude_frozen_parameters"} <= set(names)
+    assert {"checkpoint_dir", "tag", "exclude_frozen_parameters", "lazy_mode"} <= set(names)
+    assert parameters(zero_to_fp32.GatheredTensor.contiguous) == ["self"]
 
 
 def test_master_weights_of_a_whole_checkpoint(tmp_path):
