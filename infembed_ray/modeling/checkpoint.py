@@ -371,6 +371,23 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
     return path
 
 
+def weight_files(model: str, tower: str) -> dict[str, Path]:
+    """Return name -> safetensors file of the tensors of a backbone; {} if it has no such files.
+
+    Args:
+        model: directory or hub name.
+        tower: folder of the backbone, from its description.
+    """
+    if index := _read_json(model, _join(tower, "model.safetensors.index.json")):
+        paths = {file: cached(model, _join(tower, file)) for file in set(index["weight_map"].values())}
+        return {name: Path(paths[file] or file) for name, file in index["weight_map"].items()}
+    path = cached(model, _join(tower, "model.safetensors"))
+    if path is None:
+        return {}
+    with safe_open(path, "pt") as file:
+        return dict.fromkeys(file.keys(), Path(path))
+
+
 def is_own(model: str) -> bool:
     """Return whether `checkpoint_writer.write` wrote the model, so that it has its template and lengths."""
     return bool(_read_json(model, OWN_CONFIG))

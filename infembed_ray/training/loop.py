@@ -22,12 +22,12 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.progress import say
 from infembed_ray.storage import STATES
-from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
 from infembed_ray.training.distillation import distill
-from infembed_ray.training.engine import Engine, export
+from infembed_ray.training.engine import Engine
+from infembed_ray.training.export import export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability.anomalies import Monitor
 from infembed_ray.training.observability.events import EventLog
@@ -37,6 +37,7 @@ from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
 from infembed_ray.training.teacher import Teacher
 from infembed_ray.training.validation import EXPORTED, Validation
+from infembed_ray.training.zero_init import load_for_training
 
 
 def train_worker(
@@ -59,7 +60,7 @@ def train_worker(
             all save a checkpoint at the end of the step.
 
     Raises:
-        InputError: an anomaly stopped the run, or no checkpoint of the last step could be saved.
+        InputError: an anomaly stopped the run, or checkpoints could not be saved.
     """
     trainer = _Trainer(settings, records, directory, device, preempted)
     try:
@@ -107,8 +108,7 @@ class _Trainer:
         self._preempted = preempted
         self._objective = Objective.from_settings(settings)
         torch.manual_seed(settings.seed)
-        quantized = settings.lora is not None and settings.lora.quantized
-        self._encoder = load_encoder(settings, device, quantized=quantized)
+        self._encoder = load_for_training(settings, device)
         self._engine = Engine(self._encoder, settings)
         self._teacher = None
         if settings.teacher is not None:
@@ -135,8 +135,13 @@ class _Trainer:
         with closing(ahead(preparer.prepare, enumerate(self._sampler.rows(done), done))) as batches:
             while self._progress.step < self._steps and not self._validation.exhausted(self._progress):
                 self._train_step(batches)
-                if self._monitor.stopped is not None:
+                if self._stopped is not None:
                     break
+
+    @property
+    def _stopped(self) -> str | None:
+        """Why the run stops before its end, the same on every worker."""
+        return self._monitor.stopped or self._checkpoints.stopped
 
     def _preparer(self, number: int) -> Preparer:
         """Choose the attention kernels with the texts of this micro-batch, and return what prepares all from it on."""
@@ -246,32 +251,33 @@ class _Trainer:
             )
 
     def _save_if_due(self, preempted: bool) -> None:
+        self._checkpoints.commit()
         step = self._progress.step
         due = step % self._settings.checkpoint_every == 0 or step == self._steps
         newly_preempted = preempted and not self._preemption_noticed
         self._preemption_noticed = preempted
         if due or newly_preempted or self._validation.needs_checkpoint(self._progress):
-            self._checkpoints.save(self._engine, self._progress)
+            self._checkpoints.save(self._engine, self._progress, wait=newly_preempted)
 
     def finish(self) -> None:
         """Close the logs, wait for uploads, export the model, and delete what only this node has of it.
 
         Raises:
-            InputError: an anomaly stopped the run, or the last checkpoint could not be saved.
+            InputError: an anomaly stopped the run, or checkpoints could not be saved.
         """
         if self._log is not None:
             self._log.close()
         self._checkpoints.settle()
-        if self._monitor.stopped is None:
+        if self._stopped is None:
             self._checkpoints.require_saved(self._progress)
         self._engine.close()
         self.stop_uploads()  # before the model is written
-        if self._monitor.stopped is not None:
+        if self._stopped is not None:
             self._checkpoints.upload_run_files()
-            raise InputError(self._monitor.stopped)
+            raise InputError(self._stopped)
         if self._rank == 0:
             checkpoint, exported = self._checkpoints.result()
-            export(checkpoint, load_encoder(self._settings), self._directory)
+            export(checkpoint, self._settings, self._directory)
             durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
             self._checkpoints.upload_run_files()
         self._checkpoints.clean_up()

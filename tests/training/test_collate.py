@@ -191,9 +191,9 @@ def test_a_row_without_an_instruction_has_only_its_poisoned_one():
         flatten(example(0, **fields))[0]
         for fields in ({}, {"negative_instruction": "bad"}, {"instruction": "good 0", "negative_instruction": "bad"})
     )
-    assert other_instructions(plain, pool, 5, random.Random(0)) == []
-    assert other_instructions(poisoned, pool, 5, random.Random(0)) == ["bad"]
-    assert other_instructions(instructed, pool, 5, random.Random(0)) == ["bad", "good 1"]
+    assert other_instructions(plain, pool, 5) == []
+    assert other_instructions(poisoned, pool, 5) == ["bad"]
+    assert other_instructions(instructed, pool, 5) == ["bad", "good 1"]
 
 
 def test_token_counts_bound_every_draw(encoder):
