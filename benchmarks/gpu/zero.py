@@ -80,9 +80,7 @@ def _restored(engine: Engine, sides: Any) -> Result:
 
 def _engine(settings: TrainSettings, context: Context) -> Engine:
     torch.manual_seed(0)
-    # As training loads it: fp32, cast by DeepSpeed.
-    encoder = steps.encoder_of(measure.backbone_of(SIZE, context, torch.float32))
-    engine = Engine(encoder, settings)
+    engine = Engine(steps.encoder_of(measure.backbone_of(SIZE, context)), settings)
     engine.train()
     return engine
 
