@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol, cast
 
@@ -238,12 +239,21 @@ def _window(length: int, window: int | None, is_causal: bool, device: torch.devi
     return near[None, None]
 
 
+@cache
 def _varlen_attention() -> Any:
-    """Return torch's variable-length flash-attention; None before torch 2.10."""
+    """Return torch's variable-length flash-attention; None before torch 2.11, which has no windows.
+
+    torch 2.11 takes fewer heads of keys than of queries without the argument `enable_gqa` of later versions.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
+    accepted = inspect.signature(varlen_attn).parameters
+    if "window_size" not in accepted:
+        return None
+    if "enable_gqa" not in accepted:
+        return lambda *states, enable_gqa, **options: varlen_attn(*states, **options)
     return varlen_attn
 
 

@@ -24,6 +24,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from infembed_ray.modeling.attention import packing
 from infembed_ray.modeling.attention.packing import (
     ATTENTION,
     enable_packing,
@@ -213,6 +214,28 @@ def test_rows_are_packed_on_a_cpu_and_where_cuda_has_one_kernel_for_them():
     assert not packing_pays(torch.device("cuda"), torch.float32, drops=False)
     assert not packing_pays(torch.device("cuda"), torch.bfloat16, drops=True)
     assert not packing_pays(torch.device("mps"), torch.float16, drops=False)
+
+
+def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    raise AssertionError("has neither scale nor windows")
+
+
+def of_torch_2_11(q, k, v, ends, ends_k, longest, longest_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    return scale, window_size
+
+
+@pytest.mark.parametrize(
+    ("kernel", "called"), [(of_torch_2_10, None), (of_torch_2_11, (0.5, (-1, 0)))], ids=["2.10", "2.11"]
+)
+def test_the_variable_length_kernel_is_called_as_its_version_of_torch_allows(kernel, called, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    packing._varlen_attention.cache_clear()
+    try:
+        found = packing._varlen_attention()
+    finally:
+        packing._varlen_attention.cache_clear()
+    options = {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
+    assert (found and found(*range(7), **options)) == called
 
 
 @pytest.mark.gpu

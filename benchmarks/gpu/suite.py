@@ -1,0 +1,187 @@
+"""Cases, their processes and their shares of the time. This module imports neither torch nor the package."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+
+Plain = dict[str, Any]
+"""A line of the results as JSON has it."""
+LEAST_S = 5.0
+"""Seconds that a case needs to be worth a start."""
+PATIENCE = 1.5
+"""A case may take this multiple of its share before it is killed; it is asked to begin nothing after its share."""
+PRELOADED = ["torch", "transformers.models.qwen2.modeling_qwen2"]
+"""Modules that the server of new processes imports once; they do not touch the GPU."""
+
+
+class Skipped(Exception):
+    """The case cannot run on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement.
+
+    Attributes:
+        name: what was measured.
+        figures: name -> number or text.
+        checks: name -> (value, largest value that passes).
+    """
+
+    name: str
+    figures: dict[str, float | str] = field(default_factory=dict)
+    checks: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the checks that did not pass; NaN does not pass."""
+        return [name for name, (value, bound) in self.checks.items() if not value <= bound]
+
+    def as_plain(self) -> Plain:
+        """Return the result with numbers of four digits."""
+        return {
+            "result": self.name,
+            "figures": {name: _short(value) for name, value in self.figures.items()},
+            "checks": {name: [_short(number) for number in pair] for name, pair in self.checks.items()},
+            "failed": self.failed,
+        }
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a case gets.
+
+    Attributes:
+        device: cuda or cpu.
+        tiny: whether to run on shapes that take a CPU no time.
+        argument: of the case, such as the size of its model.
+        ends: time (`time.monotonic`) after which the case should begin nothing new.
+    """
+
+    device: str
+    tiny: bool
+    argument: Any = None
+    ends: float = math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds left of the share."""
+        return self.ends - time.monotonic()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of a module (relative to this package) that yields results; `seconds`: about its time on an H100."""
+
+    module: str
+    function: str
+    seconds: float
+    shows: str
+    argument: Any = None
+
+
+CASES: dict[str, Case] = {
+    "machine": Case(".machine", "machine", 10, "versions, bf16 FLOP/s and memory rate of the device"),
+    "varlen": Case(".attention", "varlen", 40, "packed texts through the variable-length kernel against padded ones"),
+    "trees": Case(".attention", "trees", 80, "prefix trees with FlexAttention and dense masks against pairwise texts"),
+    "bf16": Case(".exactness", "bf16", 25, "embeddings, loss and gradients in bf16 against fp32"),
+    "grad_cache": Case(".exactness", "grad_cache", 30, "GradCache against all graphs kept: gradients, time, memory"),
+    "step-0.5b": Case(".steps", "step", 25, "full training step at the paper's lengths", "0.5B"),
+    "step-1.5b": Case(".steps", "step", 30, "full training step at the paper's lengths", "1.5B"),
+    "step-3b": Case(".steps", "step", 45, "full training step at the paper's lengths", "3B"),
+    "step-7b-lora": Case(".steps", "lora", 50, "LoRA training step at the paper's lengths", "7B"),
+    "qlora": Case(".steps", "qlora", 40, "LoRA step over a backbone in 4 bits", "1.5B"),
+    "zero-1": Case(
+        ".zero", "zero", 25, "DeepSpeed ZeRO-1, one process: step, checkpoint, memory against the plan", "1"
+    ),
+    "zero-2": Case(".zero", "zero", 25, "ZeRO-2", "2"),
+    "zero-3": Case(".zero", "zero", 25, "ZeRO-3", "3"),
+    "zero-2-offload": Case(".zero", "zero", 40, "ZeRO-2, optimizer in host memory", "2,optimizer"),
+    "zero-3-offload": Case(
+        ".zero", "zero", 40, "ZeRO-3, optimizer and parameters in host memory", "3,optimizer,parameters"
+    ),
+    "encode": Case(".encode", "encode", 40, "offline encoding against SentenceTransformer.encode"),
+    "faiss": Case(".encode", "faiss", 15, "FAISS on the GPU against brute force"),
+}
+
+
+def run(names: Sequence[str], minutes: float, directory: Path, device: str, tiny: bool) -> int:
+    """Run cases one after another; return the exit status."""
+    ends = time.monotonic() + 60 * minutes
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(PRELOADED)
+    results = report.Results(directory, device)
+    for number, name in enumerate(names):
+        case, left = CASES[name], ends - time.monotonic()
+        share = left * case.seconds / sum(CASES[other].seconds for other in names[number:])
+        began = time.monotonic()
+        if left < LEAST_S:
+            results.add(name, {"skipped": "no time was left"})
+            continue
+        context = Context(device, tiny, case.argument, began + share)
+        for line in _in_a_process(processes, case, context, min(left, PATIENCE * share)):
+            results.add(name, line)
+        results.ended(name, time.monotonic() - began)
+    return results.close()
+
+
+def _in_a_process(processes: Any, case: Case, context: Context, limit: float) -> Iterator[Plain]:
+    """Yield what a case sends; kill it, and the processes it started, after `limit` seconds."""
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=_work, args=(sender, case, context))
+    process.start()
+    sender.close()
+    deadline = time.monotonic() + limit
+    try:
+        while receiver.poll(max(0.0, deadline - time.monotonic())):
+            yield receiver.recv()
+        yield {"error": f"killed after {limit:.0f} s, its share of the time"}
+    except EOFError:
+        process.join(LEAST_S)
+        if process.exitcode:
+            yield {"error": f"its process ended with status {process.exitcode}"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # if it has no group yet
+        process.join()
+
+
+def _work(sender: Connection, case: Case, context: Context) -> None:
+    """Run a case in this process and send its results."""
+    os.setsid()  # one group with the processes that it starts, such as compilers
+    try:
+        for result in getattr(importlib.import_module(case.module, __package__), case.function)(context):
+            sender.send(result.as_plain())
+    except ModuleNotFoundError as missing:
+        sender.send({"skipped": f"{missing.name} is not installed"})
+    except Skipped as reason:
+        sender.send({"skipped": str(reason)})
+    except Exception as error:
+        traceback.print_exc()
+        sender.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
+    finally:
+        sender.close()
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,102 @@
+"""Training steps of the product's engine: DeepSpeed ZeRO with one process, its memory against the plan, its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import measure, steps
+from benchmarks.gpu.suite import Context, Result
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.planning.activations import saved
+from infembed_ray.planning.capacity import Activations, step_memory
+from infembed_ray.planning.train import weights_of
+from infembed_ray.training.deepspeed_config import deepspeed_config
+from infembed_ray.training.engine import Engine
+
+SIZE = "0.5B"
+RATE = 1e-4
+TOLERANCE = 0.15
+"""Error of the planner's memory that `infembed plan train` promises."""
+GRAD_CACHE_LOSS = {True: 2e-2, False: 1e-4}
+"""Difference of the loss with GradCache, whose passes are others; bf16 or not."""
+
+
+def zero(context: Context) -> Iterator[Result]:
+    """Take steps under a ZeRO stage and offload, restore a checkpoint, and repeat the first step with GradCache."""
+    stage, *offloaded = str(context.argument).split(",")
+    cuda = context.device == "cuda"
+    settings = TrainSettings.from_mapping(
+        {
+            **dict.fromkeys(("records", "model", "output"), "-"),
+            "zero_stage": int(stage),
+            "offload": dict.fromkeys(offloaded, "cpu"),
+            "workers": 1,
+            "gpus_per_worker": float(cuda),
+            "precision": "bf16" if cuda else "fp32",
+        }
+    )
+    vocabulary = measure.config_of(SIZE, context).vocab_size
+    sides = steps.texts(steps.TUPLES, vocabulary)
+    engine, slots = _engine(settings, context), 0
+    for side in sides:
+        slots += sum(layout.input_ids.numel() for _, layout in engine.encoder.layouts(side, steps.ONE_PASS))
+    losses = [_step(engine, sides)]
+    with measure.Peak(context) as peak:
+        losses.append(_step(engine, sides))
+    taken = measure.seconds(lambda: losses.append(_step(engine, sides)), context, rounds=3, warm_up=0)
+    figures: dict[str, float | str] = {"step, ms": 1e3 * taken, "slots": slots}
+    checks = {"last loss - first": (losses[-1] - losses[0], 0.0)}
+    if cuda:
+        planned = _planned(settings, slots, context) / measure.GIB
+        figures |= {"peak, GiB": peak.most, "planned, GiB": planned}
+        checks["|planned / peak - 1|"] = (abs(planned / peak.most - 1), TOLERANCE)
+    yield Result(f"{SIZE}, {steps.TUPLES} tuples", figures, checks)
+    yield _restored(engine, sides)
+    engine.close()
+    if not offloaded:
+        cached = _engine(settings.model_copy(update={"grad_cache_tokens": max(64, slots // 4)}), context)
+        loss = _step(cached, sides)
+        cached.close()
+        bound = GRAD_CACHE_LOSS[cuda]
+        yield Result("GradCache, first step", {"loss": loss}, {"loss": (abs(loss / losses[0] - 1), bound)})
+
+
+def _restored(engine: Engine, sides: Any) -> Result:
+    """Save, take two steps, load, and compare the loss with that before."""
+    with tempfile.TemporaryDirectory() as directory:
+        engine.save(Path(directory), "state")
+        expected = [_step(engine, sides) for _ in range(2)]
+        engine.load(Path(directory), "state")
+        found = [_step(engine, sides) for _ in range(2)]
+    off = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    return Result("two steps after a restored checkpoint", {"loss": found[-1]}, {"loss": (off, 0.0)})
+
+
+def _engine(settings: TrainSettings, context: Context) -> Engine:
+    torch.manual_seed(0)
+    engine = Engine(steps.encoder_of(measure.backbone_of(SIZE, context)), settings)
+    engine.train()
+    return engine
+
+
+def _step(engine: Engine, sides: Any) -> float:
+    loss = steps.loss_of(*(engine.encode(side) for side in sides))
+    engine.backward(loss)
+    norm = engine.update(RATE)
+    assert math.isfinite(norm)
+    return float(loss.detach())
+
+
+def _planned(settings: TrainSettings, slots: int, context: Context) -> float:
+    """Return the planner's bytes of the tensors on the GPU at the peak of a step."""
+    encoder = steps.encoder_of(measure.backbone_of(SIZE, Context("meta", context.tiny), torch.float32))
+    weights = weights_of(encoder, settings)
+    kept = saved(encoder, torch.bfloat16)
+    held = Activations(slots * kept.token, slots * kept.layer)
+    return step_memory(weights, held, 1, deepspeed_config(settings)).total
