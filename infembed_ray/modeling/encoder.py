@@ -47,9 +47,7 @@ class InstructionEncoder(nn.Module):
         interaction: cross-attention of instruction and query; None: they are one text.
         dimensions: number of leading components that make the embedding (Matryoshka); None: all.
 
-    Attributes:
-        kernels: attention kernels of the passes; see `kernels.measure`.
-        attention_dropout: dropout of the backbone's attention weights in training.
+    `kernels` are the attention kernels of the passes; see `kernels.measure`.
     """
 
     def __init__(
@@ -110,9 +108,9 @@ class InstructionEncoder(nn.Module):
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
         if dtype == torch.bfloat16:
             warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
-        options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
-        dropout = overrides.get("attention_dropout")
-        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dropout, dtype=dtype, **options)
+        options: dict[str, Any] = {"attention_dropout": overrides.get("attention_dropout"), "dtype": dtype}
+        options |= adapters.four_bits(device) if quantized else {}
+        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, **options)
         bidirectional = overrides.get("bidirectional")
         if bidirectional is not None:
             for backbone in backbones:
@@ -266,17 +264,17 @@ class InstructionEncoder(nn.Module):
         lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
         for side in get_args(Side):
             of_side = [row for row, s in enumerate(sequences) if s.side == side]
+            texts = [sequences[row] for row in of_side]
             if side == "query" and self.interaction is not None:
-                for group in pair_batches([sequences[row] for row in of_side], batch_tokens, pack):
+                for group in pair_batches(texts, batch_tokens, pack):
                     rows = [of_side[i] for i in group]
                     yield rows, paired([sequences[row] for row in rows], lay)
                 continue
-            if self._shares_prefixes(side, [sequences[row] for row in of_side]):
-                texts = [sequences[row] for row in of_side]
+            if self._shares_prefixes(side, texts):
                 for group, layout in prefix_tree.forests(texts, batch_tokens, self.kernels.flex_trees):
                     yield [of_side[i] for i in group], layout
                 continue
-            for group in length_sorted_batches([len(sequences[row]) for row in of_side], batch_tokens, padded=not pack):
+            for group in length_sorted_batches(list(map(len, texts)), batch_tokens, padded=not pack):
                 rows = [of_side[i] for i in group]
                 yield rows, lay([sequences[row] for row in rows])
 
