@@ -23,6 +23,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from infembed_ray.config.training import Interaction, Template
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.attention.dropout import set_attention_dropout
 from infembed_ray.modeling.pooling import PoolingMode
 from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.places import Place, fingerprint_files
@@ -318,7 +319,8 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(model, subfolder=towers[0])
         configs = [AutoConfig.from_pretrained(model, subfolder=tower) for tower in towers]
         if attention_dropout is not None:
-            _set_attention_dropout(model, configs, attention_dropout)
+            for config in configs:
+                set_attention_dropout(config, attention_dropout, model)
         if with_weights:
             backbones = [
                 AutoModel.from_pretrained(model, subfolder=tower, config=config, **options)
@@ -343,20 +345,6 @@ def load(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return backbones, tokenizer
-
-
-def dropout_name(config: Any) -> str | None:
-    """Return the name of the attention dropout in a model's configuration; None if the model has none."""
-    names = ("attention_probs_dropout_prob", "attention_dropout")
-    return next((name for name in names if hasattr(config, name)), None)
-
-
-def _set_attention_dropout(model: str, configs: Sequence[Any], dropout: float) -> None:
-    for config in configs:
-        name = dropout_name(config)
-        if name is None:
-            raise InputError(f"attention_dropout={dropout}: the configuration of {model} has none; leave it out")
-        setattr(config, name, dropout)
 
 
 def cached(model: str, file: str, revision: str | None = None) -> str | None:

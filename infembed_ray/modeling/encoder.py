@@ -18,6 +18,7 @@ from infembed_ray import progress
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer
 from infembed_ray.modeling.attention import prefix_tree
+from infembed_ray.modeling.attention.dropout import attention_dropout
 from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
@@ -46,8 +47,6 @@ class InstructionEncoder(nn.Module):
         passage_backbone: backbone of passages; None: the same as of queries.
         interaction: cross-attention of instruction and query; None: they are one text.
         dimensions: number of leading components that make the embedding (Matryoshka); None: all.
-
-    `kernels` are the attention kernels of the passes; see `kernels.measure`.
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class InstructionEncoder(nn.Module):
         self._packs = all(enable_packing(b) for b in self.backbones)
         self._first_position = first_position(backbone)
         self._obstacle_logged = False
-        self.kernels = Kernels()
-        config: Any = backbone.config
-        self.attention_dropout = float(getattr(config, str(checkpoint.dropout_name(config)), 0.0))
+        self.kernels = Kernels()  # see `kernels.measure`
+        self.attention_dropout = attention_dropout(backbone.config)
 
     @classmethod
     def from_pretrained(
