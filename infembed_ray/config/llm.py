@@ -142,7 +142,7 @@ class JournalUpload(Settings):
 
 
 class Batches(Settings):
-    """The Batch API, at half the price. The requests of a row go out in up to ten waves of batches.
+    """The Batch API, at half the price. A row's requests go out one after another, in waves of batches.
 
     The limits per minute do not apply to batches, which have a quota of their own. The budget applies to the worst case of
     each submitted batch.

@@ -73,7 +73,8 @@ def test_any_other_end_is_a_normal_one(reason: str) -> None:
         "{0}</think>\n{1}",
         "<think>{0}<think>{0}</think>{0}</think>{1}",
         "\n{1}\n<think>{0}",
-        "<reasoning>{0}</reasoning>{1}<thinking>{0}</thinking>",
+        "<reasoning>{0}</reasoning>{1}\n<thinking>{0}</thinking>",
+        "{0}So it is the first.</think>{1}<|im_end|>\n<|im_start|>user\n",
         "[THINK]{0}[/THINK]{1}",
         "◁think▷{0}◁/think▷{1}",
         "<seed:think>{0}</seed:think>{1}",
@@ -87,6 +88,21 @@ def test_reasoning_is_no_part_of_an_answer(around: str, answer: str) -> None:
     if answer.startswith("{"):
         text = QUERY.as_text(text)  # reasoning after JSON stays: JSON is found wherever it is
     assert text == ("Query: x" if answer.startswith("{") else answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Passage: GPT-2 ends each text with <|endoftext|>, one token of its own.\nSo does `<|endoftext|>`.",
+        "Passage: Let it plan in <thinking> tags, and close them with </thinking> before the answer.",
+        "Passage: Write <thinking>the plan</thinking>\nand then the rest.",
+        "Passage: R1 writes </think> before its answer, and (</think>) ends its reasoning.",
+        "Query: what does <think> mean",
+    ],
+)
+def test_an_answer_about_reasoning_stays_whole(text: str) -> None:
+    assert usable_text(completion(text)) == text
+    assert usable_text(completion(f"<think>Passage: y</think>\n{text}")).strip() == text
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,13 @@ def test_a_journal_that_has_the_cap_in_every_key_still_answers(tmp_path: Path) -
     assert again.row == got.row
 
 
+def test_an_answer_whose_reasoning_uses_up_the_higher_cap_is_not_sampled_again(tmp_path: Path) -> None:
+    model = Model(query_negative=Completion("<think>hm, let me", "length", "m", 10, 100))
+    got = run(model, settings(), tmp_path)
+    assert [call.parameters[CAP] for call in model.calls if call.step == "query_negative"] == [100, 200]
+    assert "cut off at the token limit" in got.row["error"]
+
+
 def test_no_answer_is_asked_for_again_where_the_settings_say_so(tmp_path: Path) -> None:
     model = Model(instruction_positive=needs(200))
     got = run(model, settings(retry_max_tokens=100), tmp_path)
