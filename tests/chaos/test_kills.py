@@ -6,7 +6,8 @@ can, if it remembers its answers under an `Idempotency-Key`; with that header a 
 Without it, a killed process loses what it had received but not yet written to its journal, about a millisecond of work.
 
 A run from the command line has a cluster of its own. Its actors drain after their driver's death, so killing the driver
-repeats no answered request at all. A submitted job runs on a cluster that outlives it and ends its actors at once. Workers
+repeats no answered request at all. A submitted job runs on a cluster that outlives it and ends its actors at once: without
+the header, what is in flight is asked again. With it, so is a retry after HTTP 500, which has a key of its own. Workers
 outlive their raylet by a second or two, in which they send and journal; the test counts from their end.
 """
 
