@@ -100,9 +100,10 @@ class Run:
             *("endpoint.timeout_s=5", "endpoint.max_retries=20"),
             f"endpoint.idempotency_header={self.header or 'null'}",
         ]
-        command, environment = [sys.executable, "-m", "infembed_ray.cli", "synthesize"], {}
+        environment: dict[str, str] = {}
+        command = [sys.executable, "-m", "infembed_ray.cli", "synthesize"]
         if self.cluster is not None and self.as_job:
-            submit = [Path(sys.executable).with_name("ray"), "job", "submit", "--working-dir", REPOSITORY]
+            submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--working-dir", str(REPOSITORY)]
             command = [*submit, "--address", f"http://{self.cluster.webui_url}", "--", "python", "jobs/synthesize.py"]
         elif self.cluster is not None:
             environment = {"RAY_ADDRESS": self.cluster.address}
