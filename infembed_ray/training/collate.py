@@ -50,27 +50,27 @@ def token_counts(encoder: InstructionEncoder, records: Sequence[Record]) -> list
     return [sum(of_rows[n : n + ROWS]) for n in range(0, len(of_rows), ROWS)]
 
 
-def draw_instructions(pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
-    """Draw instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool.
+def sample_instructions(pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
+    """Sample instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool.
 
-    They are two more than a row adds to its poisoned instruction, because its own and its poisoned one may be drawn.
+    They are two more than a row adds to its poisoned instruction, because its own and its poisoned one may be sampled.
     """
     return list(pool) if count is None else rng.sample(pool, min(len(pool), count + 1))
 
 
-def other_instructions(row: TrainingTuple, drawn: Sequence[str], count: int | None) -> list[str]:
+def other_instructions(row: TrainingTuple, sampled: Sequence[str], count: int | None) -> list[str]:
     """Return the instruction negatives of a row: other instructions for its query.
 
-    The record's own poisoned instruction comes first, then the drawn ones in their order. An instruction equal to the
+    The record's own poisoned instruction comes first, then the sampled ones in their order. An instruction equal to the
     row's own is no negative, because rows of one record share I+.
 
     Args:
         row: Training tuple.
-        drawn: Distinct instructions; see `draw_instructions`.
+        sampled: Distinct instructions; see `sample_instructions`.
         count: Maximum number of negatives; None: all.
     """
     first = [row.poisoned] if row.poisoned != row.instruction else []
-    return (first + [i for i in drawn if i not in (row.instruction, row.poisoned)])[:count]
+    return (first + [i for i in sampled if i not in (row.instruction, row.poisoned)])[:count]
 
 
 @dataclass(frozen=True)
@@ -142,20 +142,14 @@ def collate(
     texts = _JointTexts()
     own = [texts.index(t.instruction, t.query) for t in rows]
     everyones = [t for share in step for t in share]
-    instruction_candidates: list[list[int]] = []
+    shared = encoder.causal if shared_instructions is None else shared_instructions
+    before = sum(sizes[:rank])
+    mine = range(before, before + len(rows))
+    others = _candidate_instructions(objective, everyones, mine, instruction_negatives, shared, seed)
+    instruction_candidates = [
+        [texts.index(i, t.query) for i in of_row] for t, of_row in zip(rows, others, strict=False)
+    ]
     query_candidates: list[list[int]] = []
-    if objective == NCE:
-        instruction_candidates = [[texts.index(other.instruction, t.query) for other in everyones] for t in rows]
-    elif "I" in objective.variables:
-        pool = sorted({t.instruction for t in (rows if instruction_negatives is None else everyones)})
-        shared = encoder.causal if shared_instructions is None else shared_instructions
-        shared = shared or instruction_negatives is None
-        drawn = draw_instructions(pool, instruction_negatives, random.Random(seed)) if shared else []
-        for n, t in enumerate(rows, start=sum(sizes[:rank])):
-            if not shared:
-                drawn = draw_instructions(pool, instruction_negatives, random.Random(f"{seed}/{n}"))
-            others = other_instructions(t, drawn, instruction_negatives)
-            instruction_candidates.append([texts.index(instruction, t.query) for instruction in others])
     if "IQ" in objective.variables and iq_negatives == "ik":
         queries = sorted({t.query for t in rows})
         query_candidates = [[texts.index(t.instruction, q) for q in queries if q != t.query] for t in rows]
@@ -172,6 +166,23 @@ def collate(
         sizes=sizes,
         rank=rank,
     )
+
+
+def _candidate_instructions(
+    objective: Objective, everyones: Sequence[TrainingTuple], mine: range, count: int | None, shared: bool, seed: str
+) -> list[list[str]]:
+    """Return the candidates for the instruction of each of the rows `mine`; no lists if instructions are not contrasted."""
+    rows = everyones[mine.start : mine.stop]
+    if objective == NCE:
+        return [[other.instruction for other in everyones]] * len(rows)
+    if "I" not in objective.variables:
+        return []
+    pool = sorted({t.instruction for t in (rows if count is None else everyones)})
+    if shared or count is None:
+        samples = [sample_instructions(pool, count, random.Random(seed))] * len(rows)
+    else:
+        samples = [sample_instructions(pool, count, random.Random(f"{seed}/{n}")) for n in mine]
+    return [other_instructions(t, sampled, count) for t, sampled in zip(rows, samples, strict=True)]
 
 
 class _JointTexts(dict[tuple[str, str], int]):

@@ -47,11 +47,7 @@ def score_batch(
             iq_ii . iq_kk (SamToNe, arXiv 2306.02516).
     """
     device = queries.device
-
-    def indices(values: Sequence[Any]) -> Tensor:
-        return on_device(torch.tensor(values, dtype=torch.long), device)
-
-    own_rows, query_ids, passage_ids = map(indices, (batch.own, batch.query_ids, batch.passage_ids))
+    own_rows, query_ids, passage_ids = (_on(v, device) for v in (batch.own, batch.query_ids, batch.passage_ids))
     own, own_ids = queries[own_rows], query_ids[own_rows]  # iq_ii
     all_own, all_passages = (gather_rows(x, batch.sizes) for x in (own, passages))
     all_own_ids, all_passage_ids = gather_rows(torch.stack([own_ids, passage_ids], dim=1), batch.sizes).unbind(1)
@@ -65,7 +61,7 @@ def score_batch(
         most = max(map(len, candidates))
         # Shorter rows are padded with their own positive, which is masked.
         filled = [row + [mine] * (most - len(row)) for row, mine in zip(candidates, batch.own, strict=True)]
-        index = indices(filled)
+        index = _on(filled, device)
         return Negatives((passages @ queries.T).gather(1, index), unknown(query_ids[index], passage_ids.unsqueeze(1)))
 
     negatives: dict[Variable, Negatives] = {}
@@ -82,13 +78,17 @@ def score_batch(
     if "IQ" in objective.variables:
         negatives["IQ"] = paired(batch.query_candidates) if batch.query_candidates else pairs
     if "PIQ" in objective.variables:
-        index = indices(batch.instruction_candidates)
+        index = _on(batch.instruction_candidates, device)
         every_pair = gather_rows(queries[index], batch.sizes).flatten(0, 1)  # iq_jk of all rows k, then j
         every_id = gather_rows(query_ids[index], batch.sizes).flatten()
         triples = _tuple_ids(every_id.unsqueeze(1), all_passage_ids).flatten()
         similarities = (every_pair @ all_passages.T).flatten().expand(len(own), -1)
         negatives["PIQ"] = Negatives(similarities, triples != _tuple_ids(own_ids, passage_ids).unsqueeze(1))
     return Scores((own * passages).sum(dim=1), negatives)
+
+
+def _on(values: Sequence[Any], device: torch.device) -> Tensor:
+    return on_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def _tuple_ids(query_ids: Tensor, passage_ids: Tensor) -> Tensor:

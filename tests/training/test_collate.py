@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
-from infembed_ray.training.collate import collate, draw_instructions, flatten, other_instructions
+from infembed_ray.training.collate import collate, flatten, other_instructions, sample_instructions
 from infembed_ray.training.losses import NCE, Objective
 from tests.modeling import backbones
 
@@ -53,7 +53,7 @@ def test_instruction_negatives_are_distinct_and_exclude_the_own_instruction(reco
     available = sorted({t.instruction for t in tuples})
     for t in tuples:
         others = set(available) - {t.instruction}
-        drawn = other_instructions(t, draw_instructions(available, count, random.Random(seed)), count)
+        drawn = other_instructions(t, sample_instructions(available, count, random.Random(seed)), count)
         assert len(drawn) == len(set(drawn)) == (len(others) if count is None else min(count, len(others)))
         assert set(drawn) <= others
         if drawn:
@@ -97,7 +97,7 @@ def test_shared_instructions_are_one_set_per_step_for_any_number_of_workers(enco
     shares = [records[:5], records[5:6], records[6:]]
     parts = [collate(encoder, shares, rank, MULTI_P_I, **options) for rank in range(3)]
     assert [row for part in parts for row in candidate_texts(encoder, part)] == whole
-    drawn = draw_instructions(sorted({t.instruction for t in rows}), 4, random.Random("7/3"))
+    drawn = sample_instructions(sorted({t.instruction for t in rows}), 4, random.Random("7/3"))
     assert len(drawn) == 5
     for t, row in zip(rows, whole, strict=True):
         rest = [i for i in drawn if i not in (t.instruction, t.poisoned)][:3]
