@@ -213,20 +213,11 @@ def collate(
     texts = _JointTexts()
     own = [texts.index(t.instruction, t.query) for t in rows]
     everyones = [t for share in step for t in share]
-    instruction_candidates: list[list[int]] = []
+    shared = encoder.causal if shared_instructions is None else shared_instructions
+    mine = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    others = _candidate_instructions(objective, everyones, mine, instruction_negatives, shared, seed)
+    instruction_candidates = [[texts.index(i, t.query) for i in its] for t, its in zip(rows, others, strict=False)]
     query_candidates: list[list[int]] = []
-    if objective == NCE:
-        instruction_candidates = [[texts.index(other.instruction, t.query) for other in everyones] for t in rows]
-    elif "I" in objective.variables:
-        pool = sorted({t.instruction for t in (rows if instruction_negatives is None else everyones)} - {""})
-        shared = encoder.causal if shared_instructions is None else shared_instructions
-        shared = shared or instruction_negatives is None
-        sampled = sample_instructions(pool, instruction_negatives, random.Random(seed)) if shared else []
-        for n, t in enumerate(rows, start=sum(sizes[:rank])):
-            if not shared:
-                sampled = sample_instructions(pool, instruction_negatives, random.Random(f"{seed}/{n}"))
-            others = other_instructions(t, sampled, instruction_negatives)
-            instruction_candidates.append([texts.index(instruction, t.query) for instruction in others])
     if "IQ" in objective.variables and iq_negatives == "ik":
         queries = sorted({t.query for t in rows})
         query_candidates = [[texts.index(t.instruction, q) for q in queries if q != t.query] for t in rows]
@@ -249,6 +240,23 @@ def collate(
         other_sizes=[sum(len(t.other_positives) for t in share) for share in step],
         teacher=[t.scores for t in rows],
     )
+
+
+def _candidate_instructions(
+    objective: Objective, everyones: Sequence[TrainingTuple], mine: range, count: int | None, shared: bool, seed: str
+) -> list[list[str]]:
+    """Return the candidates for the instruction of each of the rows `mine`; no lists if instructions are not contrasted."""
+    rows = everyones[mine.start : mine.stop]
+    if objective == NCE:
+        return [[other.instruction for other in everyones]] * len(rows)
+    if "I" not in objective.variables:
+        return []
+    pool = sorted({t.instruction for t in (rows if count is None else everyones)} - {""})
+    if shared or count is None:
+        samples = [sample_instructions(pool, count, random.Random(seed))] * len(rows)
+    else:
+        samples = [sample_instructions(pool, count, random.Random(f"{seed}/{n}")) for n in mine]
+    return [other_instructions(t, sampled, count) for t, sampled in zip(rows, samples, strict=True)]
 
 
 class _JointTexts(dict[tuple[str, str], int]):

@@ -48,14 +48,10 @@ def score_batch(
             iq_ii . iq_kk (SamToNe, arXiv 2306.02516).
     """
     device = queries.device
-
-    def indices(values: Sequence[Any]) -> Tensor:
-        return on_device(torch.tensor(values, dtype=torch.long), device)
-
-    own_rows, query_ids = indices(batch.own), indices(batch.query_ids)
+    own_rows, query_ids, passage_ids = (_on(v, device) for v in (batch.own, batch.query_ids, batch.passage_ids))
     own, own_ids = queries[own_rows], query_ids[own_rows]  # iq_ii
     passages, hard = passages.tensor_split([len(own)])
-    passage_ids, hard_ids = indices(batch.passage_ids).tensor_split([len(own)])
+    passage_ids, hard_ids = passage_ids.tensor_split([len(own)])
     all_own, all_passages = (gather_rows(x, batch.sizes) for x in (own, passages))
     all_own_ids, all_passage_ids = gather_rows(torch.stack([own_ids, passage_ids], dim=1), batch.sizes).unbind(1)
     known = _tuple_ids(all_own_ids, all_passage_ids)
@@ -63,7 +59,7 @@ def score_batch(
         all_passages = torch.cat([all_passages, gather_rows(hard, batch.hard_sizes)])
         all_passage_ids = torch.cat([all_passage_ids, gather_rows(hard_ids, batch.hard_sizes)])
     if any(batch.other_sizes):
-        rows, others = indices(batch.other_positives).reshape(-1, 2).unbind(1)
+        rows, others = _on(batch.other_positives, device).reshape(-1, 2).unbind(1)
         known = torch.cat([known, gather_rows(_tuple_ids(own_ids[rows], others), batch.other_sizes)])
 
     def unknown(queries_of: Tensor, passages_of: Tensor) -> Tensor:
@@ -74,7 +70,7 @@ def score_batch(
         most = max(map(len, candidates))  # 0 if the rows have no instructions
         # Shorter rows are padded with their own positive, which is masked.
         filled = [row + [mine] * (most - len(row)) for row, mine in zip(candidates, batch.own, strict=True)]
-        index = indices(filled)
+        index = _on(filled, device)
         return Negatives((passages @ queries.T).gather(1, index), unknown(query_ids[index], passage_ids.unsqueeze(1)))
 
     negatives: dict[Variable, Negatives] = {}
@@ -91,13 +87,24 @@ def score_batch(
     if "IQ" in objective.variables:
         negatives["IQ"] = paired(batch.query_candidates) if batch.query_candidates else pairs
     if "PIQ" in objective.variables:
-        index = indices(batch.instruction_candidates)
-        every_pair = gather_rows(queries[index], batch.sizes).flatten(0, 1)  # iq_jk of all rows k, then j
-        every_id = gather_rows(query_ids[index], batch.sizes).flatten()
-        triples = _tuple_ids(every_id.unsqueeze(1), all_passage_ids).flatten()
-        similarities = (every_pair @ all_passages.T).flatten().expand(len(own), -1)
-        negatives["PIQ"] = Negatives(similarities, triples != _tuple_ids(own_ids, passage_ids).unsqueeze(1))
+        similarities, ids = _every_tuple(batch, queries, query_ids, all_passages, all_passage_ids)
+        mask = ids != _tuple_ids(own_ids, passage_ids).unsqueeze(1)
+        negatives["PIQ"] = Negatives(similarities.expand(len(own), -1), mask)
     return Scores((own * passages).sum(dim=1), negatives)
+
+
+def _every_tuple(
+    batch: Batch, queries: Tensor, query_ids: Tensor, passages: Tensor, passage_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return similarities and hashes of all tuples of all workers, p_m . iq_jk of all rows k, then j, then m."""
+    index = _on(batch.instruction_candidates, queries.device)
+    pairs = gather_rows(queries[index], batch.sizes).flatten(0, 1)
+    ids = gather_rows(query_ids[index], batch.sizes).flatten()
+    return (pairs @ passages.T).flatten(), _tuple_ids(ids.unsqueeze(1), passage_ids).flatten()
+
+
+def _on(values: Sequence[Any], device: torch.device) -> Tensor:
+    return on_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def _tuple_ids(query_ids: Tensor, passage_ids: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def as_trees(encoder, sequences, batch_tokens=1 << 40, flex=False):
 def gradients(encoder, embeddings):
     encoder.zero_grad()
     weights = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(2))
-    (embeddings * weights).sum().backward()
+    (embeddings * weights.to(embeddings.device)).sum().backward()
     return torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
 
 
