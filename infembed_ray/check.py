@@ -70,10 +70,10 @@ def _endpoints(settings: SynthesizeSettings) -> Iterator[str]:
     """Ask every endpoint for its models, and say which ones of the settings it lacks."""
     from infembed_ray.llm.chat import RunFailure
     from infembed_ray.llm.endpoint import list_models
-    from infembed_ray.synthesis.pipeline import STEPS, model_of
+    from infembed_ray.synthesis.pipeline import model_of, steps_of
     from infembed_ray.synthesis.preflight import endpoints
 
-    asked = dict(reversed([model_of(settings, step) for step in STEPS]))
+    asked = dict(reversed([model_of(settings, step) for step in steps_of(settings)]))
     faults = []
     for name, endpoint in endpoints(settings).items():
         if endpoint.serve is not None:
@@ -123,8 +123,9 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
         yield f"calls: none, the journals answer all of them{sample}"
     else:
         yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
+        unbound = [f"{name}.max_tokens" for name, model in preflight.models(settings).items() if not model.max_tokens]
         bound = (
-            "no bound for answers; set generator.max_tokens and judge.max_tokens"
+            f"no bound for answers; set {' and '.join(unbound)}"
             if made.answer_tokens is None
             else f"at most {made.answer_tokens:,.0f} for answers"
         )

@@ -22,8 +22,8 @@ from infembed_ray.config.analysis import AgreementSettings
 from infembed_ray.config.llm import ChatModel, Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
+from infembed_ray.llm import budget, dialects, prices
+from infembed_ray.llm.chat import Complete, Dialect, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.lease import Lease, RateLimiter
@@ -111,9 +111,10 @@ def _require_floor(done: Published, settings: AgreementSettings) -> None:
     """Refuse raters below `min_kappa`. The kappas are in the manifest, so a finished output refuses them again."""
     if settings.min_kappa is None:
         return
-    low = {rater: k for rater, k in done.manifest["kappa"].items() if k is None or k < settings.min_kappa}
+    floor = settings.min_kappa - 1e-9  # a kappa that equals it may be rounded down
+    low = {rater: k for rater, k in done.manifest["kappa"].items() if k is None or k < floor}
     if low:
-        found = ", ".join(f"{rater} {'undefined' if k is None else format(k, '.3f')}" for rater, k in low.items())
+        found = ", ".join(f"{rater} {'undefined' if k is None else format(k, '.4f')}" for rater, k in low.items())
         raise InputError(
             f"min_kappa={settings.min_kappa:g}: mean kappa with the reference raters is lower ({found}); keep the present "
             f"judge, or lower the floor; the report is {done.address}"
@@ -153,37 +154,57 @@ def resolve(settings: AgreementSettings) -> Study:
         lambda: _items(find_input(settings.sheet, "sheet")),
         lambda: agreement.read([find_input(f, n) for n, f in _sources(settings).items()], "sheet, answers", least=1),
         lambda: preflight.check_urls(endpoints),
+        lambda: _check_not_served(endpoints),
         lambda: preflight.check_limits(settings.limits, models, table),
     )
     for label in settings.raters:
         if label in references:
             raise InputError(f"raters.{label}: is also the label of a reference rater; choose another label")
-    known = {item.id for item in items}
-    for rater, answers in references.items():
-        if unknown := answers.keys() - known:
-            raise InputError(
-                f"answers: {rater} answers {min(unknown)}, which is not in sheet={settings.sheet}; drop it"
-            )
+    _check_answers(references, items, settings.sheet)
     name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
     place = open_place(given, name)
     return Study(items, references, table, place if settings.journal else place / "journal", endpoints)
 
 
+def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:
+    for name, endpoint in endpoints.items():
+        if endpoint.serve is not None:
+            raise InputError(
+                f"{name}.serve: only `infembed synthesize` starts a model; start a server and give its {name}.base_url"
+            )
+
+
 def _items(sheet: Place) -> list[Item]:
     items = []
     for number, row in enumerate(records.raw_rows(sheet, "sheet"), start=1):
-        passages = row.get("passages")
-        texts = [row.get(name) for name in ("item_id", "instruction", "query")]
-        if not isinstance(passages, Mapping) or not all(isinstance(text, str) and text for text in texts):
+        passages, name = row.get("passages"), agreement.cell(row.get("item_id"))
+        instruction, query = row.get("instruction"), row.get("query")
+        texts = [name, instruction, query]
+        if not isinstance(passages, Mapping) or not all(isinstance(text, str) and text.strip() for text in texts):
             raise InputError(
                 f"sheet={sheet}: row {number}: needs item_id, instruction, query and passages (number -> text); make one "
                 "with `infembed analyze annotate=100`"
             )
-        shown = {name: text for name, text in passages.items() if text is not None}
-        if list(shown) != [str(place) for place in range(1, len(shown) + 1)]:
-            raise InputError(f"sheet={sheet}: row {number}: passages are {', '.join(shown)}; number them 1, 2, ...")
-        items.append(Item(str(row["item_id"]), str(row["instruction"]), str(row["query"]), tuple(shown.values())))
+        shown = {place: text for place, text in passages.items() if text is not None}
+        if not shown or list(shown) != [str(place) for place in range(1, len(shown) + 1)]:
+            found = ", ".join(shown) or "missing"
+            raise InputError(f"sheet={sheet}: row {number}: passages are {found}; number them 1, 2, ...")
+        items.append(Item(str(name), str(instruction), str(query), tuple(map(str, shown.values()))))
     return items
+
+
+def _check_answers(references: Answers, items: Sequence[Item], sheet: str) -> None:
+    """Require that reference raters answer items of the sheet, and with numbers of their passages."""
+    passages = {item.id: len(item.passages) for item in items}
+    for rater, answers in references.items():
+        for item, answer in answers.items():
+            if item not in passages:
+                raise InputError(f"answers: {rater} answers {item}, which is not in sheet={sheet}; drop it")
+            if answer not in map(str, range(passages[item] + 1)):
+                raise InputError(
+                    f"sheet, answers: column {rater}, item {item}: {answer[:40]!r} is no answer; give the number of a passage, 1 "
+                    f"to {passages[item]}, or 0 for none; drop the column if it is no rater's"
+                )
 
 
 async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str, dict[str, str]], Counter[str]]:
@@ -194,15 +215,24 @@ async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str,
     """
     limits = settings.limits
     journal = open_journal(study.journal, settings.replay, upload=settings.journal_upload)
-    spent = 0.0 if limits.budget_usd is None else budget.spent_usd(study.journal, study.table)
-    ledger = budget.DurableLedger(limits, settings.in_flight, spent, study.journal)
+    slots = min(limits.in_flight or settings.in_flight, settings.in_flight)
+    spent, holder, record = 0.0, uuid.uuid4().hex, None
+    if limits.budget_usd is not None:
+        spent, record = budget.resume(study.journal, study.table), budget.spend_record(study.journal, holder)
+    ledger = budget.DurableLedger(limits, slots, spent, study.journal)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
 
-    lease = Lease(uuid.uuid4().hex, resources(limits), settings.in_flight, limits.window_s)
+    async def learn() -> Sequence[Mapping[str, Dialect]]:
+        probes = {f"raters.{rater}": templates.probe(model) for rater, model in settings.raters.items()}
+        learned = await dialects.learn(study.endpoints, probes, study.table)
+        ledger.charge(learned.used, learned.report)
+        return learned.dialects
+
+    lease = Lease(holder, resources(limits), slots, limits.window_s, record=record)
     limiter = RateLimiter(lease, exchange, min(0.5, limits.window_s / 100))
-    client = ChatClient(list(study.endpoints.values()), journal, limiter, study.table)
+    client = ChatClient(list(study.endpoints.values()), journal, limiter, study.table, learn=learn)
     asked = [(rater, item) for rater in settings.raters for item in study.items]
     try:
         with track("agreement", len(asked)) as advance:
@@ -210,8 +240,11 @@ async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str,
             answers: Sequence[Any] = await asyncio.gather(*jobs, return_exceptions=True)
     finally:
         await client.close()
-        ledger.conclude()
         journal.close()
+        if limits.budget_usd is not None:
+            budget.note_unjournaled(study.journal, study.table, ledger.committed_usd)
+        for line in ledger.stats().warnings:
+            say(f"agreement: {line}")
     rated: dict[str, dict[str, str]] = {rater: {} for rater in settings.raters}
     reasons: Counter[str] = Counter()
     for (rater, item), answer in zip(asked, answers, strict=True):

@@ -8,6 +8,7 @@ an item, p_e the share expected from the frequencies of all answers together. In
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -68,17 +69,17 @@ def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[st
         of_file: dict[str, dict[str, str]] = {}
         seen: set[str] = set()
         for number, row in enumerate(records.raw_rows(path, name), start=1):
-            item = str(row.get("item_id") or "")
-            if not item:
+            item = cell(row.get("item_id"))
+            if item is None:
                 raise InputError(f"{name}={path}: row {number}: item_id is missing; give each item a unique one")
             if item in seen:
                 raise InputError(
                     f"{name}={path}: row {number}: item_id {item} is repeated; give each item a unique one"
                 )
             seen.add(item)
-            for rater, answer in row.items():
-                if rater not in ITEM_COLUMNS and answer is not None and str(answer).strip():
-                    of_file.setdefault(rater, {})[item] = str(answer).strip()
+            for rater, given in row.items():
+                if rater not in ITEM_COLUMNS and (answer := cell(given)) is not None:
+                    of_file.setdefault(rater, {})[item] = answer
         for rater, answers in of_file.items():
             if rater in raters:
                 raise InputError(f"{name}={path}: rater {rater} is also in another file; rename the column")
@@ -88,6 +89,12 @@ def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[st
             f"{name}={', '.join(map(str, paths))}: {len(raters)} raters; agreement needs at least {least}, each in its own column"
         )
     return raters
+
+
+def cell(value: Any) -> str | None:
+    """Return a cell of a table as text, None if it is empty. 3.0 is 3: columns of numbers with gaps hold floats."""
+    text = "" if value is None or value != value else str(value).strip()  # NaN differs from itself
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
 
 
 def agreements(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int) -> list[Agreement]:

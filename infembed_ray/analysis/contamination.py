@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import PurePosixPath
 from typing import Any
 
 from infembed_ray import records
 from infembed_ray.analysis.shingles import normalised
+from infembed_ray.errors import InputError
 from infembed_ray.places import Place, listing
 
 EXAMPLES = 5
@@ -52,12 +54,15 @@ class Contamination:
 
 
 def read(path: Place, name: str) -> Iterator[str]:
-    """Yield all strings except ids of a file, or of all files of a directory.
+    """Yield all strings except ids of a file, or of all files of a directory but hidden ones and README.md.
 
     Raises:
-        InputError: as `records.raw_rows`.
+        InputError: as `records.raw_rows`, or the directory is empty.
     """
-    for file in sorted(listing(path)):
+    names = [n for n in sorted(listing(path)) if not records.hidden(PurePosixPath(n)) and not n.endswith("README.md")]
+    if not names:
+        raise InputError(f"{name}={path}: no files in this directory; give those of an evaluation set")
+    for file in names:
         for row in records.raw_rows(path / file, name):
             yield from _strings(row)
 

@@ -7,7 +7,6 @@ compared with the earlier texts that share a band of minimal hashes with it (mod
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from infembed_ray.analysis.inputs import KINDS
-from infembed_ray.analysis.shingles import BANDS, ROWS, hashes, jaccard, signatures
+from infembed_ray.analysis.shingles import BANDS, ROWS, hashes, jaccard, normalised, signatures
 from infembed_ray.records import Record
 
 EXAMPLES = 5
 THRESHOLD = 0.7
 SHINGLE = 3
 """Words per shingle."""
-
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -98,4 +95,4 @@ def near_duplicates(texts: Sequence[str]) -> list[NearDuplicate]:
 
 def shingles_of(text: str) -> np.ndarray:
     """Return the distinct hashes of all runs of SHINGLE words; of the whole text if it is shorter."""
-    return np.unique(hashes(_WORD.findall(text.casefold()) or [""], SHINGLE))
+    return np.unique(hashes(normalised(text).split() or [""], SHINGLE))

@@ -19,12 +19,19 @@ BANDS, ROWS = 32, 4
 0.7, 0.05 at 0.2."""
 _WORDS = 1 << 17
 """Words whose hashes are remembered."""
-_NOT_WORDS = re.compile(r"[\W_]+")
+_MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark)[0] == "M")
+"""Accents and vowel signs, which belong to words but not to Python's word characters."""
+_NOT_WORDS = re.compile(rf"[^\w{_MARKS}]+")
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]")
+"""Characters of scripts without spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer): each counts as a word."""
 
 
 def normalised(text: str) -> str:
     """Return the words in lower case, separated by single spaces, with Unicode NFKC normalisation."""
-    return _NOT_WORDS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+        text = _UNSPACED.sub(r" \g<0> ", text)
+    return " ".join(_NOT_WORDS.sub(" ", text.casefold().replace("_", " ")).split())
 
 
 def hashes(words: Sequence[str], length: int) -> np.ndarray:

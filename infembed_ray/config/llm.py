@@ -24,7 +24,10 @@ class ChatModel(Settings):
         "the same as max_tokens: no further request",
     )
     resamples: int = Field(
-        1, ge=0, description="further requests after a refused or empty answer; none with temperature=0"
+        1,
+        ge=0,
+        description="further requests after a refused or empty answer, or one cut off without max_tokens; none with "
+        "temperature=0",
     )
     reasoning_effort: str | None = Field(
         None, description="low, medium, high, ... for reasoning models; null: not sent"
@@ -139,7 +142,7 @@ class JournalUpload(Settings):
 
 
 class Batches(Settings):
-    """The Batch API, at half the price. The requests of a row go out in up to ten waves of batches.
+    """The Batch API, at half the price. A row's requests go out one after another, in waves of batches.
 
     The limits per minute do not apply to batches, which have a quota of their own. The budget applies to the worst case of
     each submitted batch.

@@ -37,7 +37,7 @@ class CheapJudge(ChatModel):
 class Canary(Settings):
     """A random sample of the seeds that goes through all steps first, online, for a forecast of the run."""
 
-    seeds: int = runtime_field(100, ge=1, le=5000, description="seeds of the sample, from every source in proportion")
+    seeds: int = runtime_field(100, ge=1, le=5000, description="seeds of the sample")
     max_usd_per_1000_kept: float | None = runtime_field(
         None, gt=0, description="end the run if the forecast USD per 1,000 kept records is higher; null: no limit"
     )

@@ -61,7 +61,7 @@ def resume(journal: JournalPlace, table: PriceTable) -> float:
     usd = _spent_usd(journal, journaled_usd, note)
     if "at_most_usd" in note:
         say(
-            f"synthesize: the last run on this journal was killed: {note['at_most_usd'] - usd:.4f} USD of its budget were "
+            f"the last run on this journal was killed: {note['at_most_usd'] - usd:.4f} USD of its budget were "
             f"certainly not spent; {usd - journaled_usd:.4f} USD without an answer in the journal count as spent (`infembed "
             f"journal reconcile {journal}` writes them off)"
         )

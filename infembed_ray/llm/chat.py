@@ -24,9 +24,14 @@ _FILTERED |= {"prohibited_content", "refusal", "sensitive", "guardrail_intervene
 
 _BEGIN = r"(?:<(?:seed:)?(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷)"
 _END = _BEGIN.replace("<(", "</(").replace(r"\[", r"\[/").replace("◁", "◁/")
-_REASONING = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
-_BEFORE_ANSWER = re.compile(rf"{_END}|<\|channel\|>final\b.*?<\|message\|>|\Aanalysis.*?assistantfinal", re.DOTALL)
-_AFTER_ANSWER = re.compile(rf"(?:\A|\n)[ \t]*{_BEGIN}|<\|\w+\|>")
+_UNQUOTED = r"(?<![ \t`'\"(])"  # a text that mentions a mark has one of these before it
+_REASONING = re.compile(rf"^[ \t]*{_BEGIN}.*?{_END}", re.DOTALL | re.MULTILINE)
+_BEFORE_ANSWER = re.compile(
+    rf"\A(?:(?!{_BEGIN}).)*(?:{_UNQUOTED}{_END}|{_END}(?=\s*(?:\n|\Z)))"
+    r"|\A.*<\|channel\|>final\b.*?<\|message\|>|\Aanalysis.*?assistantfinal",
+    re.DOTALL,
+)
+_AFTER_ANSWER = re.compile(rf"^[ \t]*{_BEGIN}|{_UNQUOTED}<\|\w+\|>|<\|\w+\|>\s*\Z", re.MULTILINE)
 _MARKS = ("<", "[THINK]", "◁", "assistantfinal")  # one of them is in every text with reasoning
 
 
@@ -34,7 +39,11 @@ class RowFailure(Exception):
     """This row cannot be completed: it becomes a dead letter and the run goes on."""
 
 
-class Malformed(RowFailure):
+class Unusable(RowFailure):
+    """A model answered, but not with anything that the row can use."""
+
+
+class Malformed(Unusable):
     """An answer is not in the requested format; asking again may help.
 
     Args:
@@ -95,14 +104,19 @@ class Request:
         capped = _CAPPED.match(self.sent)
         return self._hash(b"{" + self.sent[capped.end() :]) if capped else self.key
 
+    @cached_property
+    def cut_off_key(self) -> str:
+        """The journal key of a cut-off answer, which differs from `complete_key` also if the request has no cap."""
+        return self.key if self.key != self.complete_key else self._hash(self.sent + b"cut off")
+
     @property
     def keys(self) -> tuple[str, ...]:
-        """The journal keys under which its answer may be: `key` if the cap cut it off, `complete_key` if not.
+        """The journal keys under which its answer may be: `cut_off_key` or `complete_key`.
 
-        `key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off one, or a
-        resumed row would differ from the first one. Earlier versions journaled every answer under `key`.
+        `cut_off_key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off
+        one, or a resumed row would differ from the first one. Earlier versions journaled every answer under `key`.
         """
-        return tuple(dict.fromkeys((self.key, self.complete_key)))
+        return self.cut_off_key, self.complete_key
 
     def _hash(self, body: bytes) -> str:
         decides = b'{"body": %b, "prompt": %b}' % (body, _CANONICAL.encode(self.prompt).encode())
@@ -110,7 +124,7 @@ class Request:
 
     def journal_key(self, completion: Completion) -> str:
         """Return the key under which an answer is journaled."""
-        return self.key if completion.cut_off else self.complete_key
+        return self.cut_off_key if completion.cut_off else self.complete_key
 
 
 @dataclass(frozen=True)
@@ -170,18 +184,16 @@ def usable_text(completion: Completion) -> str:
     """Return the text of a completion that ended normally, without the model's reasoning.
 
     Raises:
-        RowFailure: the answer is a refusal, filtered, cut off at the token limit, unreadable or empty.
+        Unusable: the answer is a refusal, filtered, cut off at the token limit, unreadable or empty.
     """
     if completion.refused:
-        raise RowFailure(
-            f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}"
-        )
+        raise Unusable(f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}")
     if completion.cut_off:
-        raise RowFailure(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
+        raise Unusable(f"cut off at the token limit ({completion.completion_tokens} tokens); set a higher max_tokens")
     if completion.finish_reason == UNREADABLE:
-        raise RowFailure("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
+        raise Unusable("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
     if completion.empty:
-        raise RowFailure("empty answer")
+        raise Unusable("empty answer")
     return without_reasoning(completion.text)
 
 
@@ -189,11 +201,12 @@ def without_reasoning(text: str) -> str:
     """Remove the reasoning that some models and servers leave in an answer.
 
     It may be in tags (`<think>`), also without the first tag, which many chat templates write, or without the last one;
-    or in the channels of the harmony format, also where the server has removed its special tokens.
+    or in the channels of the harmony format, also where the server has removed its special tokens. Tags within a line are
+    part of the answer, which may be about them.
     """
     if text.lstrip().startswith("{") or not any(mark in text for mark in _MARKS):
         return text
-    answer = _BEFORE_ANSWER.split(_REASONING.sub("", text))[-1]
+    answer = _BEFORE_ANSWER.sub("", _REASONING.sub("", text))
     return _AFTER_ANSWER.split(answer)[0]
 
 

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -140,6 +140,7 @@ class ChatClient:
                 self._limiter.traffic.add_answer(time.monotonic() - sent)
                 return completion
             except Unanswered as failure:
+                tries.took_s += time.monotonic() - sent
                 used = cost if failure.paid else _UNPAID
                 limited = isinstance(failure, RateLimited)
                 pause_s = self._pause_after(failure, route, request.model, tries)
@@ -154,6 +155,7 @@ class ChatClient:
                 self._limiter.settle(cost, used, sent)
                 gate.leave(limited)
             if pause_s:
+                tries.took_s += pause_s
                 await self._limiter.pause(pause_s)
 
     async def _learn_dialects(self) -> None:
@@ -201,7 +203,7 @@ class ChatClient:
         route.reached = True
         if time.monotonic() >= gate.read_at:
             gate.read(response.headers)
-        if response.status != 200:
+        if not 200 <= response.status < 300:
             raise route.failure(request, response.status, response.headers, response.body)
         try:
             completion = self._wire.parse(response.body)
@@ -218,7 +220,7 @@ class ChatClient:
         pause = pause_s(tries.failed - 1, failure.retry_after_s)
         if isinstance(failure, RateLimited):
             self._limiter.traffic.rate_limited += 1
-            if time.monotonic() - tries.began > self._patience_s:
+            if tries.took_s > self._patience_s:
                 raise RowFailure(f"{failure}; tried {tries.failed} times in {self._patience_s:g} s") from failure
             gate = route.gate(model)
             gate.rests_until = max(gate.rests_until, time.monotonic() + pause)
@@ -235,7 +237,7 @@ class ChatClient:
         now = time.monotonic()
         if any(other.wakes_at(model) <= now for other in self._routes if other is not route):
             return 0.0
-        left_s = max(0.0, tries.began + self._patience_s - time.monotonic())
+        left_s = max(0.0, self._patience_s - tries.took_s)
         if failure.retry_after_s > left_s:
             wait = f"asks to wait {failure.retry_after_s:.0f} s, and endpoint.patience_s leaves {left_s:.0f}"
             raise RowFailure(f"{failure}; {wait}; tried {tries.failed} times") from failure
@@ -273,7 +275,8 @@ class ChatClient:
 class _Tries:
     """The attempts at one request."""
 
-    began: float = field(default_factory=time.monotonic)
+    took_s: float = 0.0
+    """Time of the attempts and of the pauses after them, without that in queues."""
     failed: int = 0
     faults: int = 0
     """Failed attempts other than 429s, which say nothing about the request."""

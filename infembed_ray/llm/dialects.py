@@ -18,7 +18,7 @@ import aiohttp
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure, adapted
-from infembed_ray.llm.endpoint import CHAT, Route, Unanswered, one_line
+from infembed_ray.llm.endpoint import CHAT, ErrorBody, Route, Unanswered, one_line
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, worst_case
 from infembed_ray.llm.transport import Transport
@@ -44,7 +44,7 @@ class Learned:
     report: list[str]
     """One line for each model at each endpoint."""
     used: Amounts
-    """Used by the answered requests."""
+    """Used by the requests that were answered, or may have been."""
 
 
 async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Request], table: PriceTable) -> Learned:
@@ -87,6 +87,12 @@ async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Reques
     return learned
 
 
+def most_usd(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Request], table: PriceTable) -> float:
+    """Return the most that `learn` can cost in USD."""
+    asked = sum(endpoint.probe for endpoint in endpoints.values())
+    return asked * _ATTEMPTS * sum(worst_case(request, table)[USD] for request in requests.values())
+
+
 @dataclass
 class _Probe:
     """The request that finds out the dialect of one model at one endpoint."""
@@ -107,11 +113,14 @@ class _Probe:
             body = adapted(self.request.body, dialect)
             try:
                 status, headers, answer = await self.transport.post(address, json.dumps(body).encode(), {})
-                if status == 200:
+                if 200 <= status < 300:
                     self._count(answer)
                     self._report(dialect)
                     return dialect
                 failure = self.route.failure(self.request, status, headers, answer)
+            except ErrorBody as error:
+                answer = error.body
+                failure = self.route.failure(self.request, error.status, headers, answer)
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = Unanswered(one_line(error) or "time-out")
             if isinstance(failure, RunFailure):
@@ -119,6 +128,8 @@ class _Probe:
             if isinstance(failure, RowFailure):
                 dialect = self._next(dialect, body, answer, failure)
                 continue
+            if isinstance(failure, Unanswered) and failure.paid:
+                self._add(worst_case(self.request, self.table))
             busy += 1
             if busy == _ATTEMPTS:
                 self.learned.report.append(f"{self._model}: unknown parameters ({failure}); they are sent as set")
@@ -149,14 +160,19 @@ class _Probe:
         return {**dialect, refused: known[tried]}
 
     def _count(self, answer: bytes) -> None:
-        """Count what the answered request used, at its worst case if the endpoint does not say."""
+        """Count what the answered request used, at its worst case if the endpoint does not say; raise ErrorBody."""
         used = worst_case(self.request, self.table)
         try:
             completion: Completion = CHAT.parse(answer)
+        except ErrorBody:
+            raise
         except Unanswered:
             completion = Completion("", "", "", 0, 0)
         if tokens := completion.prompt_tokens + completion.completion_tokens:
             used = {REQUESTS: 1, TOKENS: tokens, USD: self.table.usd(self.request.model, completion) or 0.0}
+        self._add(used)
+
+    def _add(self, used: Amounts) -> None:
         for name in self.learned.used:
             self.learned.used[name] += used[name]
 

@@ -43,7 +43,10 @@ _MEANINGS = (
     (401, "invalid_api_key|authentication_error"),
     (429, "rate.?limit|too.many.requests|resource_exhausted|throttl"),
     (503, "overload|unavailable|capacity|time.?out"),
-    (400, "invalid_request|invalid_argument|bad.?request|context.?length|too.long|policy|content.?filter|moderation"),
+    (
+        400,
+        "invalid_request|invalid_argument|unsupported|bad.?request|context.?length|too.long|policy|content.?filter|moderation",
+    ),
 )  # of errors without a status, the first that matches
 _INTERRUPTED = {"error", "abort", "aborted", "insufficient_system_resource"}
 
@@ -82,7 +85,7 @@ class ErrorBody(Unanswered):
         codes = [str(fields.get(name, "")) for name in ("code", "status", "type")]
         number = next((int(code) for code in codes if re.fullmatch(r"[45]\d\d", code)), None)
         words = " ".join([*codes, said]).lower()
-        self.status = number or next((status for status, word in _MEANINGS if re.search(word, words)), 500)
+        self.status = number or next((status for status, word in _MEANINGS if re.search(word, words)), 502)
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ def parse_completion(body: bytes) -> Completion:
 def completion_of(answer: Any) -> Completion:
     """Convert a parsed response body; raises as `parse_completion` does, and ErrorBody if it holds an error."""
     try:
-        if "choices" not in answer and (answer.get("error") or answer.get("object") == "error"):
+        if not answer.get("choices") and (answer.get("error") or answer.get("object") == "error"):
             raise ErrorBody(answer.get("error") or answer)
         choice = answer["choices"][0]
         if error := choice.get("error"):
@@ -266,14 +269,18 @@ def completion_of(answer: Any) -> Completion:
         if finish_reason.lower() in _INTERRUPTED:
             raise ServerError(f"the endpoint interrupted the answer (finish_reason={finish_reason})")
         usage = answer.get("usage")
-        prompt_tokens, completion_tokens = token_counts(usage, "prompt_tokens", "completion_tokens")
+        prompt_tokens, completion_tokens, total = token_counts(
+            usage, "prompt_tokens", "completion_tokens", "total_tokens"
+        )
         return Completion(
             text=replace_surrogates(content),
             refusal=_text(message.get("refusal")) or refusal or None,
             finish_reason=finish_reason,
             model=_text(answer.get("model")),
             prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
+            completion_tokens=max(
+                completion_tokens, total - prompt_tokens
+            ),  # xAI and Gemini: reasoning is in the total only
             cached_tokens=_cached_tokens(usage, prompt_tokens),
         )
     except (LookupError, TypeError, AttributeError) as error:

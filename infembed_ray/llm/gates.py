@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
-from infembed_ray.llm.rate_headers import Quota, quotas
+from infembed_ray.llm.rate_headers import LONGEST_RESET_S, Quota, quotas
 from infembed_ray.llm.rate_limits import Amounts
 
 TOLERATED = 0.1
@@ -26,8 +26,6 @@ ADAPT_S = 1.0
 """Least seconds between two adaptations, and between two readings of headers that leave enough."""
 ADAPT_REQUESTS = 100
 """Least requests between two adaptations: among fewer, a few 429s by chance would often exceed TOLERATED."""
-LONGEST_WAIT_S = 60.0
-"""Longest wait for a quota without any request, because only an answer shows that it is available again."""
 
 
 class Gate:
@@ -124,7 +122,7 @@ class Gate:
             missing = min(cost[name], limit) - left
             if missing > 0:
                 waits.append(reset_s * missing / max(missing, limit - max(left, 0.0)))
-        return min(LONGEST_WAIT_S, max(waits))
+        return min(LONGEST_RESET_S, max(waits))
 
     def _adapt(self) -> None:
         """Adapt the requests in flight to the share of 429s (additive increase, multiplicative decrease)."""

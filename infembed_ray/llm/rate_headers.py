@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS
 
+LONGEST_RESET_S = 60.0
+"""Longest wait for the reset of a quota without any request, because only an answer shows that it is available again."""
 _STYLES = ("x-ratelimit-{part}-{name}", "anthropic-ratelimit-{name}-{part}")
 _HEADERS = {
     name: [[style.format(part=part, name=name) for part in ("limit", "remaining", "reset")] for style in _STYLES]
@@ -51,14 +53,16 @@ def quotas(headers: Mapping[str, str]) -> dict[str, Quota]:
 def retry_after_s(headers: Mapping[str, str]) -> float:
     """Return the seconds that a refusal asks to wait; 0 if it does not say.
 
-    `retry-after-ms` and `Retry-After` (seconds or a date) come first, then the reset of each quota that is used up.
+    `retry-after-ms` and `Retry-After` (seconds or a date) come first, then the reset of each quota that is used up, but at
+    most LONGEST_RESET_S: it is the time until all of the quota is available, not until a part of it is.
     """
     milliseconds = headers.get("retry-after-ms", "")
     if _NUMBER.fullmatch(milliseconds):
         return float(milliseconds) / 1000
     if value := headers.get("Retry-After", ""):
         return seconds(value)
-    return max((quota.reset_s for quota in quotas(headers).values() if quota.remaining < 1), default=0.0)
+    resets = (quota.reset_s for quota in quotas(headers).values() if quota.remaining < 1)
+    return min(LONGEST_RESET_S, max(resets, default=0.0))
 
 
 def seconds(value: str) -> float:

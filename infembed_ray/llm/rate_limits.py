@@ -262,12 +262,13 @@ class Ledger:
 
     def _unsatisfiable(self, report: LeaseReport) -> str | None:
         """Return why the request that waits longest can never be sent; None if it can."""
+        lower = ", or lower the model's max_tokens or retry_max_tokens (null: twice max_tokens)"
         for name, setting in ((REQUESTS, "requests_per_minute"), (TOKENS, "tokens_per_minute")):
             most = self._bounds.get(name, math.inf)
             if report.first.get(name, 0.0) > most:
                 return (
                     f"limits.{setting}: a window of {self._window_s:g} s holds {most:g} {name}, one request may need "
-                    f"{report.first[name]:g}; raise it"
+                    f"{report.first[name]:g}; raise it{lower if name == TOKENS else ''}"
                 )
         budget, spent = self._bounds.get(USD, math.inf), self._used.get(USD, 0.0)
         if report.first.get(USD, 0.0) > budget - spent:

@@ -100,7 +100,9 @@ class Transport:
         connection = await self._connector.connect(request, [], address.timeout)
         try:
             protocol, transport = connection.protocol, connection.transport
-            if protocol is None or transport is None or transport.is_closing():
+            if (
+                protocol is None or transport is None or protocol.should_close
+            ):  # it was sent bytes that nothing asked for
                 raise aiohttp.ServerDisconnectedError
             protocol.set_response_params(read_until_eof=True)
             transport.write(b"%b%bContent-Length: %d\r\n\r\n%b" % (head, extra, len(body), body))

@@ -171,11 +171,13 @@ class _BatchRunner:
             leftover.unlink()
         found = []
         for batch in map(Batch.load, sorted(self._directory.glob("*.json"))):
+            here = batch.base_url == self._settings.endpoint.base_url
             if batch.stage == "collected":
-                self._rest.note(batch)
+                if here:  # what another endpoint refused or left unanswered says nothing about this one
+                    self._rest.note(batch)
             elif batch.stage == "prepared":
                 batch.discard()  # drafted again if it is still needed
-            elif batch.base_url != self._settings.endpoint.base_url:
+            elif not here:
                 raise RunFailure(
                     f"endpoint.base_url={self._settings.endpoint.base_url}: a batch waits at {batch.base_url}; "
                     f"set that, or remove {batch.path('json')} to forget it"
@@ -404,8 +406,9 @@ class _BatchRunner:
             if completion is None:
                 unanswered[request.key] = faults.get(request.key, Fault(otherwise, refused=False))
                 continue
-            spent_usd += self._count_answered(request, completion)
+            usd = self._count_answered(request, completion)
             if self._journal.get(*request.keys) is None:  # otherwise a crash interrupted an earlier collection
+                spent_usd += usd
                 new.append((request, completion))
                 if len(new) == _APPENDED_TOGETHER:
                     await self._append(new)

@@ -10,7 +10,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Request, RunFailure
 from infembed_ray.progress import counted, say
 from infembed_ray.synthesis.batch_files import Batch, Fault
-from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
+from infembed_ray.synthesis.pipeline import steps_of
 
 BUDGET = "the budget"
 """Why a request is in no batch."""
@@ -36,12 +36,7 @@ class Rest:
         assert settings.batches is not None
         self._settings = settings
         self._batches = settings.batches
-        self._steps = [
-            step
-            for step in STEPS
-            if (settings.complement or not step.endswith("_complement"))
-            and (settings.cheap_judge is not None or not step.startswith(CHEAP_JUDGE))
-        ]
+        self._steps = steps_of(settings)
         self._attempts: Counter[str] = Counter()
         """Key -> batches that left the request unanswered."""
         self._faults: dict[str, Fault] = {}

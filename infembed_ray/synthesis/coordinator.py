@@ -12,7 +12,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import Dialect, RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.dialects import learn
+from infembed_ray.llm.dialects import learn, most_usd
 from infembed_ray.llm.journal_store import JournalPlace
 from infembed_ray.synthesis.preflight import endpoints, probes
 
@@ -49,9 +49,16 @@ class Coordinator(budget.DurableLedger):
         nothing, and nothing else is sent meanwhile.
         """
         if self._dialects is None:
-            table = prices.load(self._settings.prices)
+            budget_usd = self._settings.limits.budget_usd
+            given = endpoints(self._settings), probes(self._settings), prices.load(self._settings.prices)
+            if budget_usd is not None and self.committed_usd + (most := most_usd(*given)) > budget_usd:
+                self._dialects = (
+                    f"limits.budget_usd={budget_usd:g}: used up ({self.committed_usd:.4f} USD spent; to find out the models' "
+                    f"parameters may take {most:.4f}); raise it, or set endpoint.probe=false"
+                )
+                return self._dialects
             try:
-                learned = run_in_thread(learn(endpoints(self._settings), probes(self._settings), table))
+                learned = run_in_thread(learn(*given))
             except RunFailure as failure:
                 self._dialects = str(failure)
             else:

@@ -115,7 +115,7 @@ def run(settings: SynthesizeSettings) -> Published:
         if job.in_batches:
             report = _ask_in_batches(job, spent_usd)
             staging.facts["batches"] = report.figures()
-            spent_usd += (report.usd or 0.0) + report.probe_usd
+            spent_usd = _spent_usd(job) + report.probe_usd
             job = replace(job, left_out=report.left_out)
         breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
         with Outputs(staging.path, table) as outputs:
@@ -181,14 +181,14 @@ def _run_canary(job: Job, step: Step, directory: Path, canary: Canary, spent_usd
     with Outputs(directory, job.table) as outputs:
         part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
         stats = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
-    price = BATCH_PRICE if job.in_batches else 1.0
     rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
     latency_s, slots = stats.traffic.mean_s(), _slots(settings)
+    price = BATCH_PRICE if job.in_batches else 1.0
     made = forecast(rows, job.survey.seeds, latency_s, slots, settings.limits, price, settings.seed)
     say(f"synthesize: {made}")
     facts = {**asdict(made), "counts": outputs.counts(), "usd_paid": outputs.facts()["usd"]}
     durable.replace_json(directory / "forecast.json", facts)
-    if refusal := made.refusal(canary):
+    if refusal := made.refusal(canary, outputs.first_failure):
         raise InputError(
             f"{refusal}; nothing is published. The canary's records are in {directory}. To go on, change the setting or set "
             "canary=null; the journal keeps the answers"

@@ -75,6 +75,9 @@ def estimate(job: Job) -> Estimate:
     made.prompt_tokens *= scale
     made.answer_tokens = None if made.answer_tokens is None else made.answer_tokens * scale
     made.usd = None if made.usd is None else made.usd * scale
+    canary = job.settings.canary
+    if made.usd is not None and canary is not None and job.in_batches:  # its seeds are asked at the list price
+        made.usd *= 1 + min(1.0, canary.seeds / made.seeds) * (1 / BATCH_PRICE - 1)
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -25,7 +24,7 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Forecast:
-    """What all seeds will take, at list prices.
+    """What all seeds will take.
 
     Shares of records have Wilson's interval; the others have a percentile bootstrap over the sampled seeds.
 
@@ -56,11 +55,11 @@ class Forecast:
         ]
         return f"forecast for {self.seeds:,} seeds from {self.sampled:,}: {'; '.join(parts)}"
 
-    def refusal(self, canary: Canary) -> str | None:
-        """Return why the run must end here by its settings; None if it may go on."""
+    def refusal(self, canary: Canary, failure: str) -> str | None:
+        """Return why the run must end here by its settings; None if it may go on. `failure`: of the first row not kept."""
         share, usd, most = self.share_kept[0], self.usd_per_1000_kept, canary.max_usd_per_1000_kept
         if not share:
-            return "no record of the canary is kept"
+            return f"no record of the canary is kept ({failure})"
         if canary.min_kept is not None and share < canary.min_kept:
             return f"canary.min_kept={canary.min_kept:g}: {share:.0%} of the canary's records are kept"
         if most is not None and (usd is None or usd[0] > most):
@@ -70,24 +69,12 @@ class Forecast:
 
 
 def sample(seeds: Iterable[Seed], size: int, seed: int) -> list[Seed]:
-    """Draw about `size` seeds, from every source in proportion and at least one; memory holds `size` a source."""
-    drawn: defaultdict[str, list[tuple[int, Seed]]] = defaultdict(list)
-    found: Counter[str] = Counter()
-    for each in seeds:
-        found[each.source] += 1
-        rank = -int.from_bytes(hashlib.sha256(f"canary\0{seed}\0{each.id}".encode()).digest())
-        heap = drawn[each.source]
-        if len(heap) < size:
-            heapq.heappush(heap, (rank, each))
-        elif rank > heap[0][0]:
-            heapq.heapreplace(heap, (rank, each))
-    return [
-        each
-        for source, heap in drawn.items()
-        for _, each in sorted(heap, key=lambda ranked: -ranked[0])[
-            : max(1, round(size * found[source] / found.total()))
-        ]
-    ]
+    """Draw `size` seeds at random, the same ones in any order of the seeds; memory holds only these."""
+
+    def draw(each: Seed) -> bytes:
+        return hashlib.sha256(f"canary\0{seed}\0{each.id}".encode()).digest()
+
+    return heapq.nsmallest(size, seeds, key=draw)
 
 
 def forecast(
@@ -107,14 +94,14 @@ def forecast(
         latency_s: mean latency of the sample's requests; None if journals answered all.
         slots: most requests in flight.
         limits: of the run.
-        price: of the run's answers, as a share of that of the sample's.
+        price: of the run's answers, as a share of the list price.
         seed: of the bootstrap.
     """
     spends = [row.paid + row.replayed for row in rows]
     known = all(spend.usd is not None for spend in spends)
     figures = np.array(
         [
-            (row.kind == "kept", spend.calls, spend.prompt_tokens + spend.completion_tokens, price * (spend.usd or 0.0))
+            (row.kind == "kept", spend.calls, spend.prompt_tokens + spend.completion_tokens, price * spend.list_usd)
             for row, spend in zip(rows, spends, strict=True)
         ]
     )

@@ -2,7 +2,7 @@
 
 The calls of a row follow one another, so a row that fails pays for nothing more; rows run concurrently. A step is named
 after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more, and so are a cut-off
-one with a higher cap and, unless sampling is deterministic, a refused or empty one.
+one with a higher cap and, unless sampling is deterministic, a refused, empty or uncapped cut-off one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from infembed_ray.llm.chat import (
     Request,
     RowFailure,
     RunFailure,
+    Unusable,
     replace_surrogates,
     usable_text,
 )
@@ -55,6 +56,16 @@ STEPS = (
     "judge_complement",
 )
 """All steps in order."""
+
+
+def steps_of(settings: SynthesizeSettings) -> list[str]:
+    """Return the steps that a run may ask, in order."""
+    return [
+        step
+        for step in STEPS
+        if (settings.complement or not step.endswith("_complement"))
+        and (settings.cheap_judge is not None or not step.startswith(CHEAP_JUDGE))
+    ]
 
 
 def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
@@ -184,14 +195,14 @@ class _Row:
             return value(await self._exchange(templates.repair(request, text, fault, own)))
 
     async def _exchange(self, request: Request) -> str:
-        """Return the text of an answer; ask again if it was cut off, or was refused or empty by chance."""
+        """Return the text of an answer; ask again if it was cut off, refused or empty by chance."""
         model = model_of(self.settings, request.step)[1]
         completion = await self._send(request)
         if completion.cut_off and model.last_max_tokens != model.max_tokens:
             higher = {**request.parameters, CAP: model.last_max_tokens}
             completion = await self._send(replace(request, parameters=higher))
         for number in range(1, model.resamples + 1 if model.temperature != 0 else 1):
-            if not (completion.refused or completion.empty):
+            if not (model.max_tokens is None if completion.cut_off else completion.refused or completion.empty):
                 break
             # Not sent, but part of the journal key: the same question has one answer for each sample.
             completion = await self._send(replace(request, prompt=f"{request.prompt} resample={number}"))
@@ -242,11 +253,12 @@ class _Row:
 
     def _spend(self, exchanges: Sequence[_Exchange]) -> Spend:
         table = prices.load(self.settings.prices)
-        calls = (
-            Spend(1, completion.prompt_tokens, completion.completion_tokens, table.usd(asked.model, completion))
-            for asked, completion in exchanges
-        )
-        return sum(calls, start=Spend())
+        total = Spend()
+        for asked, completion in exchanges:
+            usd = table.usd(asked.model, completion)
+            batched_usd = usd or 0.0 if completion.batched else 0.0
+            total += Spend(1, completion.prompt_tokens, completion.completion_tokens, usd, batched_usd)
+        return total
 
 
 async def _write(row: _Row) -> None:
@@ -322,7 +334,7 @@ async def _settled(row: _Row, pool: Sequence[str], cheap: CheapJudge) -> dict[st
             picked = await _verdict(row, pool, scenario, *_pair(row, scenario), order=1)
             sure = picked == scenario or cheap.rejects
             sure = sure and picked == await _verdict(row, pool, scenario, *_pair(row, scenario), order=2)
-        except Malformed:
+        except Unusable:
             continue
         if sure:
             settled[scenario] = picked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
 from infembed_ray.llm.client import replaying, run_in_thread
-from infembed_ray.llm.endpoint import missing_key_hint
+from infembed_ray.llm.endpoint import api_key, missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
@@ -29,7 +30,7 @@ from infembed_ray.progress import say, track
 from infembed_ray.records import Seed
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, model_of, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, model_of, steps_of, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
@@ -180,6 +181,16 @@ def _check_batches(job: Job) -> None:
             f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
             f"remove {waiting[0]} to pay for its requests again"
         )
+    if job.in_batches:
+        try:
+            api_key(job.settings.endpoint)  # the Batch API is asked only there
+        except RunFailure as failure:
+            raise InputError(str(failure)) from failure
+    if job.in_batches and job.settings.canary is not None and job.settings.canary.stop and has_pending_batches(job):
+        raise InputError(
+            "canary.stop=true: batches of an earlier run still wait to be collected, and its canary may not ask their requests "
+            "again; set canary=null to go on with that run"
+        )
 
 
 def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
@@ -217,7 +228,9 @@ def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
 
 def probes(settings: SynthesizeSettings) -> dict[str, Request]:
     """Return name of a model's setting -> a short request with its parameters; one of those with equal parameters."""
-    requests = [(name, templates.probe(model)) for name, model in (model_of(settings, step) for step in STEPS)]
+    requests = [
+        (name, templates.probe(model)) for name, model in (model_of(settings, step) for step in steps_of(settings))
+    ]
     return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
 
 
@@ -241,7 +254,7 @@ def _check_self_hosted(settings: SynthesizeSettings) -> None:
     ]
     served = settings.endpoint.serve
     if served is not None:
-        asked = {name: model.model for name, model in (model_of(settings, step) for step in STEPS)}
+        asked = {name: model.model for name, model in (model_of(settings, step) for step in steps_of(settings))}
         faults += [
             f"{name}.model={model}: endpoint.serve.model={served.model} starts only that model; name it, or start a server "
             "of your own and give its endpoint.base_url"
@@ -263,10 +276,18 @@ def check_urls(named: Mapping[str, Endpoint]) -> None:
     faults = [
         f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
         for name, endpoint in named.items()
-        if not endpoint.base_url.startswith(("http://", "https://"))
+        if not _is_url(endpoint.base_url)
     ]
     if faults:
         raise InputError(*faults)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text == text.strip()
+    except ValueError:
+        return False
 
 
 def check_limits(

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import ray
@@ -23,6 +24,8 @@ from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect
 
 POLL_S = 1.0
+FASTAPI_BELOW = (0, 137)
+"""First version of FastAPI whose routes, pickled by Ray Serve LLM, demand `self` of every request."""
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -107,6 +110,11 @@ def _application(served: SelfHosted) -> serve.Application:
             f"endpoint.serve.model={served.model}: Ray Serve LLM needs vLLM ({in_one_line(error)}); install it on every "
             f"node: pip install 'ray[llm]=={ray.__version__}'"
         ) from error
+    if tuple(map(int, version("fastapi").split(".")[:2])) >= FASTAPI_BELOW:
+        raise InputError(
+            f"endpoint.serve.model={served.model}: Ray Serve LLM of Ray {ray.__version__} cannot answer with fastapi "
+            f"{version('fastapi')}; on every node: pip install 'fastapi<{'.'.join(map(str, FASTAPI_BELOW))}'"
+        )
     try:
         return build_openai_app({"llm_configs": [LLMConfig(**configuration(served))]})
     except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
@@ -147,6 +155,7 @@ def _wait_until_healthy(name: str, hosted: Hosted) -> None:
                 try:
                     if served.model in (list_models(hosted.endpoint) or ()):
                         return
+                    said = f"{hosted.endpoint.base_url}/models does not list it"
                 except RunFailure as failure:
                     said = str(failure)
         time.sleep(POLL_S)
@@ -158,7 +167,8 @@ def _wait_until_healthy(name: str, hosted: Hosted) -> None:
 
 def _stop(name: str) -> None:
     """Delete the model, and Serve as well if it serves nothing else."""
-    with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and the model with it
-        serve.delete(name)
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the cluster is gone, or its replicas end slowly
+        if name in serve.status().applications:
+            serve.delete(name)
         if not serve.status().applications:
             serve.shutdown()

@@ -163,7 +163,8 @@ def _fault(name: str, file: Path) -> str | None:
         return f"version={version}: that is the bundled prompt's; give your text another version"
     wanted = {"language"} if is_addition else _fields(bundled[prompt][1])
     if faulty := fields - wanted if is_addition else fields ^ wanted:
-        return f"must have the fields {{{'}, {'.join(sorted(wanted))}}}; correct {{{'}, {'.join(sorted(faulty))}}}"
+        correct = f"correct {{{'}, {'.join(sorted(faulty))}}} (write {{{{ and }}}} for braces of the text)"
+        return f"must have the fields {{{'}, {'.join(sorted(wanted))}}}; {correct}"
     if label is not None and label != (expected := AnswerFormat.parse(bundled[prompt][0]["answer"]).label):
         return f"answer: the label must be `{expected}:`, by which the answer is found"
     return None

@@ -23,13 +23,17 @@ def expected_kappa(answers: Sequence[str], error: float, choices: Sequence[str])
 
 
 @contextmanager
-def stub(rows: Sequence[Row], truth: Mapping[str, str], errors: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
-    """Serve models named in `errors`; yield the URL and the list of requests' models.
+def stub(
+    rows: Sequence[Row], truth: Mapping[str, str], errors: Mapping[str, float], refused: str = "", pause_s: float = 0.0
+) -> Iterator[tuple[str, list[str]]]:
+    """Serve models named in `errors`; yield the URL and the list of the models of answered requests, without probes.
 
     Args:
         rows: of the sheet.
         truth: item_id -> right answer, "0" for none.
         errors: model -> share of its answers that are wrong. `broken` answers nothing usable, whatever its rate.
+        refused: parameter that all models refuse.
+        pause_s: time that an answer takes.
     """
     asked: list[str] = []
 
@@ -42,8 +46,15 @@ def stub(rows: Sequence[Row], truth: Mapping[str, str], errors: Mapping[str, flo
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
-        asked.append(body["model"])
-        text = answer(body["model"], body["messages"][0]["content"])
+        prompt = body["messages"][0]["content"]
+        if refused in body:
+            return web.json_response({"error": {"message": f"{refused}: not supported", "param": refused}}, status=400)
+        if prompt.startswith("This is a test."):
+            text = "Answer: none"
+        else:
+            await asyncio.sleep(pause_s)
+            asked.append(body["model"])
+            text = answer(body["model"], prompt)
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 100, "completion_tokens": 10}

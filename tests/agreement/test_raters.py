@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ def made_rows(items: int) -> list[dict[str, Any]]:
 
 
 def settings(tmp_path: Path, url: str, sheet: Path, raters: list[str], **more: Any) -> AgreementSettings:
-    given = {label: {"model": label, "max_tokens": 100} for label in raters}
+    given = {label: {"model": label, "max_tokens": 100, "temperature": 0} for label in raters}
     endpoint = {"base_url": url, "api_key_env": None}
     return AgreementSettings.from_mapping(
         {"sheet": str(sheet), "output": str(tmp_path / "out"), "raters": given, "endpoint": endpoint, **more}
@@ -128,6 +131,10 @@ def test_a_rater_below_the_floor_is_refused_after_its_report_and_again(
         calls = len(asked)
         assert main([*command, "min_kappa=0.7"]) == 2
         assert main([*command, "min_kappa=0.1"]) == 0
+        (manifest,) = (tmp_path / "out").glob("*/manifest.json")
+        lowest = json.loads(manifest.read_text())["kappa"]["new"]
+        assert main([*command, f"min_kappa={lowest + 1e-15!r}"]) == 0  # equal but for the last bit
+        assert main([*command, f"min_kappa={lowest + 1e-6!r}"]) == 2
         assert len(asked) == calls
     assert next((tmp_path / "out").glob("*/report.html")).is_file()
 
@@ -148,6 +155,64 @@ def test_an_interrupted_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_pa
         assert len(asked) == len(rows)
 
 
+def test_a_killed_run_pays_for_no_answer_twice_and_gives_back_what_it_did_not_send(tmp_path: Path) -> None:
+    rows = made_rows(50)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    table = tmp_path / "prices.yaml"
+    table.write_text("as_of: 2026-01-01\nmodels:\n  old: [100, 1000]\n")
+    truth = {row["item_id"]: row["ann"] for row in rows}
+    # An answer costs 0.02 USD, and 0.3 USD in the worst case.
+    bounded: dict[str, Any] = {"prices": str(table), "limits": {"budget_usd": 4, "in_flight": 2}}
+    with stub(rows, truth, {"old": 0.0}, pause_s=0.1) as (url, asked):
+        wanted = settings(tmp_path, url, sheet, ["old"], **bounded)
+        config = write_jsonl(tmp_path / "config.yaml", [wanted.model_dump(mode="json")])
+        run_killed = subprocess.Popen([sys.executable, "-m", "infembed_ray.cli", "agreement", "--config", str(config)])
+        try:
+            deadline = time.monotonic() + 120
+            while len(asked) < 10:
+                assert time.monotonic() < deadline
+                assert run_killed.poll() is None
+                time.sleep(0.01)
+        finally:
+            run_killed.kill()
+            run_killed.wait()
+        published = run(wanted)
+        assert published.manifest["counts"] == {"items": 50, "unanswered": 0}
+        assert len(asked) <= 50 + 2  # those in flight at the kill
+
+
+def test_the_limit_of_requests_in_flight_holds_for_all_raters_together(tmp_path: Path) -> None:
+    rows = made_rows(10)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    with stub(rows, {row["item_id"]: row["ann"] for row in rows}, {"a": 0, "b": 0}, pause_s=0.05) as (url, _):
+        began = time.monotonic()
+        run(settings(tmp_path, url, sheet, ["a", "b"], limits={"in_flight": 2}))
+    assert time.monotonic() - began >= 20 * 0.05 / 2
+
+
+@pytest.mark.parametrize("refused", ["max_completion_tokens", "temperature"])
+def test_a_parameter_that_a_rater_refuses_is_found_out_before_it_rates(tmp_path: Path, refused: str) -> None:
+    rows = made_rows(8)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    truth = {row["item_id"]: row["ann"] for row in rows}
+    with stub(rows, truth, {"a": 0}, refused) as (url, asked):
+        published = run(settings(tmp_path, url, sheet, ["a"]))
+        assert len(asked) == 8
+    assert published.manifest["kappa"] == {"a": 1.0}
+
+
+def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
+    rows = [{**row, "item_id": n, "ann": float(row["ann"])} for n, row in enumerate(made_rows(20))]
+    rows[3]["ann"] = float("nan")
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    truth = {row["item_id"]: str(row["ann"])[0] for row in rows} | {3: "0"}
+    with stub(rows, truth, {"a": 0}) as (url, _):
+        published = run(settings(tmp_path, url, sheet, ["a"]))
+    assert published.manifest["kappa"] == {"a": 1.0}
+    report = json.loads((published.path / "report.json").read_text())
+    assert [pair["items"] for pair in report["pairs"]] == [19]
+
+
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [
@@ -157,6 +222,14 @@ def test_an_interrupted_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_pa
         ({}, {"endpoint": {"base_url": "localhost"}}, "endpoint.base_url=localhost: no URL"),
         ({}, {"limits": {"tokens_per_minute": 5}, "raters": {"new": {"model": "m"}}}, "raters.new.max_tokens=null"),
         ({"ann": None}, {}, "0 raters; agreement needs at least 1"),
+        (
+            {"ann": "6"},
+            {},
+            "column ann, item i0: '6' is no answer; give the number of a passage, 1 to 5, or 0 for none",
+        ),
+        ({"source": "web"}, {}, "column source, item i0: 'web' is no answer; .* drop the column"),
+        ({"passages": {}}, {}, "row 1: passages are missing; number them 1, 2"),
+        ({}, {"endpoint": {"serve": {"model": "m"}}}, "endpoint.serve: only `infembed synthesize` starts a model"),
     ],
 )
 def test_bad_input_is_rejected_before_a_request(

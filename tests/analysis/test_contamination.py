@@ -36,6 +36,8 @@ def test_it_finds_what_a_comparison_of_all_pairs_finds(ours, theirs, length):
 def test_all_strings_of_an_evaluation_set_except_ids_are_read(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({"_id": "1", "text": "t", "n": 3, "more": ["x", {"y": "z"}]}))
     (tmp_path / "a.tsv").write_text("query\tpassage\nq\tp\n")
+    (tmp_path / "README.md").write_text("A dataset card")
+    (tmp_path / ".gitattributes").write_text("*.jsonl text")
     assert list(read(tmp_path, "evaluations.e")) == ["q", "p", "t", "x", "z"]
 
 
@@ -43,3 +45,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "e.bin").write_text("x")
     with pytest.raises(InputError, match=r"evaluations.e=.*unknown format .bin"):
         list(read(tmp_path / "e.bin", "evaluations.e"))
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"evaluations.e=.*no files in this directory"):
+        list(read(tmp_path, "evaluations.e"))

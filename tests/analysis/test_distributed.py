@@ -2,9 +2,11 @@
 
 import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from infembed_ray import records
 from infembed_ray.analysis import distributed
 from infembed_ray.analysis.distributed import run
 from infembed_ray.analysis.inputs import read
@@ -69,7 +71,8 @@ def test_kept_records_of_a_synthesis_keep_their_provenance_and_nothing_left_is_r
     source = publish(tmp_path / "synthesis", Rows(kept=rows, rejected=[], dead_letter=[]))
     published = run(CleanSettings(records=str(source), output=str(tmp_path / "clean")))
     assert published.manifest["counts"] == {"kept": 2, "near-duplicate": 1}
-    assert pq.read_table(published.path / "records.parquet").to_pylist() == rows[:2]
+    expected = pa.Table.from_pylist(rows[:2], records.RECORD).to_pylist()
+    assert pq.read_table(published.path / "records.parquet").to_pylist() == expected
     assert len(read(published.path, "records").provenance["kept"]) == 2
     everything = write_jsonl(
         tmp_path / "eval.jsonl", [{"text": json.loads(json.dumps(row["query_positive"]))} for row in rows]

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,21 @@ def test_the_share_of_equal_minimal_hashes_estimates_the_similarity():
     shares = [np.mean(one == other) for one, other in pairs]
     error = np.sqrt(1 / 3 * 2 / 3 / (BANDS * ROWS * len(pairs)))
     assert abs(np.mean(shares) - 1 / 3) < 3 * error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Caf\u00c9, cafe\u0301: snake_case", "caf\u00e9 caf\u00e9 snake case"),
+        (
+            "\u0939\u093f\u0928\u094d\u0926\u0940 \u0915\u0940",
+            "\u0939\u093f\u0928\u094d\u0926\u0940 \u0915\u0940",
+        ),  # vowel signs stay
+        ("\u6211\u559c\u6b22\u3002GPT-4", "\u6211 \u559c \u6b22 gpt 4"),  # Chinese has no spaces
+    ],
+)
+def test_words_of_other_scripts(text, expected):
+    assert normalised(text) == expected
 
 
 @given(st.text())

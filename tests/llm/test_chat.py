@@ -73,7 +73,8 @@ def test_any_other_end_is_a_normal_one(reason: str) -> None:
         "{0}</think>\n{1}",
         "<think>{0}<think>{0}</think>{0}</think>{1}",
         "\n{1}\n<think>{0}",
-        "<reasoning>{0}</reasoning>{1}<thinking>{0}</thinking>",
+        "<reasoning>{0}</reasoning>{1}\n<thinking>{0}</thinking>",
+        "{0}So it is the first.</think>{1}<|im_end|>\n<|im_start|>user\n",
         "[THINK]{0}[/THINK]{1}",
         "◁think▷{0}◁/think▷{1}",
         "<seed:think>{0}</seed:think>{1}",
@@ -90,6 +91,21 @@ def test_reasoning_is_no_part_of_an_answer(around: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "Passage: GPT-2 ends each text with <|endoftext|>, one token of its own.\nSo does `<|endoftext|>`.",
+        "Passage: Let it plan in <thinking> tags, and close them with </thinking> before the answer.",
+        "Passage: Write <thinking>the plan</thinking>\nand then the rest.",
+        "Passage: R1 writes </think> before its answer, and (</think>) ends its reasoning.",
+        "Query: what does <think> mean",
+    ],
+)
+def test_an_answer_about_reasoning_stays_whole(text: str) -> None:
+    assert usable_text(completion(text)) == text
+    assert usable_text(completion(f"<think>Passage: y</think>\n{text}")).strip() == text
+
+
+@pytest.mark.parametrize(
     "text", ["<think>Answer: 1", "<think>Answer: 1</think>\n", "<|channel|>analysis<|message|>Answer: 1<|end|>"]
 )
 def test_reasoning_without_an_answer_is_an_empty_answer(text: str) -> None:
@@ -103,6 +119,7 @@ def test_a_complete_answer_has_a_key_without_the_cap_and_a_cut_off_one_has_it() 
     assert small.complete_key == large.complete_key == base.key == base.complete_key
     assert len({small.key, large.key, base.key}) == 3
     assert small.keys == (small.key, base.key)
-    assert base.keys == (base.key,)
+    assert base.keys == (base.cut_off_key, base.key)
     assert small.journal_key(completion("x")) == base.key
     assert small.journal_key(Completion("x", "length", "m", 1, 1)) == small.key
+    assert base.journal_key(Completion("x", "length", "m", 1, 1)) not in (*small.keys, *large.keys)

@@ -106,6 +106,14 @@ def test_transient_faults_are_retried_until_every_request_is_answered_once(
     assert len(log) > len(QUERIES)
 
 
+def test_the_time_in_a_queue_is_no_part_of_the_patience_with_429s(tmp_path: Path) -> None:
+    where = {"rate_limited": 0.5, "retry_after_s": 0.01, "latency_s": 0.05}
+    with stand_in(**where) as server:
+        got = using(endpoint(server, patience_s=1.0), tmp_path, lambda chat: ask_all(chat, QUERIES), in_flight=1)
+        assert server.log()[-1]["time"] - server.log()[0]["time"] > 2.0
+    assert len(got) == len(QUERIES)
+
+
 def test_retry_after_is_respected_and_other_requests_use_the_slot_meanwhile(tmp_path: Path) -> None:
     with stand_in(rate_limited=0.5, retry_after_s=0.3) as server:
         using(endpoint(server, max_retries=30), tmp_path, lambda chat: ask_all(chat, QUERIES[:12]), in_flight=1)

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from infembed_ray.config.llm import ChatModel, Endpoint
 from infembed_ray.llm.chat import Request, RunFailure, adapted
-from infembed_ray.llm.dialects import Learned, learn
+from infembed_ray.llm.dialects import Learned, learn, most_usd
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD
 from infembed_ray.synthesis.templates import probe
@@ -126,6 +126,15 @@ def test_a_validation_error_that_names_a_parameter_in_its_text_is_understood() -
     assert found.used[TOKENS] > 64  # it did not count its tokens, so they count at their worst case
 
 
+def test_a_refusal_in_a_response_with_status_200_is_understood() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if "temperature" in await request.json():
+            return web.json_response({"error": {"code": 400, "message": "temperature is not supported"}})
+        return web.json_response({"choices": [{"message": {"content": "yes"}}]}, status=201)
+
+    assert serve_and_learn(answer).dialects == ({"small": {"temperature": None}},)
+
+
 def test_a_busy_endpoint_is_asked_again_and_then_left_unknown() -> None:
     asked = []
 
@@ -137,6 +146,15 @@ def test_a_busy_endpoint_is_asked_again_and_then_left_unknown() -> None:
     assert len(asked) == 3
     assert found.dialects == ({"small": {}},)
     assert "unknown parameters (HTTP 503: overloaded)" in found.report[0]
+
+
+def test_what_a_request_may_have_cost_counts() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "bad gateway"}}, status=502)
+
+    found, requests = serve_and_learn(answer), {"generator": probe(MODEL)}
+    most = most_usd({"endpoint": Endpoint(), "more_endpoints.0": Endpoint(probe=False)}, requests, TABLE)
+    assert found.used[USD] == pytest.approx(most)
 
 
 def test_only_the_sent_body_is_adapted_so_another_dialect_asks_nothing_again(tmp_path: Path) -> None:

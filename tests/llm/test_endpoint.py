@@ -118,6 +118,13 @@ def test_cached_tokens_are_at_most_the_prompts(details: object, cached: int) -> 
     assert completion_of({"choices": [message], "usage": usage}).cached_tokens == cached
 
 
+@pytest.mark.parametrize(("total", "tokens"), [(30, 20), (13, 3), (0, 3), (None, 3)])
+def test_reasoning_that_only_the_total_counts_is_paid_for(total: int | None, tokens: int) -> None:
+    message = {"message": {"content": "x"}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": total}
+    assert completion_of({"choices": [message], "usage": usage}).completion_tokens == tokens
+
+
 def test_text_parts_are_joined_and_parts_with_reasoning_are_left_out() -> None:
     parts = [
         {"type": "thinking", "thinking": [{"type": "text", "text": "Answer: 1"}]},
@@ -144,12 +151,14 @@ def test_text_parts_are_joined_and_parts_with_reasoning_are_left_out() -> None:
         ({"message": "no", "code": "invalid_api_key"}, 401),
         ({"message": "no more", "code": "insufficient_quota"}, 402),
         ("rate limit", 429),
-        ("something", 500),
+        ({"message": "Unsupported parameter: 'temperature'", "code": "unsupported_parameter"}, 400),
+        ("something", 502),
     ],
 )
 def test_an_error_in_a_response_with_status_200_keeps_its_own_meaning(error: object, status: int) -> None:
     for body in (
         {"error": error},
+        {"choices": [], "error": error},
         {"choices": [{"error": error, "finish_reason": "error", "message": {"content": "ha"}}]},
     ):
         with pytest.raises(ErrorBody) as raised:

@@ -19,7 +19,7 @@ from infembed_ray.llm.rate_limits import REQUESTS, TOKENS
         ({"Retry-After": "soon"}, 0),
         ({"retry-after-ms": "250", "Retry-After": "1"}, 0.25),
         ({"retry-after-ms": "x", "Retry-After": "1"}, 1),
-        ({"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "6m0s"}, 360),
+        ({"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "6m0s"}, 60),
         ({"x-ratelimit-limit-tokens": "60", "x-ratelimit-remaining-tokens": "9", "x-ratelimit-reset-tokens": "6m0s"}, 0),
     ],
 )  # fmt: skip

@@ -136,6 +136,21 @@ def test_a_broken_response_is_a_client_error_and_the_next_request_gets_a_new_con
     assert server.connections == 2
 
 
+def test_a_response_that_nothing_asked_for_answers_no_request() -> None:
+    server = Server(OK + b"|" + OK.replace(b"answer", b"stray!"), OK, pause_s=0.01)
+
+    async def use(transport: Transport, url: str) -> Response:
+        address = Address(url, {}, None, 5.0)
+        await transport.post(address, b"{}", {})
+        await asyncio.sleep(0.1)
+        with pytest.raises(aiohttp.ClientError):
+            await transport.post(address, b"{}", {})
+        return await transport.post(address, b"{}", {})
+
+    assert using(server, use).body == b"answer"
+    assert server.connections == 2
+
+
 @pytest.mark.parametrize("response", [b"|" + OK, OK[:-3] + b"|wer", b"HTTP/1.1 200 OK\r\n\r\nans|wer"])
 def test_the_timeout_holds_for_the_head_and_for_the_body(response: bytes) -> None:
     with pytest.raises(asyncio.TimeoutError):

@@ -9,6 +9,7 @@ from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.storage import Published
 from tests.support.stand_in_llm import StandIn
+from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
@@ -39,3 +40,29 @@ def rows_of(published: Published) -> list[list[dict[str, Any]]]:
 def answered_most(server: StandIn) -> int:
     """Return the largest number of usable answers to one request."""
     return max(server.usable_answers().values())
+
+
+class Held:
+    """Holds the endpoint after some answers, so that a kill finds all other requests unanswered."""
+
+    def __init__(self, server: StandIn, journal: Path, answers: int) -> None:
+        self._server, self._journal, self._answers = server, journal, answers
+
+    def __enter__(self) -> list[int]:
+        wait_until(lambda: len(self._server.log("answered")) >= self._answers)
+        self._server.hold()
+        wait_until(lambda: self._journaled() == len(self._server.log("answered")))
+        return [int(segment.stem.split("-")[-3]) for segment in self._journal.glob("*.jsonl")]
+
+    def __exit__(self, *_: object) -> None:
+        self._server.release()
+
+    def _journaled(self) -> int:
+        return sum(segment.read_bytes().count(b"\n") for segment in self._journal.glob("*.jsonl"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

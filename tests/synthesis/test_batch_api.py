@@ -282,6 +282,14 @@ def test_a_refused_request_is_not_batched_again_and_does_not_stop_the_others(tmp
         assert fill(given, tmp_path).left_out == report.left_out
 
 
+def test_what_another_endpoint_refused_is_asked_at_the_new_one(tmp_path: Path) -> None:
+    with stand_in(bad_request=1.0) as server:
+        assert len(fill(settings(server, endpoint={"probe": False}), tmp_path).left_out) == len(SEEDS)
+    with stand_in() as server:
+        report = fill(settings(server), tmp_path)
+        assert (report.left_out, report.batches) == ({}, 8)
+
+
 def test_refused_cut_off_and_empty_answers_count_as_answers(tmp_path: Path) -> None:
     with stand_in(refusal=0.05, cut_off=0.05, empty=0.05) as server:
         given = settings(server)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm.chat import Completion, Request
+from infembed_ray.llm.chat import Completion, Request, RunFailure
+from infembed_ray.llm.journal import Journal
 from infembed_ray.records import SCENARIOS
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
@@ -68,6 +70,13 @@ def test_a_cheap_answer_without_a_pick_is_a_doubt_and_not_a_dead_letter() -> Non
     model = Model(cheap_judge_positive="I cannot decide.")
     assert outcome(model, settings()).kind == "kept"
     assert steps(model)[-3:] == ["cheap_judge_positive", "cheap_judge_positive", "judge_positive"]
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "content_filter", "stop"])
+def test_a_cheap_answer_that_is_cut_off_refused_or_empty_is_a_doubt(finish_reason: str) -> None:
+    model = Model(cheap_judge_positive=Completion("", finish_reason, "cheap", 9, 9))
+    assert outcome(model, settings()).kind == "kept"
+    assert steps(model)[-1] == "judge_positive"
 
 
 def test_two_equal_wrong_picks_reject_the_record_at_once_even_after_a_doubt() -> None:
@@ -145,6 +154,40 @@ def test_a_replayed_run_asks_nothing_again() -> None:
     rows = [asyncio.run(synthesize(SEED, POOL, settings(0.5), remember)) for _ in range(2)]
     assert rows[0] == rows[1]
     assert len(model.calls) == len(journal)
+
+
+@pytest.mark.parametrize("audit", [0.0, 1.0])
+def test_a_row_killed_after_each_answer_resumes_from_the_journal_and_pays_for_nothing_twice(
+    tmp_path: Path, audit: float
+) -> None:
+    """Each process journals one more answer and is killed, until the journal answers all."""
+    given = settings(cheap_judge={"model": "gpt-4o-mini", "audit": audit, "max_tokens": 500})
+    cut_off = Completion("Answer: 1", "length", "cheap", 1000, 500)  # twice: it is asked again with a higher cap
+    model = Model() if audit else Model(cheap_judge_negative_query=cut_off, cheap_judge_positive=wrong_at(2))
+
+    async def until_killed() -> Outcome | None:
+        journal = Journal(tmp_path)
+
+        async def complete(request: Request) -> Completion:
+            known = journal.get(*request.keys)
+            if known is None:
+                await journal.append(request, await model(request))
+                raise RunFailure("killed")
+            return known
+
+        try:
+            return await synthesize(SEED, POOL, given, complete)
+        except RunFailure:
+            return None
+        finally:
+            journal.close()
+
+    rows = [asyncio.run(until_killed()) for _ in range(18)]
+    asked = [*WRITING, *(step for step in CHEAP for _ in range(2))]
+    assert [call.step for call in model.calls] == asked + (JUDGING if audit else [JUDGING[0], JUDGING[2]])
+    assert rows.count(None) == len(model.calls)
+    assert rows[-1] is not None
+    assert (rows[-1].kind, rows[-1].replayed.calls, rows[-1].paid.calls) == ("kept", len(model.calls), 0)
 
 
 def test_a_step_of_the_cheap_judge_can_have_its_own_model() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,23 +14,17 @@ from infembed_ray.synthesis.forecast import Forecast, forecast, sample, wilson
 from infembed_ray.synthesis.outcome import Outcome, Spend
 
 
-def seeds(**by_source: int) -> list[Seed]:
-    return [
-        Seed(f"{source}-{n}", "q", "p", source=source) for source, number in by_source.items() for n in range(number)
-    ]
-
-
-def test_a_sample_has_every_source_in_proportion_and_does_not_depend_on_the_order() -> None:
-    every = seeds(large=600, middle=390, small=10, single=1)
+def test_a_sample_has_its_size_and_does_not_depend_on_the_order() -> None:
+    every = [Seed(f"{n}", "q", "p", source=f"https://example.org/{n}") for n in range(1000)]  # as many sources as seeds
     drawn = sample(every, 50, seed=0)
-    assert Counter(each.source for each in drawn) == {"large": 30, "middle": 19, "small": 1, "single": 1}
-    shuffled = random.Random(1).sample(every, len(every))
-    assert {each.id for each in sample(shuffled, 50, seed=0)} == {each.id for each in drawn}
-    assert {each.id for each in sample(every, 50, seed=1)} != {each.id for each in drawn}
+    assert len({each.id for each in drawn}) == 50
+    assert sample(random.Random(1).sample(every, len(every)), 50, seed=0) == drawn
+    assert sample(every, 50, seed=1) != drawn
+    assert abs(sum(int(each.id) for each in drawn) / 50 - 500) < 3 * 1000 / (12 * 50) ** 0.5
 
 
 def test_a_sample_larger_than_the_seeds_is_all_of_them() -> None:
-    every = seeds(one=3, other=4)
+    every = [Seed(f"{n}", "q", "p") for n in range(7)]
     assert {each.id for each in sample(every, 100, seed=0)} == {each.id for each in every}
 
 
@@ -85,6 +78,14 @@ def test_replayed_answers_cost_what_they_cost_and_batches_half() -> None:
     assert found.hours is None
 
 
+def test_a_sample_that_batches_answered_is_not_halved_again() -> None:
+    batched = [Outcome("kept", {}, Spend(), Spend(8, 100, 10, 0.01, 0.004))] * 5
+    for price, usd in ((0.5, 0.007), (1.0, 0.014)):  # 0.006 at the list price, and 0.008 at half of it
+        found = made(batched, price=price)
+        assert found.usd is not None
+        assert found.usd[0] == pytest.approx(50 * usd)
+
+
 def test_limits_per_minute_bound_the_hours() -> None:
     rows = [row("kept")] * 10
     for limits in ({"requests_per_minute": 10}, {"tokens_per_minute": 10_000}):
@@ -99,7 +100,7 @@ def test_an_unknown_price_or_no_kept_record_leaves_figures_unknown() -> None:
     lost = made([row("rejected")] * 3)
     assert lost.usd is not None
     assert lost.usd_per_1000_kept is None
-    assert lost.refusal(Canary()) == "no record of the canary is kept"
+    assert lost.refusal(Canary(), "seed 1, step s: e") == "no record of the canary is kept (seed 1, step s: e)"
     assert "USD per 1,000 kept" in str(lost)
 
 
@@ -115,4 +116,4 @@ def test_an_unknown_price_or_no_kept_record_leaves_figures_unknown() -> None:
 )
 def test_the_settings_end_the_run(canary: dict[str, Any], reason: str | None) -> None:
     found = made([*[row("kept")] * 3, row("rejected")])
-    assert found.refusal(Canary(**canary)) == reason
+    assert found.refusal(Canary(**canary), "") == reason

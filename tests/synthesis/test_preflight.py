@@ -9,10 +9,11 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
-from infembed_ray.synthesis.preflight import check, prepare, require_all_journaled, resolve
+from infembed_ray.synthesis.batch_files import Batch
+from infembed_ray.synthesis.preflight import check, prepare, probes, require_all_journaled, resolve
 from infembed_ray.synthesis.sources import Source
 from tests.modeling import backbones
-from tests.support.chat import unreadable
+from tests.support.chat import request, unreadable
 from tests.synthesis.runs import settings
 
 BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"model": "o4-mini", "max_tokens": 50}}
@@ -68,7 +69,8 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     assert "seeds=" in one_line(settings(tmp_path / "nowhere.jsonl", out))
     assert "replay=" in one_line(settings(seeds, out, replay=[str(tmp_path / "nowhere")]))
     assert "distractors=64" in one_line(settings(seeds, out, distractors=64))
-    assert "endpoint.base_url=localhost" in one_line(settings(seeds, out, endpoint={"base_url": "localhost"}))
+    for url in ("localhost", "http://host:port/v1", "https://", "http://host/v1 "):
+        assert f"endpoint.base_url={url}: no URL" in one_line(settings(seeds, out, endpoint={"base_url": url}))
     assert "column question is missing" in one_line(settings(seeds, out, columns={"query": "question"}))
     steps = {"judge_positiv": {"model": "o3"}}
     assert "steps.judge_positiv: no such step: did you mean judge_positive?" in one_line(
@@ -86,6 +88,36 @@ def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Pa
     given = settings(seeds, tmp_path / "out", **stored)
     check(resolve(given, Source(given), prices.load()))
     assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
+
+
+def test_a_canary_that_must_end_the_run_does_not_pass_over_pending_batches(seeds: Path, tmp_path: Path) -> None:
+    (tmp_path / "journal" / "batches").mkdir(parents=True)
+    Batch.prepare(tmp_path / "journal" / "batches", "http://here/v1", [request("a")], 0.5).save(stage="submitted")
+    values = {"journal": str(tmp_path / "journal"), "endpoint": {"api_key_env": None}, "batches": {}}
+    stopping = settings(seeds, tmp_path / "out", **values, canary={"stop": True})
+    assert "canary.stop=true: batches of an earlier run still wait to be collected" in one_line(stopping)
+    going_on = settings(seeds, tmp_path / "out", **values, canary={})
+    check(resolve(going_on, Source(going_on), prices.load()))
+
+
+def test_batches_need_the_key_of_their_own_endpoint(
+    no_key: None, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(seeds, tmp_path / "out", batches={}, more_endpoints=[{"api_key_env": None}])
+    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in one_line(given)
+
+
+def test_only_models_of_steps_that_are_asked_are_probed(seeds: Path, tmp_path: Path) -> None:
+    steps = {"cheap_judge_positive": {"model": "one"}, "judge_complement": {"model": "other"}}
+    asked = {**BOUNDED, "steps": steps}
+    assert set(probes(settings(seeds, tmp_path, **asked))) == {"generator", "judge"}
+    asked |= {"cheap_judge": {"model": "cheap"}, "complement": True}
+    assert set(probes(settings(seeds, tmp_path, **asked))) == {
+        "generator",
+        "judge",
+        "cheap_judge",
+        *(f"steps.{s}" for s in steps),
+    }
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infembed_ray import records
-from infembed_ray.config.llm import Endpoint
+from infembed_ray.config.llm import Endpoint, SelfHosted
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, StartError
 from infembed_ray.llm import prices
@@ -72,6 +72,15 @@ def stand_in_vllm() -> Iterator[None]:
     os.environ.update(before)
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm" or name.startswith("ray.serve.llm")]:
         del sys.modules[name]
+
+
+@pytest.mark.usefixtures("stand_in_vllm")
+def test_a_fastapi_that_ray_serve_llm_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infembed_ray.synthesis import self_hosted
+
+    monkeypatch.setattr(self_hosted, "version", lambda _: "0.137.1")
+    with pytest.raises(InputError, match=r"cannot answer with fastapi 0\.137\.1; .* pip install 'fastapi<0\.137'"):
+        self_hosted._application(SelfHosted(model=MODEL))
 
 
 @pytest.mark.slow

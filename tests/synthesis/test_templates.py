@@ -186,6 +186,7 @@ def test_a_copy_of_the_bundled_prompts_is_valid_and_changes_nothing(tmp_path: Pa
         ("judge.md", JUDGE.replace("{query}", ""), "correct {query}"),
         ("judge.md", JUDGE.replace("{query}", "{query} {question}"), "correct {question}"),
         ("judge.md", JUDGE.replace("{query}", "{query} {"), "not like the bundled file"),
+        ("judge.md", JUDGE.replace("{query}", '{query} {"a": 1}'), "(write {{ and }} for braces of the text)"),
         ("judge.md", JUDGE.replace("Answer:", "Choice:"), "the label must be `Answer:`"),
     ],
 )
