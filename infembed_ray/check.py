@@ -224,7 +224,7 @@ def _train(settings: TrainSettings) -> Iterator[str]:
         resumed = inputs.settings.model_copy(update=output)
         done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
         for name, tally in tallies.items():
-            yield f"{name.removesuffix('.path')}: {tally} of {inputs.files[name]}"
+            yield f"{name.removesuffix('.path')}: {tally.describe(inputs.files[name])}"
         yield (
             f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")

@@ -18,6 +18,7 @@ from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place
 from infembed_ray.records import KEPT_FILE, MADE_ID, Record, data_files, raw_rows, split_of, stream_files
+from infembed_ray.storage import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,18 @@ def stream(path: Place, name: str, columns: Columns | None = None, split: str | 
 
 
 def found_in(path: Place, name: str, columns: Columns, split: str | None = None) -> bool:
-    """Whether files have training tuples, rather than InF-IR records: their first row has a query or positives.
+    """Whether files have training tuples, rather than InF-IR records: the first row has a query or positives of a tuple.
 
     Raises:
         InputError: no such file, or it cannot be read.
     """
     kept = path / KEPT_FILE
+    if not kept.is_file() and (path / MANIFEST).is_file():
+        return False  # the output of another stage, which `records.stream` refuses
     first = kept if kept.is_file() else data_files(path, name, split)[0]
     row: dict[str, Any] = next(raw_rows(first, name), {})
+    if "query_positive" in {*columns, *row}:
+        return False
     return any(key in columns or {key, *ALIASES[key]} & row.keys() for key in ("query", "positives"))
 
 

@@ -351,6 +351,25 @@ def test_the_check_of_an_agreement_counts_items_and_calls(shown, tmp_path: Path)
     ]  # fmt: skip
 
 
+def test_the_check_of_a_mix_says_what_each_source_has(shown, training, backbone, tmp_path: Path) -> None:
+    rows = [{"query": f"q{n}", "positives": [f"p{n}"], "negatives": ["n", "m"]} for n in range(9)]
+    plain = write_jsonl(tmp_path / "plain.jsonl", rows)
+    infir = training[0].removeprefix("records=")
+    given = [*training[1:], f"sources.infir.path={infir}", f"sources.plain.path={plain}", f"output={tmp_path}/out"]
+    status, out, err = shown("train", *given)
+    assert (status, err) == (0, [])
+    assert f"sources.infir: 33 of {infir}\n" in out
+    assert f"sources.plain: 9 of {plain}, 9 without instructions, 18 hard negatives\n" in out
+    assert "steps: 6 per epoch" in out  # of 42 records
+    write_jsonl(plain, [*rows, {"query": "q", "positives": []}])
+    status, out, err = shown("train", *given)
+    assert (status, len(err)) == (2, 1)
+    assert f"sources.plain.path={plain}: row 10: column positives has no passage" in err[0]
+    assert shown("train", *given, "sources.other.path=/nope")[2][0].endswith(
+        "sources.other.path=/nope: no such file or directory"
+    )
+
+
 def test_the_check_of_a_cleaning_counts_what_would_be_read(shown, tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
     dev = write_jsonl(tmp_path / "dev.jsonl", [{"id": "1", "text": "one", "title": "two"}])

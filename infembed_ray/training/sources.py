@@ -73,14 +73,15 @@ class Tally:
             self.negatives += len(row.negatives)
             self.scored += len(row.scores) > 1
 
-    def __str__(self) -> str:
-        parts = [counted(self.records, "record"), counted(self.tuples, "tuple")]
+    def describe(self, path: Place) -> str:
+        """Return the number of records, and what they have and lack besides instructions."""
+        parts = [f"{self.records:,} of {path}"]
         if self.instructed < self.tuples:
-            parts.append(f"{self.tuples - self.instructed:,} of them without instructions")
+            parts.append(f"{self.tuples - self.instructed:,} without instructions")
         if self.negatives:
             parts.append(counted(self.negatives, "hard negative"))
         if self.scored:
-            parts.append(f"{self.scored:,} tuples with a teacher's scores")
+            parts.append(f"{self.scored:,} with a teacher's scores")
         return ", ".join(parts)
 
 

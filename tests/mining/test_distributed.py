@@ -3,6 +3,7 @@
 import pytest
 
 from infembed_ray import examples
+from infembed_ray.check import check
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.examples import Example
@@ -57,6 +58,14 @@ def test_any_number_of_actors_and_an_interruption_give_the_same(ray_cluster, set
     assert list(examples.stream(again.path, "records")) == alone.rows
     assert again.path.name == published.path.name
     assert not distributed.run(two).fresh
+
+
+def test_the_check_says_what_would_be_mined(settings, tmp_path):
+    lines = list(check("mine", settings.model_copy(update={"output": str(tmp_path / "new")}), False))
+    assert f"tuples: 40 of {settings.records}" in lines
+    assert any(line.startswith("index ") and "40 passages, model " in line for line in lines)
+    assert "negatives: 3 of 4 passages per tuple, judged by the index's encoder" in lines
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
