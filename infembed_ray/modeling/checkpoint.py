@@ -366,14 +366,12 @@ def weight_files(model: str, tower: str) -> dict[str, Path]:
         model: directory or hub name.
         tower: folder of the backbone, from its description.
     """
-    if index := _read_json(model, _join(tower, "model.safetensors.index.json")):
-        paths = {file: cached(model, _join(tower, file)) for file in set(index["weight_map"].values())}
-        return {name: Path(paths[file] or file) for name, file in index["weight_map"].items()}
-    path = cached(model, _join(tower, "model.safetensors"))
-    if path is None:
-        return {}
-    with safe_open(path, "pt") as file:
-        return dict.fromkeys(file.keys(), Path(path))
+    if path := cached(model, _join(tower, "model.safetensors")):  # transformers prefers it too
+        with safe_open(path, "pt") as file:
+            return dict.fromkeys(file.keys(), Path(path))
+    listed = _read_json(model, _join(tower, "model.safetensors.index.json")).get("weight_map", {})
+    paths = {file: cached(model, _join(tower, file)) for file in set(listed.values())}
+    return {name: Path(paths[file] or file) for name, file in listed.items()}
 
 
 def is_own(model: str) -> bool:
