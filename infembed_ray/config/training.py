@@ -249,6 +249,13 @@ class TrainSettings(Settings):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = runtime_field(
         ("tensorboard",), description="experiment trackers; wandb and mlflow read their own environment variables"
     )
+    callbacks: tuple[str, ...] = runtime_field(
+        (), description="functions or classes, as module:name, that worker 0 calls with every step and its figures"
+    )
+    push_to_hub: str | None = runtime_field(
+        None, description="repository of the Hugging Face hub that gets the finished model, such as org/name"
+    )
+    hub_private: bool = runtime_field(True, description="create that repository as a private one")
     checkpoint_every: int = runtime_field(50, ge=1, description="steps between checkpoints")
     keep_last: int = runtime_field(2, ge=1, description="newest checkpoints to keep; with 2, one may be damaged")
     keep_best: int = runtime_field(0, ge=0, description="additional checkpoints to keep, by validation score")

@@ -19,6 +19,8 @@ from infembed_ray.modeling.template import render
 from infembed_ray.object_store import is_uri
 
 FILE = "README.md"
+_VALIDATION = "validation_"
+"""Prefix of the metrics of an evaluation on held-out records."""
 _MS_MARCO = ("msmarco", "ms_marco", "ms-marco")
 
 
@@ -55,6 +57,7 @@ def write(
         settings: settings that affect the result, with `objective`.
         metrics: metrics of the last step.
     """
+    results = {name: value for name, value in metrics.items() if name.startswith(_VALIDATION) and value is not None}
     on_hub = not (Path(base_model).is_absolute() or is_uri(base_model))
     base = base_model if on_hub else Path(base_model).name
     sources = Counter(data.sources)
@@ -65,6 +68,7 @@ def write(
         "tags": ["sentence-transformers", "feature-extraction", "instruction-following", "infembed_ray"],
         **({"base_model": base} if on_hub else {}),
         **({"license": "other", "license_name": "ms-marco-non-commercial"} if non_commercial else {}),
+        **({"model-index": [_index(base, results)]} if results else {}),
     }
     loader = PackageLoader("infembed_ray.modeling", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
@@ -79,8 +83,19 @@ def write(
             "records": len(data.sources),
             **{f"records from {source}": count for source, count in sorted(sources.items())},
         },
-        metrics=metrics,
+        results={name.removeprefix(_VALIDATION): value for name, value in results.items()},
+        metrics={name: value for name, value in metrics.items() if name not in results},
         settings=settings,
         non_commercial=non_commercial,
     )
     (path / FILE).write_text(card.lstrip(), encoding="utf-8")
+
+
+def _index(base: str, results: Mapping[str, float]) -> dict[str, Any]:
+    """Return the results as the hub reads them (`model-index`)."""
+    metrics = [{"type": name.removeprefix(_VALIDATION), "value": value} for name, value in results.items()]
+    data = {"type": "held-out", "name": "held-out records"}
+    return {
+        "name": f"{Path(base).name}, instruction-following",
+        "results": [{"task": {"type": "retrieval"}, "dataset": data, "metrics": metrics}],
+    }

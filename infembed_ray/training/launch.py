@@ -29,7 +29,7 @@ import torch.distributed as dist
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
 from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.examples import TrainingRecord
-from infembed_ray.modeling import model_card
+from infembed_ray.modeling import hub, model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.places import Place, address
@@ -76,8 +76,9 @@ def run(settings: TrainSettings) -> Published:
 def _run(settings: TrainSettings, fit: Fit) -> Published:
     """Resolve the input, check it, train, and publish."""
     inputs, step = prepare(settings)
+    hub.create_repository(settings)
     if finished := step.finished():
-        return finished
+        return hub.upload(settings, finished)
     encoder = check_model(inputs.settings)
     with step.publish() as staging:
         output = {"output": staging.remote.uri} if staging.remote is not None else {}
@@ -97,7 +98,7 @@ def _run(settings: TrainSettings, fit: Fit) -> Published:
         (staging.path / STATES / RECORDS).unlink()
         if staging.remote is not None:
             (staging.remote / STATES).delete(RECORDS)
-    return step.published()
+    return hub.upload(settings, step.published())
 
 
 # ---------------------------------------------------------------------------------------------------------- resolving

@@ -50,8 +50,7 @@ def score_batch(
     device = queries.device
     own_rows, query_ids, passage_ids = (_on(v, device) for v in (batch.own, batch.query_ids, batch.passage_ids))
     own, own_ids = queries[own_rows], query_ids[own_rows]  # iq_ii
-    passages, hard = passages.tensor_split([len(own)])
-    passage_ids, hard_ids = passage_ids.tensor_split([len(own)])
+    (passages, hard), (passage_ids, hard_ids) = (x.tensor_split([len(own)]) for x in (passages, passage_ids))
     all_own, all_passages = (gather_rows(x, batch.sizes) for x in (own, passages))
     all_own_ids, all_passage_ids = gather_rows(torch.stack([own_ids, passage_ids], dim=1), batch.sizes).unbind(1)
     known = _tuple_ids(all_own_ids, all_passage_ids)
@@ -67,10 +66,7 @@ def score_batch(
 
     def paired(candidates: list[list[int]]) -> Negatives:
         """Return the similarities (B, most) of p_i with the candidate queries of each row."""
-        most = max(map(len, candidates))  # 0 if the rows have no instructions
-        # Shorter rows are padded with their own positive, which is masked.
-        filled = [row + [mine] * (most - len(row)) for row, mine in zip(candidates, batch.own, strict=True)]
-        index = _on(filled, device)
+        index = _on(_rectangle(candidates, batch.own), device)
         return Negatives((passages @ queries.T).gather(1, index), unknown(query_ids[index], passage_ids.unsqueeze(1)))
 
     negatives: dict[Variable, Negatives] = {}
@@ -101,6 +97,12 @@ def _every_tuple(
     pairs = gather_rows(queries[index], batch.sizes).flatten(0, 1)
     ids = gather_rows(query_ids[index], batch.sizes).flatten()
     return (pairs @ passages.T).flatten(), _tuple_ids(ids.unsqueeze(1), passage_ids).flatten()
+
+
+def _rectangle(candidates: list[list[int]], own: list[int]) -> list[list[int]]:
+    """Extend shorter rows by their own positive, which is masked; the width is 0 if no row has candidates."""
+    most = max(map(len, candidates))
+    return [row + [mine] * (most - len(row)) for row, mine in zip(candidates, own, strict=True)]
 
 
 def _on(values: Sequence[Any], device: torch.device) -> Tensor:

@@ -6,12 +6,14 @@
     mlflow         the server that MLFLOW_TRACKING_URI names, or files in OUTPUT/mlflow
 
 Each gets the names and figures of `metrics.jsonl`, and each step once: after a resume, only the steps that it lacks.
+The user's callbacks get the same figures, of new steps only.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +38,20 @@ _PROJECT = "infembed"
 
 
 def check(settings: TrainSettings) -> None:
-    """Check that the packages of the trackers are installed.
+    """Check that the packages of the trackers are installed and that the callbacks exist.
 
     Raises:
-        InputError: one is not.
+        InputError: one is not, or does not.
     """
+    for name in settings.callbacks:
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InputError(
+                f"callbacks={name}: {in_one_line(error)}; give module:name of a module that every node can import"
+            ) from error
+        if not callable(found):
+            raise InputError(f"callbacks={name}: is a {type(found).__name__}; name a function or a class")
     for tracker in settings.trackers:
         module, package = _PACKAGES[tracker]
         if find_spec(module) is None:
@@ -64,6 +75,9 @@ class Trackers:
         for name in settings.trackers:
             with self._disabled_on_failure(name, len(lines)):
                 self._trackers[name] = _KINDS[name](settings, directory)
+        for callback in settings.callbacks:
+            with self._disabled_on_failure(callback, len(lines)):
+                self._trackers[callback] = Callback(callback, lines[-1]["step"] if lines else 0)
         for line in lines:
             self.log(line)
 
@@ -186,6 +200,28 @@ class MLflow(Tracker):
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+class Callback(Tracker):
+    """A user's function, called with the step and its figures.
+
+    A class is instantiated first, its instance is called for each step, and `close()` at the end if it has that method.
+
+    Args:
+        name: `module:name`.
+        step: newest step of the run so far.
+    """
+
+    def __init__(self, name: str, step: int) -> None:
+        found = pkgutil.resolve_name(name)
+        self._call = found() if isinstance(found, type) else found
+        self.step = step
+
+    def log(self, step: int, time: int, figures: Mapping[str, float]) -> None:
+        self._call(step, dict(figures))
+
+    def close(self) -> None:
+        getattr(self._call, "close", lambda: None)()
 
 
 _KINDS: Mapping[str, Callable[[TrainSettings, Path], Tracker]] = {

@@ -134,3 +134,50 @@ def test_missing_package_error_has_the_install_command(monkeypatch):
     with pytest.raises(InputError, match=r"^trackers=mlflow: .* pip install mlflow-skinny"):
         trackers.check(settings("mlflow"))
     trackers.check(settings())
+
+
+SEEN = []
+
+
+class Recorder:
+    def __call__(self, step, figures):
+        SEEN.append((step, figures["loss"]))
+
+    def close(self):
+        SEEN.append("closed")
+
+
+def fails_at_five(step, figures):
+    SEEN.append(step)
+    if step == 5:
+        raise RuntimeError("five")
+
+
+def with_callback(name):
+    return settings().model_copy(update={"callbacks": (f"{__name__}:{name}",)})
+
+
+def test_a_callback_gets_each_new_step_once_and_is_closed(tmp_path):
+    SEEN.clear()
+    resumed = Trackers(with_callback("Recorder"), tmp_path, LINES[:3], EventLog(tmp_path, 3))
+    for step in LINES[3:]:
+        resumed.log(step)
+    resumed.close()
+    assert [*LOSSES[3:], "closed"] == SEEN
+
+
+def test_a_callback_that_fails_is_disabled(tmp_path):
+    SEEN.clear()
+    run = Trackers(with_callback("fails_at_five"), tmp_path, [], EventLog(tmp_path, 0))
+    for step in LINES:
+        run.log(step)
+    run.close()
+    assert SEEN == [1, 2, 3, 4, 5]
+    (event,) = read_events(tmp_path)
+    assert "fails_at_five failed and is disabled" in event.message
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", f"{__name__}:no_such_name", f"{__name__}:LINES", "not a name"])
+def test_a_callback_that_does_not_exist_is_refused(name):
+    with pytest.raises(InputError, match="callbacks="):
+        trackers.check(settings().model_copy(update={"callbacks": (name,)}))

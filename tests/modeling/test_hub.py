@@ -1,0 +1,48 @@
+"""Uploads to the hub: a finished training is uploaded by the same command, to a stand-in of the hub, by the real client."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infembed_ray.modeling.encoder import InstructionEncoder
+from tests.support import hub
+from tests.training.test_launch import in_one_process, settings  # noqa: F401  (fixtures)
+
+TOKEN = "hf_of_the_test"
+AGAIN = "import sys; from infembed_ray.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def train_again(finished, server, token=TOKEN):
+    """Run the command of a finished training with `push_to_hub` in a process whose hub is the stand-in."""
+    given = finished.model_dump(mode="json", exclude_unset=True) | {"push_to_hub": "org/made"}
+    overrides = [f"{name}={value}" for name, value in given.items() if name != "deepspeed"]
+    overrides.append("deepspeed={zero_optimization: {reduce_bucket_size: 100000}}")
+    environment = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-c", AGAIN, "train", *overrides]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.integration
+def test_a_finished_training_is_uploaded_and_loads_as_the_model(settings, in_one_process, tmp_path):  # noqa: F811
+    with hub.serving(tmp_path) as server:
+        server.token = TOKEN
+        refused = train_again(settings, server, token="hf_other")
+        assert refused.returncode == 2
+        assert "push_to_hub=org/made: " in refused.stderr
+        assert "HF_TOKEN" in refused.stderr
+        done = train_again(settings, server)
+    assert done.returncode == 0, done.stderr
+    assert f"uploaded the model to org/made ({hub.COMMIT})" in done.stdout
+    (created,) = server.created
+    assert (created["organization"], created["name"], created["visibility"]) == ("org", "made", "private")
+    (files,) = server.commits
+    assert {"README.md", "model.safetensors", "modules.json", "infembed.json", "1_Pooling/config.json"} <= set(files)
+    for kept in ("manifest.json", "metrics.jsonl", "report.html", "deepspeed.json", "events.jsonl"):
+        assert kept not in files
+    texts = ["how is aspirin dosed", "bread"]
+    ours = InstructionEncoder.from_pretrained(in_one_process.path).encode_queries(texts, "For nurses .")
+    uploaded = InstructionEncoder.from_pretrained(tmp_path / "org" / "made").encode_queries(texts, "For nurses .")
+    assert (ours == uploaded).all()
