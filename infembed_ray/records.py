@@ -1,6 +1,6 @@
 """Data that stages exchange: typed rows, their Arrow schemas, and readers of all file formats.
 
-Only this module names columns. The columns of a record are those of the published InF-IR data set, so training reads that
+Only this module and `examples` name columns. The columns of a record are those of the published InF-IR data set, so training reads that
 set unchanged.
 """
 
@@ -173,11 +173,9 @@ def stream(
 def stream_files(
     path: Place, name: str, split: str | None, rows_of: Callable[[Place, set[str]], Iterator[T]]
 ) -> Iterator[T]:
-    """Stream the rows of all files of a path; arguments and errors as of `stream`.
+    """Stream the rows of a path's files as `stream` does.
 
-    Args:
-        path, name, split: see `stream`.
-        rows_of: reads the rows of one file, given the ids of the rows before, to which it adds theirs.
+    `rows_of` reads the rows of one file, given the ids of the rows before, to which it adds theirs.
     """
     kept = path / KEPT_FILE
     if (path / MANIFEST).is_file() and not kept.is_file():

@@ -104,12 +104,12 @@ class TrainSettings(Settings):
     records: str = runtime_field(
         "", description="InF-IR records or training tuples: a file, a directory of files, or a published output"
     )
-    sources: dict[str, Source] = Field(
-        {}, description="name -> a source, instead of `records`; `mixture` weighs the sources by these names"
-    )
     model: str = runtime_field(description="backbone: a local directory, an object-store URI or a hub name")
     output: str = runtime_field(description="directory or object-store URI of the published model")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
+    sources: dict[str, Source] = Field(
+        {}, description="name -> a source, instead of `records`; `mixture` weighs the sources by these names"
+    )
     objective: str = Field(
         "multi{P,I}",
         description="uni{...} or multi{...} over P, I, IQ (Eq. 8-21); nce{PIQ}: all three at once (Eq. 1), small batches",
