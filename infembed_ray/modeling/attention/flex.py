@@ -10,6 +10,7 @@ Rows are extended to a power of two, so that few shapes are compiled; the additi
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +23,13 @@ from infembed_ray.modeling.layout import on_device
 
 BLOCK = 128
 """Tokens of a side of a block, FlexAttention's default."""
+_SHAPES = 64
+"""Limit of compiled shapes: widths are powers of two, each with and without gradient. The compiler's default is 8."""
+
+
+def available() -> bool:
+    """Return whether this version of torch can compile that many shapes."""
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,9 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _kernel(device: str) -> Callable[..., Any]:
     """Return the compiled kernel; on a CPU, where no backward pass compiles, the one that computes all scores.
 
-    With `fullgraph`, more shapes than the compiler's limit are an error. Otherwise it would compute all scores then.
+    With `fullgraph`, more shapes than the limit are an error. Otherwise it would compute all scores then.
     """
     kernel: Callable[..., Any] = flex_attention
-    return kernel if device == "cpu" else torch.compile(kernel, fullgraph=True, dynamic=False)
+    if device == "cpu":
+        return kernel
+    return torch.compile(kernel, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
