@@ -99,4 +99,5 @@ def _kernel(device: str) -> Callable[..., Any]:
     kernel: Callable[..., Any] = flex_attention
     if device == "cpu":
         return kernel
-    return torch.compile(kernel, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
+    shapes: dict[str, Any] = {"recompile_limit": _SHAPES}  # torch's types lack it
+    return torch.compile(kernel, fullgraph=True, dynamic=False, **shapes)
