@@ -43,6 +43,10 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "headline": {"multi{P,I}": {}},
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,
+    "instructions": {
+        "I-negatives per row": {"shared_instructions": False},
+        "one set per step": {"shared_instructions": True},
+    },
 }
 BASE = "base"
 

@@ -1,6 +1,6 @@
 """Cost of the instruction marginal: all B x B joint encodings as prefix trees, and one by one.
 
-    python benchmarks/instruction_marginals.py [--device cuda --dtype bf16 --model qwen2.5-1.5b-shape]
+    python benchmarks/instruction_marginals.py [--device cuda --dtype bf16 --model qwen2.5-1.5b-shape --flex]
 
 Texts are random token ids: B instructions of about 48 tokens and B queries of about 11, with the length distribution of
 real texts. Queries share no prefixes. Random-init decoders (6 layers, width 256) run forward and backward on one thread.
@@ -8,14 +8,14 @@ All ways alternate in one run, and their results are compared. "Pairwise" is the
 padded batch. "Tuned" is the fastest pairwise variant at B = 12: packed or padded, sorted by length, whole or divided into
 passes that fit the caches. Trees differ from "tuned" only by their fewer tokens. Trees may be divided, too.
 
-The whole step is forward, backward and AdamW: uni{P} encodes B pairs and B passages of about 75 tokens (55 words);
-multi{P,I} encodes all B x B pairs as trees and the same passages.
+The step is that of `infembed train`: DeepSpeed ZeRO 2 with one worker, real records, the first of 8 workers' share of 32.
+multi{P,I} has five I-negatives a row, of one set for the step or drawn for each row.
 
 The last line is one JSON object; with two architectures, of the slower one:
-    speedup_b12, speedup_b24    time pairwise / time as trees
-    vs_tuned_b12, vs_tuned_b24  time of tuned pairwise / time as trees
-    step_vs_uni_p               multi{P,I} step / uni{P} step at B = 12; step_vs_uni_p_one_by_one: tuned, without trees
-    memory_b12, memory_b24      bytes kept for the backward pass, pairwise / as trees
+    vs_tuned_b12, ..._b24       time of tuned pairwise / time as trees; no way can gain more than token_ratio_b12, ..._b24
+    speedup_b12, ..._b24        time pairwise / time as trees
+    step_vs_uni_p               multi{P,I} step / uni{P} step; step_vs_uni_p_per_row: with instructions drawn for each row
+    memory_b12, ..._b24         bytes kept for the backward pass, pairwise / as trees
     embedding_difference        largest difference of a component over all runs
     gradient_difference         largest difference relative to the parameter's largest gradient, over all runs
 """
@@ -29,18 +29,24 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import material
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
+from transformers import AutoTokenizer, LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
 from infembed_ray.modeling.template import TextFormat
-from infembed_ray.training.losses import Negatives, Objective, marginal_loss
+from infembed_ray.training.collate import Batch, collate
+from infembed_ray.training.engine import Engine
+from infembed_ray.training.losses import Objective, marginal_loss
+from infembed_ray.training.scores import score_batch
 
 ONE_PASS = 1 << 40
 TINY = {
@@ -75,7 +81,7 @@ class NoTokenizer:
 def encoder_of(model: str, options: argparse.Namespace) -> InstructionEncoder:
     config, backbone, shape = MODELS[model]
     torch.manual_seed(0)
-    decoder = backbone(config(**shape, attn_implementation=options.attention))
+    decoder = backbone(config(**shape))
     decoder.to(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
     return InstructionEncoder(decoder, NoTokenizer(), "last", TextFormat()).to(options.device)
 
@@ -86,13 +92,12 @@ def texts(count: int, mean: float, spread: float, least: int, rng: random.Random
     return [[rng.randrange(1, 4096) for _ in range(length)] for length in lengths]
 
 
-def batch(size: int) -> tuple[list[Tokens], list[Tokens]]:
-    """Make all pairs of `size` instructions and queries (matching pairs at i * size + i), and `size` passages."""
+def pairs_of(size: int) -> list[Tokens]:
+    """Make all pairs of `size` instructions and queries."""
     rng = random.Random(size)
     instructions = texts(size, 48, 10, 20, rng)
     queries = texts(size, 11, 4, 4, rng)
-    pairs = [Tokens(i + q, "query", len(i)) for i in instructions for q in queries]
-    return pairs, [Tokens(ids) for ids in texts(size, 75, 20, 25, rng)]
+    return [Tokens(i + q, "query", len(i)) for i in instructions for q in queries]
 
 
 def in_packed_passes(sequences: list[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
@@ -111,10 +116,11 @@ ONE_BY_ONE = {
     for budget in (ONE_PASS, 4096, 1024)
 }
 PAIRWISE = "padded, one pass"
-TREES = {
-    f"trees, {'one pass' if budget == ONE_PASS else budget}": (prefix_tree.forests, budget)
-    for budget in (ONE_PASS, 1024)
-}
+
+
+def trees(flex: bool) -> dict[str, tuple[Any, int]]:
+    layouts = partial(prefix_tree.forests, flex=flex)
+    return {f"trees, {'one pass' if budget == ONE_PASS else budget}": (layouts, budget) for budget in (ONE_PASS, 1024)}
 
 
 def encode(encoder: InstructionEncoder, passes: Passes) -> Tensor:
@@ -148,7 +154,7 @@ def forward_and_backward(encoder: InstructionEncoder, encoded: Encode) -> Tensor
 
 
 def fastest(encoder: InstructionEncoder, sequences: list[Tokens], ways: dict[str, tuple[Any, int]]) -> str:
-    forward_and_backward(encoder, way(encoder, sequences, TREES["trees, one pass"]))  # warm-up
+    forward_and_backward(encoder, way(encoder, sequences, (prefix_tree.forests, ONE_PASS)))  # warm-up
     times = {
         name: seconds(lambda how=how: forward_and_backward(encoder, way(encoder, sequences, how)), encoder.device)
         for name, how in ways.items()
@@ -174,13 +180,15 @@ def kept_bytes(encoder: InstructionEncoder, encoded: Encode) -> int:
     return sum(kept.values())
 
 
-def marginals(encoder: InstructionEncoder, size: int, one: str, tree: str, rounds: int) -> dict[str, float]:
+def marginals(
+    encoder: InstructionEncoder, size: int, one: str, tree: str, how: tuple[Any, int], rounds: int
+) -> dict[str, float]:
     """Measure speed, memory and differences of the ways to encode a batch."""
-    pairs, _ = batch(size)
+    pairs = pairs_of(size)
     ways = {
         "pairwise": way(encoder, pairs, ONE_BY_ONE[PAIRWISE]),
         "tuned": way(encoder, pairs, ONE_BY_ONE[one]),
-        "tree": way(encoder, pairs, TREES[tree]),
+        "tree": way(encoder, pairs, how),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -195,12 +203,13 @@ def marginals(encoder: InstructionEncoder, size: int, one: str, tree: str, round
     (one_embeddings, one_gradients), (tree_embeddings, tree_gradients) = found["pairwise"], found["tree"]
     tokens = (
         sum(map(len, pairs)),
-        sum(layout.input_ids.numel() for _, layout in prefix_tree.forests(pairs, TREES[tree][1])),
+        sum(layout.input_ids.numel() for _, layout in how[0](pairs, how[1])),
     )
     pairwise_s, tuned_s, tree_s = (statistics.median(of_way) for of_way in times.values())
     figures = {
         "speedup": pairwise_s / tree_s,
         "vs_tuned": tuned_s / tree_s,
+        "token_ratio": tokens[0] / tokens[1],
         "memory": kept_bytes(encoder, ways["pairwise"]) / kept_bytes(encoder, ways["tree"]),
         "embeddings": float((one_embeddings - tree_embeddings).abs().max()),
         "gradients": max(
@@ -216,57 +225,71 @@ def marginals(encoder: InstructionEncoder, size: int, one: str, tree: str, round
     return figures
 
 
-def steps(encoder: InstructionEncoder, one: str, tree: str, rounds: int, size: int = 12) -> dict[str, float]:
-    """Measure the seconds of a training step by objective."""
-    pairs, passages = batch(size)
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-5)
-    diagonal = [i * size + i for i in range(size)]
-    others = ~torch.eye(size, dtype=torch.bool, device=encoder.device)
+def engine_of(model: str, options: argparse.Namespace) -> Engine:
+    """Return the engine of `infembed train` with one worker, with a random decoder and MiniLM's tokenizer."""
+    config, backbone, shape = MODELS[model]
+    tokenizer = AutoTokenizer.from_pretrained(material.minilm())
+    torch.manual_seed(0)
+    decoder = backbone(config(**shape | {"vocab_size": len(tokenizer)})).to(options.device)
+    gpus = 1 if options.device == "cuda" else 0
+    settings = TrainSettings(
+        records="-", model="-", output="-", workers=1, precision=options.dtype, gpus_per_worker=gpus
+    )
+    return Engine(InstructionEncoder(decoder, tokenizer, "last", TextFormat()), settings)
 
-    def step(objective: str, queries: Encode) -> None:
-        joint = queries()
-        # Passages share no prefix: one packed pass.
-        p = way(encoder, passages, ONE_BY_ONE["packed, one pass"])()
-        own = joint if len(joint) == size else joint[diagonal]
-        negatives: dict[Any, Negatives] = {"P": Negatives(own @ p.T, others)}
-        if len(joint) > size:
-            by_instruction = joint.unflatten(0, (size, size))  # [j, i]: I_j with Q_i
-            negatives["I"] = Negatives(torch.einsum("jid,id->ij", by_instruction, p), others)
-        loss = marginal_loss(Objective.parse(objective), (own * p).sum(dim=1), negatives, 0.05, True)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
-    own = [pairs[i] for i in diagonal]
-    ways: dict[str, tuple[str, Encode]] = {
-        "uni{P}": ("uni{P}", way(encoder, own, ONE_BY_ONE["packed, one pass"])),
-        "multi{P,I}": ("multi{P,I}", way(encoder, pairs, TREES[tree])),
-        "multi{P,I} one by one": ("multi{P,I}", way(encoder, pairs, ONE_BY_ONE[one])),
-    }
+def steps(model: str, options: argparse.Namespace) -> dict[str, float]:
+    """Measure the seconds of a training step of the product: the first of 8 workers' share of 32 real records."""
+    chosen, source = material.records(32)
+    shares = [chosen[rank::8] for rank in range(8)]
+    ways = {"uni{P}": ("uni{P}", True), "multi{P,I}": ("multi{P,I}", True), "one set a row": ("multi{P,I}", False)}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, (objective, queries) in ways.items():
-            times[name].append(seconds(lambda o=objective, q=queries: step(o, q), encoder.device))
+    tokens: dict[str, int] = {}
+    engine = engine_of(model, options)
+    engine.train()
+
+    def step(objective: Objective, batch: Batch) -> None:
+        queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
+        scores = score_batch(objective, batch, queries, passages)
+        engine.backward(marginal_loss(objective, scores.positive, scores.negatives, engine.temperature))
+        engine.update(1e-5)
+
+    for number in range(options.rounds + 1):
+        for name, (objective, shared) in ways.items():
+            parsed = Objective.parse(objective)
+            batch = collate(
+                engine.encoder,
+                shares,
+                0,
+                parsed,
+                instruction_negatives=5,
+                shared_instructions=shared,
+                seed=str(number),
+            )
+            times[name].append(seconds(lambda o=parsed, b=batch: step(o, b), engine.encoder.device))
+            tokens[name] = int(engine.work.take()[1])
     medians = {name: statistics.median(of_way[1:]) for name, of_way in times.items()}
-    print("  step: " + "; ".join(f"{name} {s:.2f} s" for name, s in medians.items()), flush=True)
+    figures = "; ".join(f"{name} {s:.2f} s for {tokens[name]} tokens" for name, s in medians.items())
+    print(f"  step of 4 of 32 records ({source}): {figures}", flush=True)
     return medians
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
     print(f"{model}, {options.device}, {options.dtype}", flush=True)
     encoder = encoder_of(model, options)
-    pairs, _ = batch(12)
-    one, tree = (fastest(encoder, pairs, ways) for ways in (ONE_BY_ONE, TREES))
+    pairs = pairs_of(12)
+    ways = trees(options.flex)
+    one, tree = fastest(encoder, pairs, ONE_BY_ONE), fastest(encoder, pairs, ways)
     figures: dict[str, float] = {}
     differences = []
     for size in (12, 24):
-        of_size = marginals(encoder, size, one, tree, max(1, options.rounds - (size == 24)))
-        figures |= {f"{name}_b{size}": of_size[name] for name in ("speedup", "vs_tuned", "memory")}
+        of_size = marginals(encoder, size, one, tree, ways[tree], max(1, options.rounds - (size == 24)))
+        figures |= {f"{name}_b{size}": of_size[name] for name in ("vs_tuned", "token_ratio", "speedup", "memory")}
         differences.append((of_size["embeddings"], of_size["gradients"]))
     figures["embedding_difference"], figures["gradient_difference"] = map(max, zip(*differences, strict=True))
-    of_step = steps(encoder, one, tree, options.rounds)
+    of_step = steps(model, options)
     figures["step_vs_uni_p"] = of_step["multi{P,I}"] / of_step["uni{P}"]
-    figures["step_vs_uni_p_one_by_one"] = of_step["multi{P,I} one by one"] / of_step["uni{P}"]
+    figures["step_vs_uni_p_per_row"] = of_step["one set a row"] / of_step["uni{P}"]
     return figures
 
 
@@ -275,7 +298,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="default: both tiny shapes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--attention", choices=["sdpa", "flex_attention"], default="sdpa")
+    parser.add_argument("--flex", action="store_true", help="attend along trees by FlexAttention")
     parser.add_argument("--rounds", type=int, default=3, help="at B = 12; one fewer at B = 24")
     options = parser.parse_args()
     torch.set_num_threads(1)

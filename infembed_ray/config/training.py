@@ -105,6 +105,11 @@ class TrainSettings(Settings):
         description="I-negatives per row: the record's own poisoned instruction, then sampled ones of all workers; null: "
         "all instructions of the worker's own records",
     )
+    shared_instructions: bool | None = Field(
+        None,
+        description="sample the I-negatives once per step for all rows, which then share prefixes; false: for each row; "
+        "null: true for causal backbones",
+    )
     iq_negatives: IQNegatives = Field(
         "kk",
         description="IQ-negatives: kk, other rows' pairs (Eq. 10-21); ik, other queries, same instruction (Eq. 6-7)",
@@ -145,6 +150,12 @@ class TrainSettings(Settings):
     )
     share_encoder: bool | None = Field(
         None, description="true: one encoder for queries and passages; false: two; null: the model's, else one"
+    )
+    attention_dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="dropout of attention weights; 0 lets BERT-like backbones pack on CUDA; null: as in the model's config",
     )
     lora: Lora | None = Field(None, description="{}: train low-rank adapters only; null: train all weights")
     matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field(

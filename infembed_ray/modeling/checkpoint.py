@@ -295,13 +295,20 @@ def describe(model: str, with_pooling: bool = True) -> Description:
     )
 
 
-def load(model: str, towers: Sequence[str], with_weights: bool = True, **options: Any) -> tuple[list[Any], Any]:
+def load(
+    model: str,
+    towers: Sequence[str],
+    with_weights: bool = True,
+    attention_dropout: float | None = None,
+    **options: Any,
+) -> tuple[list[Any], Any]:
     """Load the backbones of a model, and their tokenizer, which has a padding token.
 
     Args:
         model: directory or hub name.
         towers: folders of the backbones, from its description.
         with_weights: False: the backbones are on torch's meta device.
+        attention_dropout: replaces that of the models' configurations.
         options: options of `AutoModel.from_pretrained`.
 
     Raises:
@@ -309,11 +316,16 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, subfolder=towers[0])
+        configs = [AutoConfig.from_pretrained(model, subfolder=tower) for tower in towers]
+        if attention_dropout is not None:
+            _set_attention_dropout(model, configs, attention_dropout)
         if with_weights:
-            backbones = [AutoModel.from_pretrained(model, subfolder=tower, **options) for tower in towers]
+            backbones = [
+                AutoModel.from_pretrained(model, subfolder=tower, config=config, **options)
+                for tower, config in zip(towers, configs, strict=True)
+            ]
         else:
             with torch.device("meta"):
-                configs = [AutoConfig.from_pretrained(model, subfolder=tower) for tower in towers]
                 backbones = [AutoModel.from_config(config, **options) for config in configs]
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
@@ -331,6 +343,20 @@ def load(model: str, towers: Sequence[str], with_weights: bool = True, **options
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return backbones, tokenizer
+
+
+def dropout_name(config: Any) -> str | None:
+    """Return the name of the attention dropout in a model's configuration; None if the model has none."""
+    names = ("attention_probs_dropout_prob", "attention_dropout")
+    return next((name for name in names if hasattr(config, name)), None)
+
+
+def _set_attention_dropout(model: str, configs: Sequence[Any], dropout: float) -> None:
+    for config in configs:
+        name = dropout_name(config)
+        if name is None:
+            raise InputError(f"attention_dropout={dropout}: the configuration of {model} has none; leave it out")
+        setattr(config, name, dropout)
 
 
 def cached(model: str, file: str, revision: str | None = None) -> str | None:

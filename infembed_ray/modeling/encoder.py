@@ -18,6 +18,7 @@ from infembed_ray import progress
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer
 from infembed_ray.modeling.attention import prefix_tree
+from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
@@ -45,6 +46,10 @@ class InstructionEncoder(nn.Module):
         passage_backbone: backbone of passages; None: the same as of queries.
         interaction: cross-attention of instruction and query; None: they are one text.
         dimensions: number of leading components that make the embedding (Matryoshka); None: all.
+
+    Attributes:
+        kernels: attention kernels of the passes; see `kernels.measure`.
+        attention_dropout: dropout of the backbone's attention weights in training.
     """
 
     def __init__(
@@ -71,10 +76,9 @@ class InstructionEncoder(nn.Module):
         self._packs = all(enable_packing(b) for b in self.backbones)
         self._first_position = first_position(backbone)
         self._obstacle_logged = False
+        self.kernels = Kernels()
         config: Any = backbone.config
-        self._attention_dropout = getattr(
-            config, "attention_probs_dropout_prob", getattr(config, "attention_dropout", 0.0)
-        )
+        self.attention_dropout = float(getattr(config, str(checkpoint.dropout_name(config)), 0.0))
 
     @classmethod
     def from_pretrained(
@@ -107,7 +111,8 @@ class InstructionEncoder(nn.Module):
         if dtype == torch.bfloat16:
             warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
         options: dict[str, Any] = adapters.four_bits(device) if quantized else {}
-        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dtype=dtype, **options)
+        dropout = overrides.get("attention_dropout")
+        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, dropout, dtype=dtype, **options)
         bidirectional = overrides.get("bidirectional")
         if bidirectional is not None:
             for backbone in backbones:
@@ -170,7 +175,11 @@ class InstructionEncoder(nn.Module):
     @property
     def packs(self) -> bool:
         """Whether texts are packed in the encoder's present state; else a batch is padded to its longest text."""
-        return self._packs and packing_pays(self.device, self.dtype, self.training and self._attention_dropout > 0)
+        return self._packs_on(self.device, self.dtype)
+
+    def _packs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        drops = self.training and self.attention_dropout > 0
+        return self._packs and self.kernels.packed and packing_pays(device, dtype, drops)
 
     def forward(self, layout: Layout) -> Tensor:
         """Embed the texts of a layout as (texts, d) unit vectors, in fp32 at least."""
@@ -253,7 +262,7 @@ class InstructionEncoder(nn.Module):
         self, sequences: Sequence[Tokens], batch_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> Iterator[tuple[list[int], Layout]]:
         """Divide texts as for a backbone of this device and precision; the layouts are on the CPU."""
-        pack = self._packs and packing_pays(device, dtype, self.training and self._attention_dropout > 0)
+        pack = self._packs_on(device, dtype)
         lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
         for side in get_args(Side):
             of_side = [row for row, s in enumerate(sequences) if s.side == side]
@@ -263,7 +272,8 @@ class InstructionEncoder(nn.Module):
                     yield rows, paired([sequences[row] for row in rows], lay)
                 continue
             if self._shares_prefixes(side, [sequences[row] for row in of_side]):
-                for group, layout in prefix_tree.forests([sequences[row] for row in of_side], batch_tokens):
+                texts = [sequences[row] for row in of_side]
+                for group, layout in prefix_tree.forests(texts, batch_tokens, self.kernels.flex_trees):
                     yield [of_side[i] for i in group], layout
                 continue
             for group in length_sorted_batches([len(sequences[row]) for row in of_side], batch_tokens, padded=not pack):

@@ -57,7 +57,7 @@ class CrossAttention(nn.Module):
             (pairs, d), not normalised, in fp32 at least.
         """
         assert layout.pairs is not None
-        pairs, lengths = layout.pairs.cpu(), layout.lengths.cpu()  # one synchronisation with the device instead of many
+        pairs, lengths = layout.pairs, layout.lengths
         first_query = int(pairs[:, 1].min())
         border = int(lengths[:first_query].sum())
         flat = states.flatten(0, 1)[layout.tokens]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Side = Literal["query", "passage"]
+_HOST = {"lengths", "pairs", "ends"}
+"""Fields of layouts that stay on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class Tokens:
 class Layout:
     """Padded texts, one per row: the input of one forward pass, and the place of each text in it.
 
+    Built on the CPU. `to` moves what the kernels read; what decides shapes (`_HOST`) stays on the CPU, because reading it
+    from a device would wait for the kernels in flight.
+
     Attributes:
         input_ids: (rows, width) token ids.
         attention_mask: (rows, width), 1 for tokens and 0 for padding; None for a single row without padding.
@@ -64,15 +69,22 @@ class Layout:
     pairs: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """Copy the layout to a device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        """Copy the layout to a device, except what stays on the CPU."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _HOST}
+        moved: dict[str, Any] = {name: on_device(v, device) for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
         """Return the keyword arguments of the backbone's forward pass."""
         inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         return inputs if self.position_ids is None else inputs | {"position_ids": self.position_ids}
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; from the CPU to CUDA by pinned memory, which does not wait for the kernels in flight."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:

@@ -27,6 +27,7 @@ class Overrides(TypedDict, total=False):
         bidirectional: let the tokens of a decoder attend in both directions; default as in its config.
         share_encoder: one backbone for queries and passages, or two that start equal.
         dimensions: number of leading components that make the embedding (Matryoshka).
+        attention_dropout: dropout of the backbone's attention weights in training.
     """
 
     template: Template | None
@@ -40,6 +41,7 @@ class Overrides(TypedDict, total=False):
     bidirectional: bool | None
     share_encoder: bool | None
     dimensions: int | None
+    attention_dropout: float | None
 
 
 def end_texts(tokenizer: Any, append_eos: bool | None, mode: PoolingMode, saved: Description) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.layout import Layout, on_device
 
 PoolingMode = Literal["last", "mean", "cls"]
 
@@ -26,13 +26,12 @@ def pool(states: Tensor, layout: Layout, mode: PoolingMode) -> Tensor:
     flat = states.flatten(0, 1)
     ends = layout.lengths.cumsum(0)
     wide = torch.promote_types(states.dtype, torch.float32)
-    if mode == "last":
-        return flat[layout.tokens[ends - 1]].to(wide)
-    if mode == "cls":
-        return flat[layout.tokens[ends - layout.lengths]].to(wide)
-    text = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), layout.lengths)
+    if mode != "mean":
+        place = on_device(ends - (1 if mode == "last" else layout.lengths), flat.device)
+        return flat[layout.tokens[place]].to(wide)
+    text = on_device(torch.repeat_interleave(torch.arange(len(ends)), layout.lengths), flat.device)
     sums = flat.new_zeros(len(ends), flat.shape[1], dtype=wide).index_add(0, text, flat[layout.tokens].to(wide))
-    return sums / layout.lengths.unsqueeze(1)
+    return sums / on_device(layout.lengths, flat.device).unsqueeze(1)
 
 
 def truncate(embeddings: Tensor, dimensions: int) -> Tensor:

@@ -158,13 +158,12 @@ class PrefixCache:
         ).last_hidden_state
         for start, prefix in attend.computed:
             prefix.states = states[0, start : start + prefix.length].float().sum(dim=0)
-        own = torch.tensor(lengths, device=device)
-        layout = Layout(states, None, torch.arange(states.shape[1], device=device), own, "query")
+        layout = Layout(states, None, torch.arange(states.shape[1], device=device), torch.tensor(lengths), "query")
         pooled = pool(states, layout, encoder.pooling)
         if encoder.pooling == "mean":
             none = torch.zeros_like(pooled[0])
             sums = torch.stack([none if text.after is None else text.after.states for text in texts])
-            before = torch.tensor(befores, device=device)
+            own, before = (torch.tensor(counts, device=device) for counts in (lengths, befores))
             pooled = (pooled * own.unsqueeze(1) + sums) / (own + before).unsqueeze(1)
         return truncate(pooled, encoder.dimension)
 

@@ -145,6 +145,7 @@ def _batches(
             0,
             objective,
             instruction_negatives=settings.instruction_negatives,
+            shared_instructions=settings.shared_instructions,
             iq_negatives=settings.iq_negatives,
             seed=str(n),
         )

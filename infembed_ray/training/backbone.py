@@ -32,6 +32,7 @@ def load_encoder(
         append_eos=settings.append_eos,
         bidirectional=settings.bidirectional,
         share_encoder=settings.share_encoder,
+        attention_dropout=settings.attention_dropout,
         device=device,
         quantized=quantized,
     )

@@ -50,23 +50,27 @@ def token_counts(encoder: InstructionEncoder, records: Sequence[Record]) -> list
     return [sum(of_rows[n : n + ROWS]) for n in range(0, len(of_rows), ROWS)]
 
 
-def other_instructions(row: TrainingTuple, pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
-    """Sample the instruction negatives of a row: other instructions for its query.
+def draw_instructions(pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
+    """Draw instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool.
 
-    The record's own poisoned instruction comes first; the rest are drawn without repetition. An instruction equal to the
-    row's own is never drawn, because rows of one record share I+.
+    They are two more than a row adds to its poisoned instruction, because its own and its poisoned one may be drawn.
+    """
+    return list(pool) if count is None else rng.sample(pool, min(len(pool), count + 1))
+
+
+def other_instructions(row: TrainingTuple, drawn: Sequence[str], count: int | None) -> list[str]:
+    """Return the instruction negatives of a row: other instructions for its query.
+
+    The record's own poisoned instruction comes first, then the drawn ones in their order. An instruction equal to the
+    row's own is no negative, because rows of one record share I+.
 
     Args:
         row: Training tuple.
-        pool: Distinct instructions.
-        count: Maximum number of negatives; None: all of the pool.
-        rng: Generator of random numbers.
+        drawn: Distinct instructions; see `draw_instructions`.
+        count: Maximum number of negatives; None: all.
     """
     first = [row.poisoned] if row.poisoned != row.instruction else []
-    rest = [i for i in pool if i not in (row.instruction, row.poisoned)]
-    if count is not None:
-        rest = rng.sample(rest, min(len(rest), max(0, count - len(first))))
-    return (first + rest)[:count]
+    return (first + [i for i in drawn if i not in (row.instruction, row.poisoned)])[:count]
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def collate(
     objective: Objective,
     *,
     instruction_negatives: int | None = None,
+    shared_instructions: bool | None = None,
     iq_negatives: IQNegatives = "kk",
     seed: str = "",
 ) -> Batch:
@@ -126,6 +131,8 @@ def collate(
         instruction_negatives: I-negatives per row, drawn from the instructions of all workers; a row gets the same ones
             on any worker. None: all instructions of this worker's share, so that the number of joint texts grows only
             with its own rows.
+        shared_instructions: Draw one set of instructions for all rows of the micro-batch, so that the queries under an
+            instruction share its encoding as a prefix; False: draw for each row; None: True for a causal backbone.
         iq_negatives: `ik` pairs each row's instruction with all queries of this worker's share.
         seed: Seed of the drawn instructions.
     """
@@ -141,8 +148,13 @@ def collate(
         instruction_candidates = [[texts.index(other.instruction, t.query) for other in everyones] for t in rows]
     elif "I" in objective.variables:
         pool = sorted({t.instruction for t in (rows if instruction_negatives is None else everyones)})
+        shared = encoder.causal if shared_instructions is None else shared_instructions
+        shared = shared or instruction_negatives is None
+        drawn = draw_instructions(pool, instruction_negatives, random.Random(seed)) if shared else []
         for n, t in enumerate(rows, start=sum(sizes[:rank])):
-            others = other_instructions(t, pool, instruction_negatives, random.Random(f"{seed}/{n}"))
+            if not shared:
+                drawn = draw_instructions(pool, instruction_negatives, random.Random(f"{seed}/{n}"))
+            others = other_instructions(t, drawn, instruction_negatives)
             instruction_candidates.append([texts.index(instruction, t.query) for instruction in others])
     if "IQ" in objective.variables and iq_negatives == "ik":
         queries = sorted({t.query for t in rows})

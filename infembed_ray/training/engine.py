@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,22 @@ from torch import Tensor, nn
 
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.attention.kernels import Kernels, measure
 from infembed_ray.modeling.attention.packing import compile_layers
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout, Tokens
+from infembed_ray.modeling.layout import Layout, Tokens, on_device
 from infembed_ray.modeling.precision import warn_of_slow_bf16
-from infembed_ray.training import deepspeed_compat
+from infembed_ray.training import deepspeed_compat, preparation
 from infembed_ray.training.checkpoints.writer import CheckpointFiles, Written
-from infembed_ray.training.collectives import max_over_workers, world
+from infembed_ray.training.collectives import max_over_workers, mean_over_workers, world
 from infembed_ray.training.compiled_ops import build_one_at_a_time
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.grad_cache import GradCache, KeptGraphs
 from infembed_ray.training.observability.flops import Workload
+from infembed_ray.training.preparation import Pass
 
-_ONE_PASS = 1 << 40
-"""Token limit of a pass without GradCache: all texts of a side in one pass."""
 _ENCODER = "encoder."
 """Prefix of the encoder's parameters in `Trained`."""
-
-_Pass = tuple[list[int], Layout]
-"""Indices of some texts, and their layout; see `InstructionEncoder.layouts`."""
 
 
 class LearnedTemperature(nn.Module):
@@ -113,39 +111,66 @@ class Engine:
         """Temperature of the similarities; a learned one has a gradient once the step has encoded something."""
         return self._settings.temperature if self._passes.temperature is None else self._passes.temperature
 
-    def encode(self, sequences: Sequence[Tokens]) -> Tensor:
-        """Embed tokenized texts of one side: (n, d) unit vectors with gradient."""
-        passes, idle = self._balanced_passes(sequences, self._settings.grad_cache_tokens or _ONE_PASS)
+    def encode(self, sequences: Sequence[Tokens], laid_out: Sequence[Pass] | None = None) -> Tensor:
+        """Embed tokenized texts of one side: (n, d) unit vectors with gradient.
+
+        Args:
+            sequences: The texts.
+            laid_out: Their passes; None: divide them here.
+        """
+        tokens = self._settings.grad_cache_tokens
+        passes = list(laid_out or preparation.passes(self.encoder, sequences, tokens))
+        # Without GradCache each side is one pass on every worker.
+        idle = self._idle_passes(passes, sequences) if tokens else []
         for _, layout in passes:
             self.work.add(layout)
         for _, layout in idle:
             self.work.add(layout, idle=True)
         passes += idle
         passes.reverse()  # the longest pass is often the last one then, and GradCache keeps the graph of the last
-        return _in_order(self._passes.encode([layout for _, layout in passes]), passes, len(sequences))
+        layouts = [layout.to(self.encoder.device) for _, layout in passes]
+        return _in_order(self._passes.encode(layouts), passes, len(sequences))
 
     @torch.no_grad()
     def embed(self, sequences: Sequence[Tokens], batch_tokens: int = 4096) -> Tensor:
         """Embed tokenized texts of one side without gradient and dropout, in passes of at most `batch_tokens` tokens."""
         self._deepspeed.eval()
-        passes, idle = self._balanced_passes(sequences, batch_tokens)
-        passes += idle
-        embeddings = torch.cat([self._deepspeed(layout)[0] for _, layout in passes])
+        passes = preparation.passes(self.encoder, sequences, batch_tokens)
+        passes += self._idle_passes(passes, sequences)
+        embeddings = torch.cat([self._deepspeed(layout.to(self.encoder.device))[0] for _, layout in passes])
         self._deepspeed.train()
         return _in_order(embeddings, passes, len(sequences))
 
-    def _balanced_passes(self, sequences: Sequence[Tokens], tokens: int) -> tuple[list[_Pass], list[_Pass]]:
-        """Return the passes of this worker's texts, and idle passes that make their number equal on all workers.
+    def _idle_passes(self, passes: Sequence[Pass], sequences: Sequence[Tokens]) -> list[Pass]:
+        """Return idle passes that make the number of passes equal on all workers.
 
         Every pass of ZeRO-3 and every backward pass of ZeRO-2 is a collective. A worker with fewer passes repeats its
         shortest text and ignores the result.
         """
-        passes = list(self.encoder.layouts(sequences, tokens))
         missing = max_over_workers(len(passes), self.encoder.device) - len(passes)
         if not missing:
-            return passes, []
-        shortest = [min(sequences, key=len)]
-        return passes, [([len(sequences)], layout) for _, layout in self.encoder.layouts(shortest, _ONE_PASS)] * missing
+            return []
+        shortest = preparation.passes(self.encoder, [min(sequences, key=len)], None)
+        return [([len(sequences)], layout) for _, layout in shortest] * missing
+
+    def choose_kernels(self, sides: Sequence[Sequence[Tokens]]) -> str | None:
+        """Measure the attention kernels with texts of each side on CUDA, and use the fastest from now on.
+
+        Returns:
+            What was measured, for the log; None if there is no choice.
+        """
+        encoder = self.encoder
+        flex = encoder.causal and encoder.attention_dropout == 0 and not self._settings.compile
+        if encoder.device.type != "cuda" or not (flex or encoder.packs):
+            return None
+        packed = (True, False) if encoder.packs else (False,)
+        candidates = [Kernels(*both) for both in product(packed, (True, False) if flex else (False,))]
+        tokens = self._settings.grad_cache_tokens or preparation.ONE_PASS
+        measured = measure(encoder, self._deepspeed, sides, tokens, candidates)
+        seconds = mean_over_workers(torch.tensor(measured, device=encoder.device)).tolist()
+        encoder.kernels = candidates[seconds.index(min(seconds))]
+        figures = ", ".join(f"{kernels} {1000 * s:.1f} ms" for kernels, s in zip(candidates, seconds, strict=True))
+        return f"attention: {encoder.kernels} (measured forward: {figures})"
 
     def train(self) -> None:
         """Enable dropout."""
@@ -243,10 +268,10 @@ def _initialize(encoder: InstructionEncoder, settings: TrainSettings) -> tuple[A
     return engine, rates
 
 
-def _in_order(embeddings: Tensor, passes: Sequence[_Pass], count: int) -> Tensor:
+def _in_order(embeddings: Tensor, passes: Sequence[Pass], count: int) -> Tensor:
     """Return the embeddings of the first `count` texts in their order, rather than in that of the passes."""
     order = torch.tensor([row for rows, _ in passes for row in rows]).argsort()
-    return embeddings[order[:count].to(embeddings.device)]
+    return embeddings[on_device(order[:count], embeddings.device)]
 
 
 def export(checkpoint: Path, encoder: InstructionEncoder, path: Path) -> None:

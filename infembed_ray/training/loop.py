@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,17 +19,18 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
+from infembed_ray.progress import say
 from infembed_ray.records import Record
 from infembed_ray.storage import STATES
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
-from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
 from infembed_ray.training.engine import Engine, export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability.anomalies import Monitor
 from infembed_ray.training.observability.events import EventLog
 from infembed_ray.training.observability.metrics import Meter, RunLog, measure, read_metrics, rounded
+from infembed_ray.training.preparation import Prepared, Preparer, ahead
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
 from infembed_ray.training.teacher import Teacher
@@ -126,21 +128,24 @@ class _Trainer:
     def train(self) -> None:
         """Run the steps that are left."""
         self._engine.train()
-        for batches in self._batches_of_steps():
-            if self._validation.exhausted(self._progress):
-                break
-            self._train_step(batches)
-            if self._monitor.stopped is not None:
-                break
+        done = self._progress.step * self._settings.accumulation
+        preparer = self._preparer(done)
+        with closing(ahead(preparer.prepare, enumerate(self._sampler.rows(done), done))) as batches:
+            while self._progress.step < self._steps and not self._validation.exhausted(self._progress):
+                self._train_step(batches)
+                if self._monitor.stopped is not None:
+                    break
 
-    def _batches_of_steps(self) -> Iterator[list[list[list[int]]]]:
-        """Yield the micro-batches of each step that is left; the last step of the run may have fewer."""
-        accumulation = self._settings.accumulation
-        batches = self._sampler.rows(self._progress.step * accumulation)
-        while of_step := list(islice(batches, accumulation)):
-            yield of_step
+    def _preparer(self, number: int) -> Preparer:
+        """Choose the attention kernels with the texts of this micro-batch, and return what prepares all from it on."""
+        for rows in islice(self._sampler.rows(number), 1):
+            batch = Preparer(self._settings, self._records, self._rank, self._encoder).prepare((number, rows)).batch
+            chosen = self._engine.choose_kernels([batch.queries, batch.passages])
+            if chosen is not None and self._rank == 0:
+                say(chosen)
+        return Preparer(self._settings, self._records, self._rank, self._encoder)
 
-    def _train_step(self, batches: Sequence[list[list[int]]]) -> None:
+    def _train_step(self, batches: Iterator[Prepared]) -> None:
         self._meter.begin()
         rate = learning_rate(self._settings, self._progress.step, self._steps)
         agreed = self._forward_backward(batches)
@@ -151,47 +156,37 @@ class _Trainer:
             self._log_step(agreed, rate, norm)
             self._save_if_due(agreed.preempted)
 
-    def _forward_backward(self, batches: Sequence[list[list[int]]]) -> _Agreed:
+    def _forward_backward(self, batches: Iterator[Prepared]) -> _Agreed:
         """Back-propagate the micro-batches of a step; before the last backward pass, the workers agree on the step."""
         sums, ids = torch.zeros(()), []
-        for number, rows in enumerate(batches):
-            seed = f"{self._settings.seed}/{self._progress.step * self._settings.accumulation + number}"
+        accumulation = self._settings.accumulation
+        count = min(accumulation, self._sampler.steps - self._progress.step * accumulation)  # the last may have fewer
+        for number in range(count):
+            with self._meter.data():
+                prepared = next(batches)
             # Seeded anew for each micro-batch and worker: a resumed run draws the same dropout masks as one that was not
             # interrupted, so that no generator's state need be saved.
-            torch.manual_seed(random.Random(f"{seed}/{self._rank}").getrandbits(63))
-            with self._meter.data():
-                shares = [[self._records[r] for r in share] for share in rows]
-                batch = self._collate(shares, seed)
-            ids += [record.id for share in shares for record in share]
-            loss, scores, temperature = self._forward(batch, shares)
-            weight = batch.share / len(batches)
+            torch.manual_seed(random.Random(f"{prepared.seed}/{self._rank}").getrandbits(63))
+            ids += [record.id for share in prepared.shares for record in share]
+            loss, scores, temperature = self._forward(prepared)
+            weight = prepared.batch.share / count
             measured = {"loss": loss.detach(), **measure(scores, temperature)}
             sums = sums + weight * torch.stack(list(measured.values()))
-            if number < len(batches) - 1:
+            if number < count - 1:
                 self._engine.backward(loss * weight, last=False)
         agreed = self._agree(list(measured), sums, ids, float(temperature))
         self._engine.backward(loss * weight, last=True, discard=not agreed.approved)
         return agreed
 
-    def _collate(self, shares: Sequence[Sequence[Record]], seed: str) -> Batch:
-        settings = self._settings
-        return collate(
-            self._encoder,
-            shares,
-            self._rank,
-            self._objective,
-            instruction_negatives=settings.instruction_negatives,
-            iq_negatives=settings.iq_negatives,
-            seed=seed,
-        )
-
-    def _forward(self, batch: Batch, shares: Sequence[Sequence[Record]]) -> tuple[Tensor, Scores, Tensor | float]:
+    def _forward(self, prepared: Prepared) -> tuple[Tensor, Scores, Tensor | float]:
         """Return loss, scores and temperature of a micro-batch."""
-        queries, passages = self._engine.encode(batch.queries), self._engine.encode(batch.passages)
+        batch = prepared.batch
+        queries = self._engine.encode(batch.queries, prepared.queries)
+        passages = self._engine.encode(batch.passages, prepared.passages)
         same_tower = self._settings.same_tower_negatives
         scores = score_batch(self._objective, batch, queries, passages, same_tower)
         if self._teacher is not None:
-            scores = self._teacher.screen(scores, shares, self._rank)
+            scores = self._teacher.screen(scores, prepared.shares, self._rank)
         compared = [scores]
         for dimensions in self._settings.matryoshka:  # leading components, contrasted with the same negatives
             cut = [truncate(embeddings, dimensions) for embeddings in (queries, passages)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infembed_ray.config.training import Variable
+from infembed_ray.modeling.layout import on_device
 from infembed_ray.training.collate import Batch
 from infembed_ray.training.collectives import gather_rows
 from infembed_ray.training.losses import Negatives, Objective
@@ -44,11 +47,13 @@ def score_batch(
             iq_ii . iq_kk (SamToNe, arXiv 2306.02516).
     """
     device = queries.device
-    own_rows = torch.tensor(batch.own, device=device)
-    own = queries[own_rows]  # iq_ii
+
+    def indices(values: Sequence[Any]) -> Tensor:
+        return on_device(torch.tensor(values, dtype=torch.long), device)
+
+    own_rows, query_ids, passage_ids = map(indices, (batch.own, batch.query_ids, batch.passage_ids))
+    own, own_ids = queries[own_rows], query_ids[own_rows]  # iq_ii
     all_own, all_passages = (gather_rows(x, batch.sizes) for x in (own, passages))
-    query_ids = torch.tensor(batch.query_ids, device=device)
-    own_ids, passage_ids = query_ids[own_rows], torch.tensor(batch.passage_ids, device=device)
     all_own_ids, all_passage_ids = gather_rows(torch.stack([own_ids, passage_ids], dim=1), batch.sizes).unbind(1)
     known = _tuple_ids(all_own_ids, all_passage_ids)
 
@@ -60,7 +65,7 @@ def score_batch(
         most = max(map(len, candidates))
         # Shorter rows are padded with their own positive, which is masked.
         filled = [row + [mine] * (most - len(row)) for row, mine in zip(candidates, batch.own, strict=True)]
-        index = torch.tensor(filled, dtype=torch.long, device=device)
+        index = indices(filled)
         return Negatives((passages @ queries.T).gather(1, index), unknown(query_ids[index], passage_ids.unsqueeze(1)))
 
     negatives: dict[Variable, Negatives] = {}
@@ -77,7 +82,7 @@ def score_batch(
     if "IQ" in objective.variables:
         negatives["IQ"] = paired(batch.query_candidates) if batch.query_candidates else pairs
     if "PIQ" in objective.variables:
-        index = torch.tensor(batch.instruction_candidates, device=device)
+        index = indices(batch.instruction_candidates)
         every_pair = gather_rows(queries[index], batch.sizes).flatten(0, 1)  # iq_jk of all rows k, then j
         every_id = gather_rows(query_ids[index], batch.sizes).flatten()
         triples = _tuple_ids(every_id.unsqueeze(1), all_passage_ids).flatten()

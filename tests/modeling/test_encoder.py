@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import length_sorted_batches
+from tests.modeling import backbones
 from tests.modeling.backbones import DECODERS, FAMILIES
 
 INSTRUCTIONS = ["For nurses, in plain words; no brand names.", "As a table."]
@@ -264,3 +265,11 @@ def test_length_sorted_batches_hold_every_row_once_within_the_budget(lengths, bu
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
+
+
+@pytest.mark.parametrize("family", ["modernbert", "qwen2"])
+def test_attention_dropout_replaces_the_models_own(family, tmp_path):
+    path = backbones.write(family, tmp_path)
+    own = InstructionEncoder.from_pretrained(path)
+    assert InstructionEncoder.from_pretrained(path, attention_dropout=0.25).attention_dropout == 0.25
+    assert InstructionEncoder.from_pretrained(path).attention_dropout == own.attention_dropout

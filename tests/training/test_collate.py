@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import Record
-from infembed_ray.training.collate import collate, flatten, other_instructions
+from infembed_ray.training.collate import collate, draw_instructions, flatten, other_instructions
 from infembed_ray.training.losses import NCE, Objective
+from tests.modeling import backbones
 
 MULTI_P_I = Objective.parse("multi{P,I}")
 
@@ -52,7 +53,7 @@ def test_instruction_negatives_are_distinct_and_exclude_the_own_instruction(reco
     available = sorted({t.instruction for t in tuples})
     for t in tuples:
         others = set(available) - {t.instruction}
-        drawn = other_instructions(t, available, count, random.Random(seed))
+        drawn = other_instructions(t, draw_instructions(available, count, random.Random(seed)), count)
         assert len(drawn) == len(set(drawn)) == (len(others) if count is None else min(count, len(others)))
         assert set(drawn) <= others
         if drawn:
@@ -86,6 +87,38 @@ def test_sampled_negatives_do_not_depend_on_the_number_of_workers(encoder):
     assert [part.share for part in parts] == [1.2, 0.8]
     assert whole.share == 1.0
     assert collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=4, seed="7/4") != whole
+
+
+def test_shared_instructions_are_one_set_per_step_for_any_number_of_workers(encoder):
+    records = [record(n) for n in range(12)]
+    rows = [t for r in records for t in flatten(r)]
+    options = {"instruction_negatives": 4, "shared_instructions": True, "seed": "7/3"}
+    whole = candidate_texts(encoder, collate(encoder, [records], 0, MULTI_P_I, **options))
+    shares = [records[:5], records[5:6], records[6:]]
+    parts = [collate(encoder, shares, rank, MULTI_P_I, **options) for rank in range(3)]
+    assert [row for part in parts for row in candidate_texts(encoder, part)] == whole
+    drawn = draw_instructions(sorted({t.instruction for t in rows}), 4, random.Random("7/3"))
+    assert len(drawn) == 5
+    for t, row in zip(rows, whole, strict=True):
+        rest = [i for i in drawn if i not in (t.instruction, t.poisoned)][:3]
+        assert row == [f"{i} {t.query}" for i in (t.poisoned, *rest)]
+    other = candidate_texts(encoder, collate(encoder, [records], 0, MULTI_P_I, **options | {"seed": "7/4"}))
+    assert other != whole
+
+
+def test_causal_backbones_share_the_instructions_of_a_step_by_default(encoder, tmp_path):
+    records = [record(n) for n in range(12)]
+
+    def instructions(encoder, **options):
+        batch = collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=4, seed="1", **options)
+        rows = candidate_texts(encoder, batch)[::3]
+        return {tuple(sorted(text.rsplit(" query", 1)[0] for text in row[1:])) for row in rows}
+
+    decoder = InstructionEncoder.from_pretrained(backbones.write("qwen2", tmp_path))
+    assert len(instructions(encoder)) > 6
+    assert len(instructions(encoder, shared_instructions=True)) <= 4
+    assert len(instructions(decoder)) <= 4
+    assert len(instructions(decoder, shared_instructions=False)) > 6
 
 
 def test_all_instructions_means_those_of_the_own_share(encoder):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.training.collate import collate, flatten, other_instructions
+from infembed_ray.training.collate import collate, flatten
 from infembed_ray.training.collectives import mean_over_workers
 from infembed_ray.training.losses import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss
 from infembed_ray.training.scores import score_batch, screened
@@ -60,7 +60,9 @@ def loss_of(encoder, weight, shares, rank, objective, once=True, same_tower=Fals
     return marginal_loss(objective, scores.positive, scores.negatives, TEMPERATURE, once), batch.share
 
 
-def reference(encoder, weight, shares, objective, once=True, same_tower=False, instruction_negatives=None, iq="kk"):
+def reference(
+    encoder, weight, shares, objective, once=True, same_tower=False, instruction_negatives=None, iq="kk", shared=False
+):
     """Compute the mean of Eq. 1, 6-21 over all rows of all workers, by loops over texts and a set of known tuples."""
     cache = {}
 
@@ -100,7 +102,11 @@ def reference(encoder, weight, shares, objective, once=True, same_tower=False, i
             others = {t.instruction for t in mine}
         else:
             pool = sorted({t.instruction for t in rows})
-            others = other_instructions(i, pool, instruction_negatives, random.Random(f"1/1/{n}"))
+            rng = random.Random("1/1" if shared else f"1/1/{n}")
+            drawn = rng.sample(pool, min(len(pool), instruction_negatives + 1))
+            rest = [j for j in drawn if j != i.instruction and j != i.poisoned]
+            others = ([i.poisoned] if i.poisoned != i.instruction else []) + rest
+            del others[instruction_negatives:]
         sums["I"] = sum(e(j, i.query, i.passage) for j in others if (j, i.query, i.passage) not in known)
         if iq == "kk":
             sums["IQ"] = sum(
@@ -131,11 +137,13 @@ def reference(encoder, weight, shares, objective, once=True, same_tower=False, i
 CASES = [(o, once, {}) for o in ALL_OBJECTIVES for once in (True, False) if once or o.kind == "multi"]
 CASES += [(Objective.parse(o), True, {"iq_negatives": "ik"}) for o in ("uni{P,IQ}", "multi{P,I,IQ}")]
 CASES += [(Objective.parse(o), True, {"same_tower": True}) for o in ("uni{P}", "multi{P,I}")]
+CASES += [(Objective.parse(o), True, {"shared_instructions": True}) for o in ("uni{I}", "multi{P,I}", "multi{P,I,IQ}")]
 CASES += [(NCE, True, {})]
 
 
 def options_of_reference(options):
-    return {("iq" if name == "iq_negatives" else name): value for name, value in options.items()}
+    names = {"iq_negatives": "iq", "shared_instructions": "shared"}
+    return {names.get(name, name): value for name, value in options.items()}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.layout import Layout, Tokens
+from infembed_ray.modeling.layout import Layout, Tokens, on_device
 
 ATTENTION = "packed_sdpa"
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -56,7 +56,8 @@ class PackedLayout(Layout):
     """Texts one after another in a single row."""
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
-        return super().backbone_inputs(backbone) | {"attend": PackedAttention.from_lengths(self.lengths)}
+        attend = PackedAttention.from_lengths(self.lengths, self.input_ids.device)
+        return super().backbone_inputs(backbone) | {"attend": attend}
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,21 @@ class PackedAttention:
     """Attention within the texts of a packed row (an `Attend`).
 
     Attributes:
-        lengths: (texts) tokens of each text.
-        ends: (texts + 1) int32 places where texts start and end.
+        runs: (tokens, texts) of each run of neighbouring texts of equal length.
+        ends: (texts + 1) int32 places where texts start and end, on the device.
         longest: tokens of the longest text.
     """
 
-    lengths: Tensor
+    runs: list[tuple[int, int]]
     ends: Tensor
     longest: int
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor) -> PackedAttention:
-        """Return the attention of texts of these lengths, on their device."""
+    def from_lengths(cls, lengths: Tensor, device: torch.device) -> PackedAttention:
+        """Return the attention of texts of these lengths, which are on the CPU, on a device."""
         ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return cls(lengths, ends, int(lengths.max()))
+        runs = [(length, len(list(same))) for length, same in groupby(lengths.tolist())]
+        return cls(runs, on_device(ends, device), int(lengths.max()))
 
     def __call__(
         self,
@@ -103,9 +105,8 @@ class PackedAttention:
             )
             return cast(Tensor, states).unsqueeze(0)
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
-        runs = [(length, len(list(same))) for length, same in groupby(self.lengths.tolist())]
-        sizes = [length * count for length, count in runs]
-        parts = zip(runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True)
+        sizes = [length * count for length, count in self.runs]
+        parts = zip(self.runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True)
         attended = []
         for (length, count), *states in parts:
             batch = [s.unflatten(1, (count, length)).transpose(0, 1) for s in states]  # (count, heads, length, size)

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from infembed_ray.modeling.attention.flex import FlexTreeAttention
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
-from infembed_ray.modeling.layout import Layout, Side, Tokens
+from infembed_ray.modeling.layout import Layout, Side, Tokens, on_device
 
-FLEX = "flex_attention"
 WORTHWHILE = 0.1
 """Smallest share of saved tokens that makes trees worthwhile."""
 PAIRS_PER_TOKEN = 1024
@@ -43,20 +42,18 @@ class TreeLayout(Layout):
 
     Attributes:
         ends: (width) end of each token's subtree: token q may attend to token k if k <= q < ends[k].
+        flex: whether FlexAttention attends, rather than SDPA with a dense mask of each tree.
     """
 
     ends: Tensor = field(kw_only=True)
+    flex: bool = False
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
-        inputs = super().backbone_inputs(backbone)
-        if backbone.config._attn_implementation != FLEX:
-            return inputs | {"attend": TreeAttention.from_ends(self.ends, backbone.dtype)}
-        ends, size = self.ends, len(self.ends)
-
-        def ancestor(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < ends[key])
-
-        return inputs | {"attention_mask": create_block_mask(ancestor, 1, None, size, size, device=str(ends.device))}
+        device = self.input_ids.device
+        if self.flex:
+            return super().backbone_inputs(backbone) | {"attend": FlexTreeAttention.from_ends(self.ends, device)}
+        attend = TreeAttention.from_ends(self.ends, backbone.dtype, device)
+        return super().backbone_inputs(backbone) | {"attend": attend}
 
 
 @dataclass(frozen=True)
@@ -72,19 +69,22 @@ class TreeAttention:
     masks: list[Tensor | None]
 
     @classmethod
-    def from_ends(cls, ends: Tensor, dtype: torch.dtype) -> TreeAttention:
+    def from_ends(cls, ends: Tensor, dtype: torch.dtype, device: torch.device) -> TreeAttention:
         """Build the masks.
 
         Args:
-            ends: as of the layout.
-            dtype: precision of the backbone.
+            ends: as of the layout, on the CPU.
+            dtype, device: of the backbone.
         """
-        places = torch.arange(len(ends), device=ends.device)
-        later_roots = (ends.cummax(0).values[:-1] <= places[1:]).nonzero().squeeze(1) + 1
+        later_roots = (ends.cummax(0).values[:-1] <= torch.arange(1, len(ends))).nonzero().squeeze(1) + 1
         roots = [0, *later_roots.tolist(), len(ends)]
         sizes = [after - root for root, after in pairwise(roots)]
-        trees = zip(roots, ends.split(sizes), strict=False)
-        return cls(sizes, [_mask(of_tree - root, dtype) for root, of_tree in trees])
+        single = [
+            bool((of_tree == len(of_tree) + root).all())
+            for root, of_tree in zip(roots, ends.split(sizes), strict=False)
+        ]
+        trees = zip(roots, single, on_device(ends, device).split(sizes), strict=False)
+        return cls(sizes, [None if alone else _mask(of_tree - root, dtype) for root, alone, of_tree in trees])
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         masks = [mask if mask is None else mask.to(query.dtype) for mask in self.masks]
@@ -100,7 +100,7 @@ def obstacle(backbone: Any, longest: int) -> str | None:
         longest: tokens of the longest text.
     """
     config = backbone.config
-    if config._attn_implementation not in (PACKED, FLEX):
+    if config._attn_implementation != PACKED:
         return f"its {config._attn_implementation} attention does not take trees"
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
@@ -116,10 +116,17 @@ def saves(sequences: Sequence[Tokens]) -> bool:
     return shared >= WORTHWHILE * sum(map(len, ordered))
 
 
-def forests(sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], TreeLayout]]:
+def forests(
+    sequences: Sequence[Tokens], batch_tokens: int, flex: bool = False
+) -> Iterator[tuple[list[int], TreeLayout]]:
     """Lay out texts of one side as trees, in passes of at most `batch_tokens` tokens.
 
     A tree that continues in the next pass repeats the shared tokens there. A longer text is a pass of its own.
+
+    Args:
+        sequences: texts of one side.
+        batch_tokens: tokens per pass.
+        flex: see `TreeLayout`.
 
     Yields:
         rows of `sequences`, and the layout of those texts in that order. Every row once.
@@ -129,12 +136,12 @@ def forests(sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[li
     for row in sorted(range(len(sequences)), key=lambda row: sequences[row].ids):  # the order of a depth-first walk
         ids = sequences[row].ids
         if rows and len(forest.ids) + len(ids) - forest.shared(ids) > batch_tokens:
-            yield rows, forest.layout(sequences[rows[0]].side)
+            yield rows, forest.layout(sequences[rows[0]].side, flex)
             rows, forest = [], _Forest()
         forest.add(ids)
         rows.append(row)
     if rows:
-        yield rows, forest.layout(sequences[rows[0]].side)
+        yield rows, forest.layout(sequences[rows[0]].side, flex)
 
 
 class _Forest:
@@ -180,7 +187,7 @@ class _Forest:
             self.ends[place] = len(self.ids)
         del self._path[depth:]
 
-    def layout(self, side: Side) -> TreeLayout:
+    def layout(self, side: Side, flex: bool) -> TreeLayout:
         self._close(0)
         ids = torch.tensor([self.ids])
         return TreeLayout(
@@ -191,6 +198,7 @@ class _Forest:
             side=side,
             position_ids=torch.tensor([self.positions]),
             ends=torch.tensor(self.ends),
+            flex=flex,
         )
 
 
@@ -202,9 +210,7 @@ def _common(a: list[int], b: list[int]) -> int:
     return min(len(a), len(b))
 
 
-def _mask(ends: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if bool((ends == len(ends)).all()):
-        return None  # a single text
+def _mask(ends: Tensor, dtype: torch.dtype) -> Tensor:
     places = torch.arange(len(ends), device=ends.device)
     ancestor = (places <= places.unsqueeze(1)) & (places.unsqueeze(1) < ends)
     # Additive, because SDPA would convert a bool mask in every layer.

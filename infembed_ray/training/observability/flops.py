@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.layout import Layout, on_device
 
 PEAKS: tuple[tuple[str, float, float], ...] = (
     (r"\bB200\b", 2250, 75),
@@ -116,25 +116,22 @@ class Workload:
     def _begin(self) -> None:
         self._slots = self._tokens = 0
         self._flops = 0.0
-        self._attention: list[Tensor] = []  # on the device, because reading it would wait for the passes
 
     def add(self, layout: Layout, idle: bool = False) -> None:
-        """Count a pass; of an idle one, whose result is ignored, only the slots."""
+        """Count a pass, whose layout is on the CPU; of an idle one, whose result is ignored, only the slots."""
         self._slots += layout.input_ids.numel()
         if idle:
             return
         tokens = layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
         backbone = self._passages if layout.side == "passage" else self._queries
         self._tokens += tokens
-        self._flops += tokens * backbone.token
-        self._attention.append(backbone.pairs(layout) * backbone.pair)
+        self._flops += tokens * backbone.token + float(backbone.pairs(layout)) * backbone.pair
 
     def take(self) -> Tensor:
         """Return slots, tokens and FLOPs, (3,) float64 on the encoder's device, and start counting anew.
 
         Slots are the places in the input of the passes; tokens are those that hold a token, once for a shared prefix.
         """
-        counted = torch.tensor([self._slots, self._tokens, self._flops], dtype=torch.float64, device=self._device)
-        counted[2] += sum(self._attention)
+        counted = torch.tensor([self._slots, self._tokens, self._flops], dtype=torch.float64)
         self._begin()
-        return counted
+        return on_device(counted, self._device)

@@ -11,7 +11,7 @@
     tokens_per_second     of all workers together
     padding               share of the slots in the passes that hold no token; 0 if everything is packed
     seconds               duration of the step, without checkpoints and validation
-    data_seconds          part of `seconds` spent on reading and tokenizing
+    data_seconds          part of `seconds` spent waiting for data, which a thread prepares
     mfu                   model FLOPs (see `flops`) / (seconds x workers x peak of the device); null if the peak is unknown
     memory_gib            peak of allocated device memory so far; on CPU, peak resident memory of the process
 

@@ -150,9 +150,9 @@ def alone(encoder, sequences):
     return torch.cat(vectors)
 
 
-def as_trees(encoder, sequences, batch_tokens=1 << 40):
+def as_trees(encoder, sequences, batch_tokens=1 << 40, flex=False):
     embeddings = [None] * len(sequences)
-    for rows, layout in prefix_tree.forests(sequences, batch_tokens):
+    for rows, layout in prefix_tree.forests(sequences, batch_tokens, flex):
         for row, vector in zip(rows, encoder(layout), strict=True):
             embeddings[row] = vector
     return torch.stack(embeddings)
@@ -187,23 +187,6 @@ def test_gradient_checkpointing_recomputes_the_same_trees():
     expected = gradients(encoder, as_trees(encoder, sequences))
     encoder.checkpoint_activations()
     torch.testing.assert_close(gradients(encoder, as_trees(encoder, sequences)), expected)
-
-
-def test_flex_attention_reads_the_same_trees(monkeypatch):
-    from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as integration
-
-    monkeypatch.setattr(  # not compiled: the compiler needs minutes here
-        integration,
-        "compile_friendly_flex_attention",
-        lambda q, k, v, training=False, **o: flex_attention(q, k, v, **o),
-    )
-    sequences = pairs()
-    expected = alone(encoder_of(), sequences)
-    encoder = encoder_of(attn_implementation="flex_attention")
-    assert prefix_tree.obstacle(encoder.backbone, 100) is None
-    with torch.no_grad():
-        torch.testing.assert_close(as_trees(encoder, sequences), expected, atol=1e-6, rtol=0)
 
 
 @given(
@@ -318,8 +301,8 @@ def test_bidirectional_backbones_and_texts_that_share_nothing_have_no_trees(caps
     assert not capsys.readouterr().out
 
 
-def plain(encoder, sequences, batch_tokens):
-    """`InstructionEncoder.layouts` without trees: every text in a padded row of its own."""
+def plain(encoder, sequences, batch_tokens, device, dtype):
+    """`InstructionEncoder.lay_out` without trees: every text in a padded row of its own."""
     for rows in length_sorted_batches([len(s) for s in sequences], batch_tokens):
         yield rows, padded([sequences[row] for row in rows], 0)
 
@@ -329,14 +312,14 @@ def train(layouts, settings, directory):
     shared = []
     forests = prefix_tree.forests
 
-    def spy(sequences, batch_tokens):
+    def spy(sequences, batch_tokens, flex):
         shared.append(len(sequences))
-        return forests(sequences, batch_tokens)
+        return forests(sequences, batch_tokens, flex)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "forests", spy)
         if layouts is not None:
-            patch.setattr(InstructionEncoder, "layouts", layouts)
+            patch.setattr(InstructionEncoder, "lay_out", layouts)
         train_worker(settings, [record(n) for n in range(6)], directory, torch.device("cpu"))
     assert bool(shared) is (layouts is None)
 

@@ -1,0 +1,112 @@
+"""Preparation of micro-batches in a thread, while the steps before them run: read, tokenize, collate and lay out."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Layout, Tokens
+from infembed_ray.records import Record
+from infembed_ray.training.collate import Batch, collate
+from infembed_ray.training.losses import Objective
+
+AHEAD = 2
+"""Micro-batches prepared before they are needed."""
+ONE_PASS = 1 << 40
+"""Token limit of a pass without GradCache: all texts of a side in one pass."""
+
+Pass = tuple[list[int], Layout]
+"""Indices of some texts, and their layout; see `InstructionEncoder.layouts`."""
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch, ready for its forward passes.
+
+    Attributes:
+        number: Micro-batches before it in the run.
+        seed: Seed of what is drawn for it.
+        shares: Its records, of every worker in rank order.
+        batch: This worker's share, tokenized.
+        queries, passages: Passes of the batch's texts, on the CPU.
+    """
+
+    number: int
+    seed: str
+    shares: list[list[Record]]
+    batch: Batch
+    queries: list[Pass]
+    passages: list[Pass]
+
+
+class Preparer:
+    """Prepares micro-batches for one worker: a pure function of the settings, the records and their numbers.
+
+    Args:
+        settings: Settings of the run.
+        records: All records.
+        rank: Rank of this worker.
+        encoder: Encoder in training.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, records: Sequence[Record], rank: int, encoder: InstructionEncoder
+    ) -> None:
+        self._settings = settings
+        self._records = records
+        self._rank = rank
+        self._objective = Objective.from_settings(settings)
+        # A tokenizer is not thread-safe, and a validation sets the encoder to `eval` in the meantime.
+        self._encoder = copy.copy(encoder)
+        self._encoder.tokenizer = copy.deepcopy(encoder.tokenizer)
+        self._encoder.training = True
+
+    def prepare(self, item: tuple[int, list[list[int]]]) -> Prepared:
+        """Prepare the micro-batch of this number and these rows, one list per worker in rank order."""
+        number, rows = item
+        settings = self._settings
+        seed = f"{settings.seed}/{number}"
+        shares = [[self._records[row] for row in share] for share in rows]
+        batch = collate(
+            self._encoder,
+            shares,
+            self._rank,
+            self._objective,
+            instruction_negatives=settings.instruction_negatives,
+            shared_instructions=settings.shared_instructions,
+            iq_negatives=settings.iq_negatives,
+            seed=seed,
+        )
+        queries, passages = (
+            passes(self._encoder, s, settings.grad_cache_tokens) for s in (batch.queries, batch.passages)
+        )
+        return Prepared(number, seed, shares, batch, queries, passages)
+
+
+def passes(encoder: InstructionEncoder, sequences: Sequence[Tokens], batch_tokens: int | None) -> list[Pass]:
+    """Divide texts of one side into passes of at most `batch_tokens` tokens, or one pass for None, on the CPU."""
+    return list(encoder.lay_out(sequences, batch_tokens or ONE_PASS, encoder.device, encoder.dtype))
+
+
+def ahead(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
+    """Yield `function(item)` of each item in order, computed in a thread up to `AHEAD` items before it is asked for."""
+    pending: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="prepare") as thread:
+        try:
+            for item in items:
+                pending.append(thread.submit(function, item))
+                if len(pending) > AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

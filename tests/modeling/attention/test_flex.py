@@ -1,0 +1,77 @@
+"""Block masks of prefix trees against the rule for tokens, and FlexAttention against dense masks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+from infembed_ray.modeling.attention import flex
+from infembed_ray.modeling.attention.flex import BLOCK, FlexTreeAttention
+from infembed_ray.modeling.attention.prefix_tree import TreeAttention, forests
+from infembed_ray.modeling.layout import Tokens
+from tests.modeling.attention.test_prefix_tree import alone, as_trees, encoder_of, gradients, pairs
+
+CPU = torch.device("cpu")
+
+
+def blocks(count, indices, width):
+    """Return the (rows, columns) bool matrix of a mask's lists of blocks."""
+    dense = torch.zeros(width, width, dtype=torch.bool)
+    for row, (number, columns) in enumerate(zip(count[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
+        dense[row, columns[:number]] = True
+    return dense
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 150)), min_size=1, max_size=12),
+    st.integers(0, 60),
+)
+def test_blocks_are_those_that_the_rule_for_tokens_gives(texts, shared):
+    sequences = [Tokens([first] * shared + [5 + n] * length) for n, (first, length) in enumerate(texts)]
+    [(_, layout)] = forests(sequences, 1 << 40)
+    attention = FlexTreeAttention.from_ends(layout.ends, CPU)
+    ends = torch.cat([layout.ends, torch.arange(len(layout.ends), attention.width) + 1])
+    place = torch.arange(attention.width)
+    attends = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < ends)
+    by_block = attends.view(-1, BLOCK, attention.width // BLOCK, BLOCK).transpose(1, 2).flatten(2)
+    any_, all_ = by_block.any(dim=2), by_block.all(dim=2)
+    got, count = attention.mask, len(any_)
+    full = blocks(got.full_kv_num_blocks, got.full_kv_indices, count)
+    partial = blocks(got.kv_num_blocks, got.kv_indices, count)
+    assert torch.equal(full | partial, any_)
+    assert not (full & partial).any()
+    assert torch.equal(full | all_, all_)  # a diagonal block is never full, except of one token
+    theirs = create_block_mask(got.mask_mod, 1, 1, attention.width, attention.width, device="cpu", BLOCK_SIZE=BLOCK)
+    assert torch.equal(got.to_dense(), theirs.to_dense())
+    assert torch.equal(got.q_num_blocks + got.full_q_num_blocks, theirs.q_num_blocks + theirs.full_q_num_blocks)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_trees_by_flex_attention_give_the_embeddings_and_gradients_of_each_text_alone(pooling):
+    encoder = encoder_of(pooling=pooling)
+    sequences = pairs()
+    one_by_one, trees = alone(encoder, sequences), as_trees(encoder, sequences, flex=True)
+    torch.testing.assert_close(trees, one_by_one, atol=1e-6, rtol=0)
+    expected, found = gradients(encoder, one_by_one), gradients(encoder, trees)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_the_compiled_kernel_reads_the_block_mask(monkeypatch):
+    """Only the compiled kernel skips blocks; here it compiles for the CPU, without backward pass, once for two widths."""
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(flex, "_kernel", lambda device: compiled)
+    for queries in (60, 61, 200):
+        [(_, layout)] = forests(pairs(3, queries), 1 << 40)
+        tokens = len(layout.ends)
+        torch.manual_seed(0)
+        states = [torch.randn(1, heads, tokens, 16) for heads in (4, 2, 2)]
+        dense = TreeAttention.from_ends(layout.ends, torch.float32, CPU)
+        module = torch.nn.Module()
+        module.num_key_value_groups = 2
+        with torch.no_grad():
+            got = FlexTreeAttention.from_ends(layout.ends, CPU)(module, *states, scaling=0.25)
+            expected = dense(module, *states, scaling=0.25, is_causal=True)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
