@@ -159,12 +159,16 @@ def planned(model: str, run: str, number: int) -> int:
     return round(step_memory(weights, held, WORKERS, config, backward_passes(work, settings)).total)
 
 
-def run_workers(model: str, run: str, number: int) -> int:
-    """Return the larger of the two workers' peaks."""
+def free_port() -> int:
+    """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return int(probe.getsockname()[1])
+
+
+def run_workers(model: str, run: str, number: int) -> int:
+    """Return the larger of the two workers' peaks."""
+    environment = os.environ | {"WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, __file__, "--texts", str(number), "--one", model, run]
     children = [
         subprocess.Popen(

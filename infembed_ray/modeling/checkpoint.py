@@ -371,6 +371,21 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
     return path
 
 
+def weight_files(model: str, tower: str) -> dict[str, Path]:
+    """Return name -> safetensors file of the tensors of a backbone; {} if it has no such files.
+
+    Args:
+        model: directory or hub name.
+        tower: folder of the backbone, from its description.
+    """
+    if path := cached(model, _join(tower, "model.safetensors")):  # transformers prefers it too
+        with safe_open(path, "pt") as file:
+            return dict.fromkeys(file.keys(), Path(path))
+    listed = _read_json(model, _join(tower, "model.safetensors.index.json")).get("weight_map", {})
+    paths = {file: cached(model, _join(tower, file)) for file in set(listed.values())}
+    return {name: Path(paths[file] or file) for name, file in listed.items()}
+
+
 def is_own(model: str) -> bool:
     """Return whether `checkpoint_writer.write` wrote the model, so that it has its template and lengths."""
     return bool(_read_json(model, OWN_CONFIG))

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
 
 from infembed_ray import durable
 from infembed_ray.modeling.checkpoint import OWN_CONFIG, POOLING_MODES, ROUTER_CONFIG, ROUTES, SHARED, Description
 
+_SHARD = "4GB"
+"""Maximum size of a file of weights that are read from elsewhere; one file is in memory at a time."""
 
-def write(path: Path, description: Description, backbones: Sequence[Any], tokenizer: Any) -> None:
+
+class Stored(Protocol):
+    """A tensor that is read when it is needed."""
+
+    def contiguous(self) -> Tensor:
+        """Read it."""
+
+
+def write(
+    path: Path,
+    description: Description,
+    backbones: Sequence[Any],
+    tokenizer: Any,
+    weights: Sequence[Mapping[str, Stored]] | None = None,
+) -> None:
     """Write a sentence-transformers directory.
 
     Args:
@@ -18,11 +38,17 @@ def write(path: Path, description: Description, backbones: Sequence[Any], tokeni
         description: what to write; `towers` follows from the backbones.
         backbones: one Hugging Face model, or those of queries and passages.
         tokenizer: their tokenizer.
+        weights: name -> fp32 parameter of each backbone, if the backbones are on the meta device.
     """
     towers = SHARED if len(backbones) == 1 else tuple(f"{route}_0_Transformer" for route in ROUTES)
     longest = max(description.query_length or 0, description.passage_length or 0)
-    for tower, backbone in zip(towers, backbones, strict=True):
-        _write_tower(path / tower, backbone, tokenizer, longest)
+    for number, (tower, backbone) in enumerate(zip(towers, backbones, strict=True)):
+        (path / tower).mkdir(parents=True, exist_ok=True)
+        if weights is None:
+            backbone.save_pretrained(path / tower)
+        else:
+            _write_weights(path / tower, backbone, weights[number])
+        _write_tokenizer(path / tower, backbone, tokenizer, longest)
     pooling = _write_modules(path, towers, description)
     durable.replace_json(
         path / pooling / "config.json",
@@ -45,9 +71,24 @@ def write(path: Path, description: Description, backbones: Sequence[Any], tokeni
     durable.replace_json(path / OWN_CONFIG, {name: getattr(description, name) for name in own})
 
 
-def _write_tower(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    backbone.save_pretrained(folder)
+def _write_weights(folder: Path, backbone: Any, weights: Mapping[str, Stored]) -> None:
+    """Write configuration and weights as `save_pretrained` does, with one file's weights in memory at a time."""
+    state = backbone.state_dict()
+    shards = split_torch_state_dict_into_shards(
+        state, max_shard_size=_SHARD, filename_pattern="model{suffix}.safetensors"
+    )
+    for file, names in shards.filename_to_tensors.items():
+        tensors = {name: (weights[name] if state[name].is_meta else state[name]).contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        durable.replace_json(folder / "model.safetensors.index.json", index)
+    backbone.config.dtype = "float32"
+    backbone.config.architectures = [type(backbone).__name__]
+    backbone.config.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
     tokenizer.save_pretrained(folder)
     loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
     if getattr(backbone.config, "is_causal", None) is False:

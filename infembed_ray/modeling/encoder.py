@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import partial
@@ -402,10 +402,16 @@ class InstructionEncoder(nn.Module):
         lengths = np.outer(np.linalg.norm(first, axis=1), np.linalg.norm(second, axis=1))
         return (first @ second.T) / np.maximum(lengths, np.finfo(np.float32).tiny)
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def save_pretrained(
+        self, path: str | Path, weights: Sequence[Mapping[str, checkpoint_writer.Stored]] | None = None
+    ) -> None:
         """Write this encoder as a sentence-transformers directory.
 
         Adapters are merged into the weights of this encoder, and also written by themselves.
+
+        Args:
+            path: directory to write, created if missing.
+            weights: name -> fp32 parameter of each backbone, for an encoder on the meta device without adapters.
         """
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -426,6 +432,7 @@ class InstructionEncoder(nn.Module):
             ),
             self.backbones,
             self.tokenizer,
+            weights,
         )
         if self.interaction is not None:
             self.interaction.write(path)

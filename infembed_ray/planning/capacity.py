@@ -9,7 +9,8 @@ also the gradients, ZeRO-3 also the parameters. DeepSpeed differs from the paper
 - ZeRO-1 and 2 copy an fp32 model to flat fp32 master weights. ZeRO-3 does not: its parameters are the master weights.
 - Gradients travel in a buffer of `reduce_bucket_size` elements, which exists during a backward pass (ZeRO-3: always), and
   are copied once more, flat, when it is reduced.
-- Adam allocates two temporaries of the size of its share.
+
+A checkpoint is written from a copy in host memory, which stays allocated for the next one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from typing import Any, Literal
 GIB = 2**30
 FLOAT = 4
 _MOMENTS = 8
-_ADAM_TEMPORARIES = 2
-"""fp32 tensors of the share's size: the root of the second moment and the denominator."""
 _ALLREDUCE = 500_000_000
 """Elements that ZeRO-0 reduces at once (DeepSpeed's `numel_per_bucket`)."""
 _BUCKET = 500_000_000
@@ -64,7 +63,7 @@ class Memory:
     Attributes:
         parameters: as the forward pass reads them; under ZeRO-3 the worker's share and those gathered at once.
         gradients, master: the worker's share, in fp32.
-        optimizer: Adam's moments, and its temporaries if the peak is the update.
+        optimizer: Adam's moments.
         activations: saved by autograd, and temporaries of the backward pass.
         communication: buckets.
         framework: memory outside the tensors, and losses of the allocator.
@@ -149,23 +148,24 @@ def step_memory(
         communication=buckets,
     )
     at_last = replace(states, communication=buckets + flat)
-    temporaries = _ADAM_TEMPORARIES * trained * FLOAT if optimizer_on is None else 0.0
-    in_update = replace(states, parameters=own, optimizer=moments + temporaries, communication=idle)
+    in_update = replace(states, parameters=own, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
 
 
-def start_memory(weights: Weights, framework: float = 0.0) -> float:
-    """Bytes on one GPU while DeepSpeed loads the model: whole in fp32, cast tensor by tensor, then copied flat."""
-    arrival = weights.parameters * FLOAT + weights.largest * weights.nbytes
-    return max(arrival, 2 * weights.whole) + framework
+def start_memory(weights: Weights, workers: int, config: Mapping[str, Any], framework: float = 0.0) -> float:
+    """Bytes on one GPU while the model is loaded: twice, as it arrives and flat; under ZeRO-3 of its partition only."""
+    if config["zero_optimization"]["stage"] == 3:
+        return 2 * weights.whole / workers + weights.largest * weights.nbytes + framework
+    return 2 * weights.whole + framework
 
 
 def host_memory(weights: Weights, workers: int, per_node: int, config: Mapping[str, Any], process: float) -> Host:
     """CPU memory and disk of a node.
 
-    Every worker reads the backbone in fp32 before it goes to its GPU (4 P). Offloaded optimizer states take 16 T / N per
-    worker (master weights, moments, gradients), and under ZeRO-1 and 2 b T / N for the updated parameters. Offloaded
-    parameters take b P / N.
+    Every worker reads the backbone in the run's precision before it goes to its GPU (b P). Under ZeRO-3, worker 0 reads one
+    parameter after the other. Offloaded optimizer states take 16 T / N per worker (master weights, moments, gradients), and
+    under ZeRO-1 and 2 b T / N for the updated parameters. Offloaded parameters take b P / N. The copy for checkpoints takes
+    12 T / N per worker, and without ZeRO-3 also b T of worker 0.
 
     Args:
         workers, per_node: N, and those of one node.
@@ -183,7 +183,14 @@ def host_memory(weights: Weights, workers: int, per_node: int, config: Mapping[s
     if parameters_on is not None:
         own = weights.whole / workers
         memory, nvme = (memory + own, nvme) if parameters_on == "cpu" else (memory, nvme + own)
-    return Host(per_node * (process + max(memory, weights.parameters * FLOAT)), per_node * nvme)
+    arrival = weights.largest * FLOAT if stage == 3 else weights.parameters * weights.nbytes
+    of_first = weights.trained * weights.nbytes if stage < 3 else 0
+    if stage == 0:
+        copied, of_first = 0.0, of_first + weights.trained * _MOMENTS  # worker 0 writes all of it
+    else:
+        copied = states
+    each = process + max(memory + copied, arrival)
+    return Host(per_node * each + of_first, per_node * nvme)
 
 
 def offloaded(config: Mapping[str, Any]) -> tuple[Device, Device]:

@@ -210,7 +210,7 @@ def _option(
             weights, activations(work, kept, checkpointing), cluster.gpus, config, backward_passes(work, settings)
         )
     )
-    start = start_memory(weights, memory.framework)
+    start = start_memory(weights, cluster.gpus, config, memory.framework)
     host = host_memory(weights, cluster.gpus, cluster.gpus_per_node, config, cost.assumed("host_process_gib") * GIB)
     needs = (
         ("a GPU at a step's peak", memory.total, cluster.memory),

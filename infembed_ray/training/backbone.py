@@ -12,7 +12,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 def load_encoder(
     settings: TrainSettings, device: torch.device | str = "cpu", quantized: bool = False
 ) -> InstructionEncoder:
-    """Load the encoder of a run in fp32; DeepSpeed casts it and keeps fp32 master weights.
+    """Load the encoder of a run in fp32, or in bf16 on a GPU if the run computes in it; DeepSpeed keeps fp32 master weights.
 
     Args:
         settings: Settings of the run.
@@ -20,6 +20,7 @@ def load_encoder(
         quantized: Whether to quantize the backbone to 4 bits under the adapters (QLoRA). The exported model is not
             quantized: the adapters are merged into the full weights.
     """
+    on_gpu = torch.device(device).type == "cuda"
     encoder = InstructionEncoder.from_pretrained(
         settings.model,
         template=settings.template,
@@ -34,6 +35,7 @@ def load_encoder(
         share_encoder=settings.share_encoder,
         attention_dropout=settings.attention_dropout,
         device=device,
+        dtype=torch.bfloat16 if on_gpu and settings.precision == "bf16" and not quantized else torch.float32,
         quantized=quantized,
     )
     if settings.lora is not None:

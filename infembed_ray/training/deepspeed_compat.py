@@ -22,7 +22,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine as CheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
 SHARDED_STATES = "*zero_pp_rank_*_optim_states.pt"
@@ -49,6 +49,16 @@ def wrap_op_builds(build: Callable[[str, Path, Callable[[], Any]], Any]) -> None
         return build(builder.name, directory, functools.partial(jit_load, builder, verbose))
 
     OpBuilder.jit_load = wrapped
+
+
+def partitioner(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
+    """Return a function that keeps of a parameter this worker's ZeRO-3 partition of worker 0's values.
+
+    `zero.Init` partitions all parameters of a given module at once, or in the module's constructor. Loading needs the same
+    for one parameter at a time, which `_convert_to_zero_parameters` does.
+    """
+    init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config, dtype=dtype)
+    return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
 def nvme_offload_available() -> bool:
@@ -140,16 +150,19 @@ def to_universal(checkpoint: Path, output: Path) -> None:
         ds_to_universal.main(arguments)
 
 
-def master_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Read the fp32 master weights of a checkpoint of any ZeRO stage, without frozen parameters, by name."""
+def master_weights(checkpoint: Path) -> dict[str, Any]:
+    """Return the fp32 master weights of a checkpoint of any ZeRO stage, without frozen parameters, by name.
+
+    The files are mapped into memory. The method `contiguous` of a weight reads it; under ZeRO-3 it joins its parts.
+    """
     if any(checkpoint.glob(SHARDED_STATES)):
         with _silence():
             return dict(
                 get_fp32_state_dict_from_zero_checkpoint(
-                    str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True
+                    str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True, lazy_mode=True
                 )
             )
-    return dict(torch.load(checkpoint / WHOLE_STATE, map_location="cpu", weights_only=False)["module"])
+    return dict(torch.load(checkpoint / WHOLE_STATE, map_location="cpu", mmap=True, weights_only=False)["module"])
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from itertools import product
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ from infembed_ray.training.preparation import Pass
 
 _ENCODER = "encoder."
 """Prefix of the encoder's parameters in `Trained`."""
+_ONE_PASS = 1 << 40
+"""Token limit of a pass without GradCache: all texts of a side in one pass."""
+
+
+def connect(settings: TrainSettings) -> None:
+    """Connect the workers under DeepSpeed, unless they are connected already."""
+    _set_single_process_environment()
+    build_one_at_a_time()
+    deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
+
+
+def precision_of(settings: TrainSettings) -> torch.dtype:
+    """Return the precision of the passes."""
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
 class LearnedTemperature(nn.Module):
@@ -83,9 +98,7 @@ class Engine:
     """
 
     def __init__(self, encoder: InstructionEncoder, settings: TrainSettings) -> None:
-        _set_single_process_environment()
-        build_one_at_a_time()
-        deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
+        connect(settings)
         if settings.precision == "bf16" and world()[0] == 0:
             warn_of_slow_bf16(encoder.device, "precision=bf16", "precision=fp32")
         if settings.activation_checkpointing:
@@ -214,15 +227,16 @@ class Engine:
             self._deepspeed.module.zero_grad()
         return float(norm)
 
-    def save(self, directory: Path, tag: str) -> Written:
-        """Write the checkpoint `directory/tag` without frozen parameters.
+    def save(self, directory: Path, tag: str) -> Future[Written]:
+        """Take a snapshot and start to write it as the checkpoint `directory/tag`, without frozen parameters.
+
+        Only one checkpoint may be written at a time.
 
         Returns:
-            The files that this worker wrote, or the reason why it could not; a disk error is not raised.
+            The files that this worker wrote, once they are, or the reason why it could not; a disk error is not raised.
         """
-        self._files.begin()
         self._deepspeed.save_checkpoint(str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True)
-        return self._files.written
+        return self._files.write()
 
     def load(self, directory: Path, tag: str, resharded: bool = False) -> None:
         """Restore parameters and optimizer from the checkpoint `directory/tag`.
@@ -256,10 +270,11 @@ class Engine:
 
 def _initialize(encoder: InstructionEncoder, settings: TrainSettings) -> tuple[Any, list[float]]:
     """Return DeepSpeed's engine, and the learning rate of each parameter group relative to that of the encoder."""
-    learned = LearnedTemperature(settings.temperature).to(encoder.device) if settings.temperature_learned else None
+    learned = LearnedTemperature(settings.temperature) if settings.temperature_learned else None
     groups: list[dict[str, Any]] = [{"params": [p for p in encoder.parameters() if p.requires_grad]}]
     rates = [1.0]
     if learned is not None:
+        learned.to(encoder.device, precision_of(settings))  # DeepSpeed casts no module of which a part is partitioned
         groups.append({"params": list(learned.parameters()), "weight_decay": 0.0})
         rates.append(settings.temperature_learning_rate / settings.learning_rate)
     engine, *_ = deepspeed.initialize(
@@ -272,23 +287,6 @@ def _in_order(embeddings: Tensor, passes: Sequence[Pass], count: int) -> Tensor:
     """Return the embeddings of the first `count` texts in their order, rather than in that of the passes."""
     order = torch.tensor([row for rows, _ in passes for row in rows]).argsort()
     return embeddings[on_device(order[:count], embeddings.device)]
-
-
-def export(checkpoint: Path, encoder: InstructionEncoder, path: Path) -> None:
-    """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
-
-    Args:
-        checkpoint: Directory that `Engine.save` wrote.
-        encoder: Encoder of the same architecture; its weights are replaced.
-        path: Directory of the model.
-    """
-    weights = deepspeed_compat.master_weights(checkpoint)
-    weights = {k.removeprefix(_ENCODER): w for k, w in weights.items() if k.startswith(_ENCODER)}
-    frozen = {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad}
-    loaded = encoder.float().load_state_dict({k: w for k, w in weights.items() if k not in frozen}, strict=False)
-    mismatched = {*loaded.unexpected_keys, *loaded.missing_keys} - frozen
-    assert not mismatched, mismatched
-    encoder.save_pretrained(path)
 
 
 def _set_single_process_environment() -> None:

@@ -22,10 +22,10 @@ from infembed_ray.modeling.pooling import truncate
 from infembed_ray.progress import say
 from infembed_ray.records import Record
 from infembed_ray.storage import STATES
-from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
-from infembed_ray.training.engine import Engine, export
+from infembed_ray.training.engine import Engine
+from infembed_ray.training.export import export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability.anomalies import Monitor
 from infembed_ray.training.observability.events import EventLog
@@ -35,6 +35,7 @@ from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
 from infembed_ray.training.teacher import Teacher
 from infembed_ray.training.validation import EXPORTED, Validation
+from infembed_ray.training.zero_init import load_for_training
 
 
 def train_worker(
@@ -57,7 +58,7 @@ def train_worker(
             all save a checkpoint at the end of the step.
 
     Raises:
-        InputError: an anomaly stopped the run, or no checkpoint of the last step could be saved.
+        InputError: an anomaly stopped the run, or checkpoints could not be saved.
     """
     trainer = _Trainer(settings, records, directory, device, preempted)
     try:
@@ -105,8 +106,7 @@ class _Trainer:
         self._preempted = preempted
         self._objective = Objective.from_settings(settings)
         torch.manual_seed(settings.seed)
-        quantized = settings.lora is not None and settings.lora.quantized
-        self._encoder = load_encoder(settings, device, quantized=quantized)
+        self._encoder = load_for_training(settings, device)
         self._engine = Engine(self._encoder, settings)
         self._teacher = None
         if settings.teacher is not None:
@@ -144,6 +144,24 @@ class _Trainer:
             if chosen is not None and self._rank == 0:
                 say(chosen)
         return Preparer(self._settings, self._records, self._rank, self._encoder)
+        for batches in self._batches_of_steps():
+            if self._validation.exhausted(self._progress):
+                break
+            self._train_step(batches)
+            if self._stopped is not None:
+                break
+
+    @property
+    def _stopped(self) -> str | None:
+        """Why the run stops before its end, the same on every worker."""
+        return self._monitor.stopped or self._checkpoints.stopped
+
+    def _batches_of_steps(self) -> Iterator[list[list[list[int]]]]:
+        """Yield the micro-batches of each step that is left; the last step of the run may have fewer."""
+        accumulation = self._settings.accumulation
+        batches = self._sampler.rows(self._progress.step * accumulation)
+        while of_step := list(islice(batches, accumulation)):
+            yield of_step
 
     def _train_step(self, batches: Iterator[Prepared]) -> None:
         self._meter.begin()
@@ -238,32 +256,33 @@ class _Trainer:
             )
 
     def _save_if_due(self, preempted: bool) -> None:
+        self._checkpoints.commit()
         step = self._progress.step
         due = step % self._settings.checkpoint_every == 0 or step == self._steps
         newly_preempted = preempted and not self._preemption_noticed
         self._preemption_noticed = preempted
         if due or newly_preempted or self._validation.needs_checkpoint(self._progress):
-            self._checkpoints.save(self._engine, self._progress)
+            self._checkpoints.save(self._engine, self._progress, wait=newly_preempted)
 
     def finish(self) -> None:
         """Close the logs, wait for uploads, export the model, and delete what only this node has of it.
 
         Raises:
-            InputError: an anomaly stopped the run, or the last checkpoint could not be saved.
+            InputError: an anomaly stopped the run, or checkpoints could not be saved.
         """
         if self._log is not None:
             self._log.close()
         self._checkpoints.settle()
-        if self._monitor.stopped is None:
+        if self._stopped is None:
             self._checkpoints.require_saved(self._progress)
         self._engine.close()
         self.stop_uploads()  # before the model is written
-        if self._monitor.stopped is not None:
+        if self._stopped is not None:
             self._checkpoints.upload_run_files()
-            raise InputError(self._monitor.stopped)
+            raise InputError(self._stopped)
         if self._rank == 0:
             checkpoint, exported = self._checkpoints.result()
-            export(checkpoint, load_encoder(self._settings), self._directory)
+            export(checkpoint, self._settings, self._directory)
             durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
             self._checkpoints.upload_run_files()
         self._checkpoints.clean_up()

@@ -32,7 +32,15 @@ def test_the_fastest_that_fits_is_chosen():
         assert fits == (not p.obstacles)
     # The table of docs/guides/plan.md: GiB without and with checkpointing of ZeRO-1, 2 and 3 on one node.
     gib = [round(p.memory.total / GIB) for p in report.plans if not p.offload]
-    assert gib == [81, 61, 52, 37, 46, 26]
+    assert gib == [81, 59, 52, 32, 46, 25]
+
+
+@pytest.mark.integration
+def test_32b_trains_on_four_nodes_of_eight_gpus():
+    report = plan(PlanTrainSettings.from_mapping(SEVEN_B | {"model": "Qwen/Qwen2.5-32B", "hardware": {"nodes": 4}}))
+    assert report.weights.parameters == pytest.approx(32e9, rel=0.02)
+    assert report.plans[report.chosen].zero_stage == 3
+    assert not report.plans[report.chosen].offload
 
 
 @pytest.mark.integration

@@ -17,6 +17,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import zero_to_fp32
@@ -53,6 +54,12 @@ def test_torch_guards_a_build_with_the_lock_file():
         cpp_extension
     )
     assert parameters(cpp_extension._get_build_directory) == ["name", "verbose"]
+
+
+def test_a_parameter_is_partitioned_by_itself():
+    assert parameters(Init._convert_to_zero_parameters) == ["self", "param_list"]
+    source = inspect.getsource(Init._convert_to_zero_parameters) + inspect.getsource(Init._zero_init_param)
+    assert "dist.broadcast(param.data" in source  # from worker 0, which alone reads the weights
 
 
 def test_async_io_builder_knows_whether_nvme_offload_is_available():
@@ -124,7 +131,8 @@ def test_file_names_tell_sharded_checkpoints_from_whole_ones(tmp_path):
 
 def test_master_weights_of_a_sharded_checkpoint_can_leave_frozen_parameters_out():
     names = parameters(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint)
-    assert {"checkpoint_dir", "tag", "exclude_frozen_parameters"} <= set(names)
+    assert {"checkpoint_dir", "tag", "exclude_frozen_parameters", "lazy_mode"} <= set(names)
+    assert parameters(zero_to_fp32.GatheredTensor.contiguous) == ["self"]
 
 
 def test_master_weights_of_a_whole_checkpoint(tmp_path):

@@ -25,6 +25,9 @@ def test_offload_settings_become_deepspeed_keys():
     zero = DeepSpeedZeroConfig(**deepspeed_config(settings_of(zero_stage=3, offload=offload))["zero_optimization"])
     assert (zero.offload_optimizer.device, zero.offload_optimizer.nvme_path) == ("cpu", None)
     assert (zero.offload_param.device, str(zero.offload_param.nvme_path)) == ("nvme", "/disk")
+    assert not zero.offload_optimizer.pin_memory
+    on_gpu = deepspeed_config(settings_of(zero_stage=2, offload=Offload(optimizer="cpu"), gpus_per_worker=1))
+    assert on_gpu["zero_optimization"]["offload_optimizer"]["pin_memory"]
 
 
 @pytest.mark.parametrize(

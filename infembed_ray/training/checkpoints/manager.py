@@ -1,5 +1,8 @@
 """Training checkpoints of a run: saved completely or not at all, verified when loaded, deleted when newer ones exist.
 
+The files of a checkpoint are written in the background. It is complete once all workers have written theirs, which they
+find out together at the end of a step; worker 0 then writes the marker.
+
 Checkpoints can be kept in an object store too, and then each node has a directory of its own. Each worker uploads the files
 that it wrote in the background; worker 0 uploads the marker when all files are there. The next save waits for the upload
 once its own files are on disk, so that at most one checkpoint is being uploaded. Each node downloads what it lacks of the
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +32,7 @@ from infembed_ray.training.observability.events import Event, append_event
 from infembed_ray.training.sampler import Sampler
 
 if TYPE_CHECKING:  # a driver that only checks whether a run can resume does not import DeepSpeed
+    from infembed_ray.training.checkpoints.writer import Written
     from infembed_ray.training.engine import Engine
 
 _RESHARDED = "resharded-"
@@ -41,16 +46,22 @@ class CheckpointManager:
             object store, by all workers of a node.
         settings: Settings of the run. If `output` is a URI of an object store, checkpoints are copied there.
         sampler: Data order of the run.
+
+    Attributes:
+        stopped: Why the run must stop, because checkpoints cannot be written; the same on every worker.
     """
 
     def __init__(self, directory: Path, settings: TrainSettings, sampler: Sampler) -> None:
         self.directory = directory
+        self.stopped: str | None = None
         self._settings = settings
         self._sampler = sampler
         self._remote = Folder.open(settings.output, "output") if is_uri(settings.output) else None
         self._share = world() if self._remote is None else share_of(directory)
         self._attempt = from_first(secrets.token_hex(4))
         self._valid: list[Checkpoint] = []  # newest first
+        self._writing: tuple[str, Progress, Future[Written]] | None = None
+        self._failures = 0  # in a row
         self._upload: Upload | None = None
         self._failed: list[Upload] = []  # repeated before the export
         self._run_files: RunFiles | None = None
@@ -177,43 +188,77 @@ class CheckpointManager:
 
     # -------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, engine: Engine, progress: Progress) -> None:
-        """Save a checkpoint and delete those that are not to be kept; every worker must call it.
+    def save(self, engine: Engine, progress: Progress, wait: bool = False) -> None:
+        """Start to save a checkpoint; every worker must call it.
 
-        If the checkpoint cannot be written, for example on a full disk, a warning is logged and training continues. The
-        earlier checkpoints stay, and the next save tries again.
+        It waits for the checkpoint before, so that two are never written at the same time.
+
+        Args:
+            engine: Its state is copied before this method returns.
+            progress: How far the run is.
+            wait: Whether to complete the checkpoint now, rather than in a later `commit`.
         """
+        self.commit(wait=True)
         if self._is_saved(progress):
             return
-        first = world()[0] == 0
         tag = f"step-{progress.step:08d}-{self._attempt}"
-        written = engine.save(self.directory, tag)
-        of_workers = from_all(written)
+        self._writing = tag, progress, engine.save(self.directory, tag)
+        if wait:
+            self.commit(wait=True)
+
+    def commit(self, wait: bool = False) -> None:
+        """Complete the checkpoint that is being written if all workers have written it; every worker must call it.
+
+        Only now are earlier checkpoints deleted. If a checkpoint cannot be written, for example on a full disk, a warning is
+        logged and training continues. The earlier checkpoints stay, and the next save tries again.
+        The second such failure in a row stops the run: see `stopped`.
+
+        Args:
+            wait: Whether to wait until it is written.
+        """
+        if self._writing is None:
+            return
+        tag, progress, writing = self._writing
+        outcomes = from_all(writing.result() if wait or writing.done() else None)
+        of_workers = [outcome for outcome in outcomes if outcome is not None]
+        if len(of_workers) < len(outcomes):
+            return
+        self._writing = None
         error = next((w.error for w in of_workers if w.error), None)
         files = {name: file for w in of_workers for name, file in w.files.items()}
         checkpoint = Checkpoint(tag, progress, self._course, files)
-        if first and error is None:
+        if world()[0] == 0 and error is None:
             try:
                 durable.replace_json(self.directory / tag / MARKER, checkpoint.marker)
             except OSError as failure:
                 error = f"{failure.strerror} at {self.directory / tag / MARKER}"
+        if error is not None:
+            error = f"{error}, {shutil.disk_usage(self.directory).free} bytes free"
         error = from_first(error)
         if error is None:
-            self._saved(checkpoint, list(written.files))
-            return
-        free = shutil.disk_usage(self.directory).free
+            self._failures = 0
+            self._saved(checkpoint, list(writing.result().files))
+        else:
+            self._failures += 1
+            self._not_saved(checkpoint, error)
+
+    def _not_saved(self, checkpoint: Checkpoint, error: str) -> None:
+        """Delete a checkpoint that could not be written, and log a warning, or stop the run if it is the second in a row."""
         if self._share[0] == 0:
-            shutil.rmtree(self.directory / tag, ignore_errors=True)
-        if first:
-            self._warn(
-                progress.step,
-                f"the checkpoint of step {progress.step} was not saved: {error}, {free} bytes free; training continues "
-                "with the earlier checkpoints",
+            shutil.rmtree(self.directory / checkpoint.tag, ignore_errors=True)
+        step = checkpoint.progress.step
+        failed = f"the checkpoint of step {step} was not saved: {error}"
+        if self._failures > 1:
+            self.stopped = (
+                f"output={self.directory.parent}: {failed}, and the one before was not either; free disk space and run the "
+                "same command again, which resumes from the newest complete checkpoint"
             )
+        elif world()[0] == 0:
+            self._warn(step, f"{failed}; training continues with the earlier checkpoints")
 
     def _saved(self, checkpoint: Checkpoint, own_files: list[str]) -> None:
         """Finish the previous upload, delete old checkpoints and start the upload of the new one."""
-        self.settle()  # not before the save, which must be quick when a node is about to be taken away
+        self._settle_upload()  # not before the save, which must be quick when a node is about to be taken away
         self._valid.insert(0, checkpoint)
         self._delete_old()
         if self._remote is not None:
@@ -236,7 +281,12 @@ class CheckpointManager:
                     shutil.rmtree(old, ignore_errors=True)
 
     def settle(self) -> None:
-        """Wait for the upload in progress and log a warning if it failed; every worker must call it."""
+        """Wait for the checkpoint in progress and its upload; every worker must call it."""
+        self.commit(wait=True)
+        self._settle_upload()
+
+    def _settle_upload(self) -> None:
+        """Wait for the upload in progress and log a warning if it failed."""
         upload, self._upload = self._upload, None
         if upload is None or not (fault := upload.settle()):
             return

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,7 +34,7 @@ from infembed_ray.training.observability.metrics import read_metrics
 from infembed_ray.training.sampler import Sampler
 from tests.modeling.test_onnx import embedded
 from tests.support.workers import run_workers, share_process_group
-from tests.training.checkpoints.states import RECORDS, Writer, complete, settings_of, steps, warnings
+from tests.training.checkpoints.states import RECORDS, Writer, complete, done, settings_of, steps, warnings
 from tests.training.test_collate import record
 
 STAGES = (0, 1, 2, 3)
@@ -52,7 +54,7 @@ class Run:
         directory: Output of the run.
         changes: Changes of the settings.
         dies_after: Steps after which all workers die.
-        full: Step whose checkpoint finds the disk of worker 1 full.
+        full: Steps whose checkpoints find the disk of worker 1 full.
         unreachable: Whether the store does not answer worker 1 when it verifies a checkpoint.
         apart: Whether each worker has a directory of its own, as on nodes without a common file system.
         before: Function that worker 0 calls first, and its arguments.
@@ -61,7 +63,7 @@ class Run:
     directory: Path
     changes: dict = field(default_factory=dict)
     dies_after: int | None = None
-    full: int | None = None
+    full: tuple = ()
     unreachable: bool = False
     apart: bool = False
     before: tuple = ()
@@ -79,7 +81,7 @@ def train(run, model, rank, workers):
         if run.dies_after is not None and steps > run.dies_after:
             raise Died
         if rank == workers - 1:
-            limit_files(1000 if steps == run.full else resource.RLIM_INFINITY)
+            limit_files(1000 if steps in run.full else resource.RLIM_INFINITY)
         return False
 
     if run.before and rank == 0:
@@ -87,7 +89,9 @@ def train(run, model, rank, workers):
         do(*arguments)
     directory = run.directory / str(rank) if run.apart else run.directory
     directory.mkdir(parents=True, exist_ok=True)
-    look = CheckpointManager._fault
+    look, save = CheckpointManager._fault, CheckpointManager.save
+    if run.full or run.dies_after is not None:  # the disk fills, or the run dies, when a checkpoint is written
+        CheckpointManager.save = lambda manager, engine, progress, wait: save(manager, engine, progress, wait=True)
     if run.unreachable and rank == 1:
         CheckpointManager._fault = no_answer
     settings = settings_of(model, workers=workers, **run.changes)
@@ -99,7 +103,7 @@ def train(run, model, rank, workers):
         return str(error)
     finally:
         limit_files(resource.RLIM_INFINITY)
-        CheckpointManager._fault = look
+        CheckpointManager._fault, CheckpointManager.save = look, save
     return None
 
 
@@ -204,11 +208,12 @@ def runs(tiny, bucket, tmp_path_factory):
         stored = {"zero_stage": 2, "output": f"{bucket}/{root.name}/{name}"}
         died.append(Run(root / name, stored, dies_after=2, apart=True))
     more.append(Run(root / "apart", died[-2].changes, apart=True, before=(shutil.rmtree, root / "apart/1/states")))
-    more.append(Run(root / "full", full=3))
-    last = [Run(root / "full at the end", full=4)]
+    more.append(Run(root / "full", full=(3,)))
+    last = [Run(root / "full twice", full=(2, 3)), Run(root / "full at the end", full=(4,))]
     last += [Run(root / "full at the end", unreachable=True), Run(root / "full at the end")]
     ended = run_all(tiny, 2, [*whole, *died, *more, *last])
-    assert ended[:-3] == [None] * len(whole) + ["died"] * len(died) + [None] * len(more)
+    assert ended[:-4] == [None] * len(whole) + ["died"] * len(died) + [None] * len(more)
+    assert re.search("step 3 was not saved: File too large .* and the one before was not either; free disk", ended[-4])
     assert "the last checkpoint could not be saved" in ended[-3]
     assert ended[-2] == "the store does not answer"  # raised by both workers
     assert ended[-1] is None
@@ -251,6 +256,15 @@ def test_full_disk_drops_a_checkpoint_but_not_the_run(runs):
     assert "training continues with the earlier checkpoints" in warning
     assert steps(runs / "full") == [2, 4]
     assert_same_weights(runs / "full", runs / "two/2")
+
+
+@pytest.mark.integration
+def test_second_full_disk_in_a_row_stops_the_run_and_leaves_the_newest_complete_checkpoint(runs):
+    [warning] = warnings(runs / "full twice")
+    assert warning.startswith("the checkpoint of step 2 was not saved")
+    assert len(losses(runs / "full twice")) == 3
+    assert steps(runs / "full twice") == [1]
+    assert not list((runs / "full twice").glob("*.safetensors"))
 
 
 @pytest.mark.integration
@@ -371,14 +385,14 @@ def test_checkpoints_are_kept_by_age_and_score_and_damaged_ones_skipped(tmp_path
     sampler = Sampler(RECORDS, 1, 4, 2, 42)
     kept = CheckpointManager(tmp_path / "states", settings, sampler)
     for step, score in enumerate([0.2, 0.9, None, 0.9, 0.1, None], start=1):
-        kept.save(Writer(), Progress(step, score=score))
+        kept.save(Writer(), Progress(step, score=score), wait=True)
     assert steps(tmp_path) == [4, 6]
     newest, best = complete(tmp_path)[-1], complete(tmp_path)[0]
     (newest / "file").write_text("")
     again, engine = CheckpointManager(tmp_path / "states", settings, sampler), Writer()
     assert again.resume(engine).step == 4
     assert engine.loaded == best.name
-    again.save(engine, Progress(5, score=0.3))
+    again.save(engine, Progress(5, score=0.3), wait=True)
     assert steps(tmp_path) == [4, 5]
 
 
@@ -387,7 +401,7 @@ def test_damaged_best_checkpoint_is_replaced_by_the_next_best_on_export(tmp_path
         tmp_path / "states", settings_of(tiny, keep_best=2, keep_last=1), Sampler(RECORDS, 1, 4, 2, 42)
     )
     for step, score in enumerate([0.9, 0.5, 0.1], start=1):
-        kept.save(Writer(), Progress(step, score=score))
+        kept.save(Writer(), Progress(step, score=score), wait=True)
     assert steps(tmp_path) == [1, 2, 3]
     for number, state in enumerate(complete(tmp_path), start=1):
         found, progress = kept.result()
@@ -396,6 +410,65 @@ def test_damaged_best_checkpoint_is_replaced_by_the_next_best_on_export(tmp_path
     with pytest.raises(InputError, match="no undamaged checkpoint can be exported"):
         kept.result()
     assert re.search(r"^checkpoint step-00000001-\w+ is not exported: file has 0 bytes", warnings(tmp_path)[0])
+
+
+class Slow(Writer):
+    """An engine that writes its checkpoints when the test says so."""
+
+    def save(self, directory, tag):
+        self.written = super().save(directory, tag).result()
+        self.writing = Future()
+        return self.writing
+
+    def finish(self, error=None):
+        self.writing.set_result(replace(self.written, error=error))
+
+
+@pytest.fixture
+def kept(tmp_path, tiny):
+    return CheckpointManager(tmp_path / "states", settings_of(tiny, keep_last=1), Sampler(RECORDS, 1, 4, 2, 42))
+
+
+def test_checkpoint_replaces_the_one_before_only_when_all_of_it_is_written(kept, tmp_path):
+    engine = Slow()
+    kept.save(Writer(), Progress(1), wait=True)
+    kept.save(engine, Progress(2))
+    for _ in range(2):
+        kept.commit()
+        assert steps(tmp_path) == [1]
+    engine.finish()
+    assert steps(tmp_path) == [1]
+    kept.commit()
+    assert steps(tmp_path) == [2]
+
+
+def test_next_checkpoint_waits_until_the_one_before_is_complete(kept, tmp_path):
+    engine, seen = Slow(), []
+
+    class Looks(Writer):
+        def save(self, directory, tag):
+            seen.extend(steps(tmp_path))
+            return super().save(directory, tag)
+
+    kept.save(engine, Progress(1))
+    Timer(0.2, engine.finish).start()
+    kept.save(Looks(), Progress(2), wait=True)
+    assert seen == [1]
+    assert steps(tmp_path) == [2]
+
+
+def test_failures_in_a_row_stop_the_run_and_single_ones_do_not(kept, tmp_path):
+    for step, error in enumerate(["disk full", None, "disk full", "lost share"], start=1):
+        assert kept.stopped is None
+        engine = Slow()
+        kept.save(engine, Progress(step))
+        engine.finish(error)
+        kept.settle()
+    assert [message.split(":")[0] for message in warnings(tmp_path)] == [
+        f"the checkpoint of step {step} was not saved" for step in (1, 3)
+    ]
+    assert "the checkpoint of step 4 was not saved: lost share" in kept.stopped
+    assert steps(tmp_path) == [2]
 
 
 def test_resharded_files_are_removed_after_failures_and_kills(tmp_path, tiny):
@@ -408,7 +481,7 @@ def test_resharded_files_are_removed_after_failures_and_kills(tmp_path, tiny):
         settings = settings_of(tiny, workers=workers)
         return CheckpointManager(tmp_path / "states", settings, Sampler(RECORDS, workers, 4, 2, 42))
 
-    manager_of(2).save(Writer(), Progress(1))
+    manager_of(2).save(Writer(), Progress(1), wait=True)
     (tmp_path / "states/resharded-killed").mkdir()
     with pytest.raises(OSError, match="no space left"):
         manager_of(1).resume(Full())
@@ -438,9 +511,9 @@ def test_checkpoints_of_another_run_are_rejected_before_any_work(tmp_path, tiny,
 
     def save(directory, tag):
         (directory / tag).mkdir(parents=True)
-        return Written()
+        return done(Written())
 
-    manager_of(saved).save(SimpleNamespace(save=save), Progress(1))
+    manager_of(saved).save(SimpleNamespace(save=save), Progress(1), wait=True)
     manager_of(saved).require_resumable()
     with pytest.raises(InputError, match=message):
         manager_of(now).require_resumable()

@@ -11,7 +11,7 @@ from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.checkpoints.writer import Written
 from infembed_ray.training.sampler import Sampler
-from tests.training.checkpoints.states import RECORDS, Writer, settings_of, warnings
+from tests.training.checkpoints.states import RECORDS, Writer, done, settings_of, warnings
 
 pytestmark = pytest.mark.integration
 
@@ -94,8 +94,8 @@ def test_checkpoint_is_written_before_waiting_for_the_previous_upload(machine, m
 def test_upload_times_out_with_a_warning_if_files_of_other_workers_are_missing(machine):
     class Short(Writer):
         def save(self, directory, tag):
-            [(name, file)] = super().save(directory, tag).files.items()
-            return Written({name: file._replace(size=file.size + 1)})
+            [(name, file)] = super().save(directory, tag).result().files.items()
+            return done(Written({name: file._replace(size=file.size + 1)}))
 
     saved = machine("a", collective_timeout_s=1)
     saved.save(Short(), Progress(1))

@@ -1,0 +1,62 @@
+"""Export of a training checkpoint: read and written file by file, with the files that a whole model would have."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.modeling import checkpoint_writer
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.training.deepspeed_compat import WHOLE_STATE
+from infembed_ray.training.export import export
+from tests.modeling import backbones
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {}),
+        ("modernbert", {"share_encoder": False}),
+        ("qwen2", {"interaction": "cross_attention"}),  # loaded whole
+    ],
+)
+def test_exported_files_are_those_of_the_whole_model(family, changes, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    model = backbones.write(family, tmp_path / "model")
+    settings = TrainSettings(records="-", model=model, output="-", **changes)
+    trained = InstructionEncoder.from_pretrained(model, **changes)
+    torch.manual_seed(1)
+    for parameter in trained.parameters():
+        parameter.data.normal_()
+    trained.save_pretrained(tmp_path / "expected")
+    state = {f"encoder.{name}": weight for name, weight in trained.state_dict().items()}
+    (tmp_path / "step").mkdir()
+    torch.save({"module": state | {"temperature.logit": torch.zeros(1)}}, tmp_path / "step" / WHOLE_STATE)
+
+    monkeypatch.setattr(checkpoint_writer, "_SHARD", "20KB")
+    export(tmp_path / "step", settings, tmp_path / "exported")
+    for expected in sorted((tmp_path / "expected").rglob("*")):
+        found = tmp_path / "exported" / expected.relative_to(tmp_path / "expected")
+        if expected.name == "model.safetensors" and "interaction" not in changes:
+            assert_same_tensors(found.parent, load_file(expected))
+        elif expected.suffix == ".json":
+            assert json.loads(found.read_text()) == json.loads(expected.read_text())
+        elif expected.is_file():
+            assert found.read_bytes() == expected.read_bytes()
+    loaded = InstructionEncoder.from_pretrained(tmp_path / "exported").state_dict()
+    assert loaded.keys() == trained.state_dict().keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in trained.state_dict().items())
+
+
+def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Compare several files, with their index, with the tensors of one."""
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 1
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    listed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert listed == {name: file.name for file in files for name in load_file(file)}

@@ -1,0 +1,158 @@
+"""Models loaded into ZeRO-3 partitions: equal to models that DeepSpeed partitions later, and small on every worker."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2Model
+
+from infembed_ray.config.training import Lora, TrainSettings
+from infembed_ray.training.zero_init import load_for_training
+from tests.modeling import backbones
+from tests.support.workers import run_workers, share_process_group
+
+pytestmark = pytest.mark.integration
+CPU = torch.device("cpu")
+
+
+def settings_of(model, **changes):
+    return TrainSettings(records="-", model=model, output="-", zero_stage=3, **changes)
+
+
+def update_once(encoder, settings):
+    """Return what a step of training gives: an embedding, the gradient norm, buffers, and fp32 weights after the update."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from infembed_ray.training.engine import Engine
+
+    engine = Engine(encoder, settings)
+    engine.train()
+    query = engine.encode(encoder.tokenize_queries(["how is aspirin dosed"], ["For nurses; no brand names"]))
+    passage = engine.encode(encoder.tokenize_passages(["a passage about bread"]))
+    engine.backward((query * passage).sum())
+    norm = engine.update(1e-2)
+    named = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
+    weights = {name: safe_get_full_fp32_param(p).clone() for name, p in named.items()}
+    buffers = {name: b.clone() for name, b in encoder.named_buffers()}
+    engine._deepspeed.destroy()
+    return query.detach(), torch.tensor(norm), weights, buffers
+
+
+def compare(rank, cases):
+    """Train one step of both ways to load; return whether the model was partitioned when loaded."""
+    from infembed_ray.training.backbone import load_encoder
+
+    destroy = share_process_group()
+    early = []
+    for settings in cases:
+        torch.manual_seed(0)
+        encoder = load_for_training(settings, CPU)
+        early.append(
+            all(p.numel() == 0 for p in encoder.parameters() if hasattr(p, "ds_id")) and is_partitioned(encoder)
+        )
+        got = update_once(encoder, settings)
+        torch.manual_seed(0)
+        expected = update_once(load_encoder(settings), settings)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    destroy()
+    return early
+
+
+def is_partitioned(encoder):
+    return all(hasattr(p, "ds_id") for p in encoder.backbone.get_input_embeddings().parameters())
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return backbones.write("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def with_head(decoder, tmp_path_factory):
+    """The same model as a language model stores it: several files, names with a prefix, and an output layer."""
+    path = tmp_path_factory.mktemp("with_head")
+    shutil.copytree(decoder, path, dirs_exist_ok=True)
+    weights = {f"model.{name}": w for name, w in load_file(path / "model.safetensors").items()}
+    weights["lm_head.weight"] = torch.zeros(3)
+    (path / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({n: w for n, w in weights.items() if files[n] == file}, path / file, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return str(path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder, with_head, tmp_path):
+    bert = backbones.write("modernbert", tmp_path / "bert")
+    lacking = tmp_path / "lacking"
+    shutil.copytree(bert, lacking)
+    weights = load_file(lacking / "model.safetensors")
+    name = next(name for name in weights if name.endswith("norm.weight"))  # transformers initializes it with ones
+    save_file({n: w for n, w in weights.items() if n != name}, lacking / "model.safetensors", metadata={"format": "pt"})
+    cases = [
+        settings_of(decoder),
+        settings_of(with_head, precision="bf16", temperature_learned=True),
+        settings_of(bert, lora=Lora(rank=4, dropout=0.0)),
+        settings_of(decoder, share_encoder=False),
+        settings_of(decoder, interaction="cross_attention"),
+        settings_of(str(lacking)),
+    ]
+    for early in run_workers(compare, workers, cases):
+        assert early == [True] * 4 + [False] * 2
+
+
+def peak_while(load):
+    """Return the peak of this process's anonymous memory while `load` runs, in bytes above that before."""
+
+    def used():
+        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+    before, peak, done = used(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], used() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    encoder = load()
+    done.set()
+    thread.join()
+    return peak[0], encoder
+
+
+def measure(rank, settings, early):
+    from infembed_ray.training.backbone import load_encoder
+    from infembed_ray.training.engine import connect
+
+    connect(settings)
+    if early:
+        load_for_training(settings_of(settings.model.replace("large", "small")), CPU)  # what the first call allocates
+    return peak_while(lambda: load_for_training(settings, CPU) if early else load_encoder(settings))[0]
+
+
+@pytest.mark.slow  # quick: the comparison above shows that the parameters are partitioned when loaded
+def test_no_worker_holds_more_than_its_partition_and_one_parameter(decoder, tmp_path):
+    large, small = tmp_path / "large", tmp_path / "small"
+    shutil.copytree(decoder, small)
+    shutil.copytree(decoder, large, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((Path(decoder) / "config.json").read_text())
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model = Qwen2Model(Qwen2Config(**(config | sizes | {"layer_types": None})))
+    parameters = sum(p.numel() for p in model.parameters())
+    largest = max(p.numel() for p in model.parameters())
+    model.bfloat16().save_pretrained(large, max_shard_size="50MB")
+    del model
+    settings = settings_of(str(large), precision="bf16")
+    slack = 16 * 2**20
+    whole = run_workers(measure, 2, settings, False)
+    partitioned = run_workers(measure, 2, settings, True)
+    print(f"{parameters / 1e6:.0f} M parameters: {[peak >> 20 for peak in (*whole, *partitioned)]} MiB")
+    assert min(whole) > 4 * parameters
+    assert max(partitioned) < 2 * parameters / 2 + 3 * 2 * largest + slack
