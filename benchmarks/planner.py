@@ -3,6 +3,7 @@
     python benchmarks/planner.py                              # all stages in fp32 and bf16, two workers on this machine
     python benchmarks/planner.py --runs zero_stage=2 zero_stage=3,precision=bf16
     python benchmarks/planner.py --table                      # the table of docs/guides/plan.md, without measurements
+    python benchmarks/planner.py --recipes                    # that of docs/guides/train.md, from jobs/configs/paper
 
 A random Qwen2 of 38 M parameters takes two steps under DeepSpeed with two gloo workers on this machine's CPUs. The measure is
 the peak sum of all live tensor storages, tracked from operator to operator with a TorchDispatchMode and weak references. On
@@ -26,6 +27,7 @@ from typing import Any
 WORKERS = 2
 TOKENS = 48
 STEPS = 2
+RECIPES = Path(__file__).parents[1] / "jobs" / "configs" / "paper"
 RUNS = [f"zero_stage={s}" for s in range(4)] + [f"zero_stage={s},precision=bf16" for s in (1, 2, 3)]
 RUNS += ["zero_stage=2,activation_checkpointing=true", "zero_stage=2,grad_cache_tokens=192", "zero_stage=2,lora={}"]
 BUCKET = "deepspeed={zero_optimization: {reduce_bucket_size: 4000000}}"
@@ -209,15 +211,46 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def recipes() -> str:
+    """Print the table of docs/guides/train.md: the recipes of the paper's backbones as they are set, on 8 A100-80G."""
+    from infembed_ray.config.planning import PlanTrainSettings
+    from infembed_ray.planning.capacity import GIB
+    from infembed_ray.planning.train import plan
+
+    lines = [
+        "| recipe | parameters | settings | GiB a GPU on 1, 2, 4 nodes | tokens a step | tokens/s | h, 2 epochs |",
+        "|---|---:|---|---:|---:|---:|---:|",
+    ]
+    paths = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith("table"))
+    made = {
+        path: [plan(PlanTrainSettings.load(str(path), [f"hardware.nodes={n}"])) for n in (1, 2, 4)] for path in paths
+    }
+    for path in sorted(paths, key=lambda path: made[path][0].weights.parameters):
+        reports = made[path]
+        options = [report.plans[report.asked] for report in reports if report.asked is not None]
+        settings = f"`{options[0].overrides}`".replace(" activation_checkpointing=false", "")
+        tokens = reports[0].work.tokens * reports[0].cluster.gpus
+        memory = ", ".join(f"{option.memory.total / GIB:.1f}" for option in options)
+        lines.append(
+            f"| {path.stem} | {reports[0].weights.parameters / 1e9:.2f} B | {settings} | {memory} | {tokens:,.0f} | "
+            f"{tokens / options[0].step_seconds:,.0f} | {reports[0].hours(options[0]):.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=RUNS, help="settings of each run, separated by commas")
     parser.add_argument("--texts", type=int, default=12, help="texts of each side per worker")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--recipes", action="store_true")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.table:
         print(table())
+        return
+    if arguments.recipes:
+        print(recipes())
         return
     if arguments.one:
         print(measure(*arguments.one, arguments.texts))

@@ -165,6 +165,8 @@ def _work(sender: Connection, case: Case, context: Context) -> None:
     """Run a case in this process and send its results."""
     os.setsid()  # one group with the processes that it starts, such as compilers
     try:
+        if context.device == "cuda":
+            _require_cuda()
         for result in getattr(importlib.import_module(case.module, __package__), case.function)(context):
             sender.send(result.as_plain())
     except ModuleNotFoundError as missing:
@@ -176,6 +178,13 @@ def _work(sender: Connection, case: Case, context: Context) -> None:
         sender.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
     finally:
         sender.close()
+
+
+def _require_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch finds no CUDA device; --device cpu --tiny tests the suite itself")
 
 
 def _short(value: Any) -> Any:

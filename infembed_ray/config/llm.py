@@ -24,7 +24,10 @@ class ChatModel(Settings):
         "the same as max_tokens: no further request",
     )
     resamples: int = Field(
-        1, ge=0, description="further requests after a refused or empty answer; none with temperature=0"
+        1,
+        ge=0,
+        description="further requests after a refused or empty answer, or one cut off without max_tokens; none with "
+        "temperature=0",
     )
     reasoning_effort: str | None = Field(
         None, description="low, medium, high, ... for reasoning models; null: not sent"

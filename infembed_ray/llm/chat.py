@@ -104,14 +104,19 @@ class Request:
         capped = _CAPPED.match(self.sent)
         return self._hash(b"{" + self.sent[capped.end() :]) if capped else self.key
 
+    @cached_property
+    def cut_off_key(self) -> str:
+        """The journal key of a cut-off answer, which differs from `complete_key` also if the request has no cap."""
+        return self.key if self.key != self.complete_key else self._hash(self.sent + b"cut off")
+
     @property
     def keys(self) -> tuple[str, ...]:
-        """The journal keys under which its answer may be: `key` if the cap cut it off, `complete_key` if not.
+        """The journal keys under which its answer may be: `cut_off_key` or `complete_key`.
 
-        `key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off one, or a
-        resumed row would differ from the first one. Earlier versions journaled every answer under `key`.
+        `cut_off_key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off
+        one, or a resumed row would differ from the first one. Earlier versions journaled every answer under `key`.
         """
-        return tuple(dict.fromkeys((self.key, self.complete_key)))
+        return self.cut_off_key, self.complete_key
 
     def _hash(self, body: bytes) -> str:
         decides = b'{"body": %b, "prompt": %b}' % (body, _CANONICAL.encode(self.prompt).encode())
@@ -119,7 +124,7 @@ class Request:
 
     def journal_key(self, completion: Completion) -> str:
         """Return the key under which an answer is journaled."""
-        return self.key if completion.cut_off else self.complete_key
+        return self.cut_off_key if completion.cut_off else self.complete_key
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def usable_text(completion: Completion) -> str:
     if completion.refused:
         raise Unusable(f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}")
     if completion.cut_off:
-        raise Unusable(f"cut off at the token limit ({completion.completion_tokens} tokens); raise max_tokens")
+        raise Unusable(f"cut off at the token limit ({completion.completion_tokens} tokens); set a higher max_tokens")
     if completion.finish_reason == UNREADABLE:
         raise Unusable("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
     if completion.empty:

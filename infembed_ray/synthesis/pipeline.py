@@ -2,7 +2,7 @@
 
 The calls of a row follow one another, so a row that fails pays for nothing more; rows run concurrently. A step is named
 after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more, and so are a cut-off
-one with a higher cap and, unless sampling is deterministic, a refused or empty one.
+one with a higher cap and, unless sampling is deterministic, a refused, empty or uncapped cut-off one.
 """
 
 from __future__ import annotations
@@ -195,14 +195,14 @@ class _Row:
             return value(await self._exchange(templates.repair(request, text, fault, own)))
 
     async def _exchange(self, request: Request) -> str:
-        """Return the text of an answer; ask again if it was cut off, or was refused or empty by chance."""
+        """Return the text of an answer; ask again if it was cut off, refused or empty by chance."""
         model = model_of(self.settings, request.step)[1]
         completion = await self._send(request)
         if completion.cut_off and model.last_max_tokens != model.max_tokens:
             higher = {**request.parameters, CAP: model.last_max_tokens}
             completion = await self._send(replace(request, parameters=higher))
         for number in range(1, model.resamples + 1 if model.temperature != 0 else 1):
-            if completion.cut_off or not (completion.refused or completion.empty):
+            if not (model.max_tokens is None if completion.cut_off else completion.refused or completion.empty):
                 break
             # Not sent, but part of the journal key: the same question has one answer for each sample.
             completion = await self._send(replace(request, prompt=f"{request.prompt} resample={number}"))

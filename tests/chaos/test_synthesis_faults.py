@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.integration
 
 SEEDS = [Seed(**row) for row in ROWS]
 POOL = [seed.passage for seed in SEEDS]
-MODEL = {"model": "m", "max_tokens": 500}
+MODEL = {"model": "m"}
 UNMENDED = ("HTTP 400", "unreadable answer")
 """Errors of rows that no further request may mend."""
 UNLUCKY = ("refused", "empty answer", "cut off", "malformed answer")
@@ -38,9 +39,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "BACKOFF_S", 0.01)
 
 
-def outcomes(server: StandIn, journal: Path, structured: bool) -> list[Outcome]:
+def outcomes(server: StandIn, journal: Path, options: dict[str, Any]) -> list[Outcome]:
     """Make the records of all seeds at once."""
-    model = {**MODEL, "structured": structured}
+    model = {**MODEL, **options}
     settings = SynthesizeSettings.from_mapping({"seeds": "", "output": "", "generator": model, "judge": model})
 
     async def run() -> list[Outcome]:
@@ -60,12 +61,14 @@ def outcomes(server: StandIn, journal: Path, structured: bool) -> list[Outcome]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("structured", [False, True], ids=["text", "json"])
-def test_every_row_that_a_further_request_can_mend_ends_as_without_faults(tmp_path: Path, structured: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 500, "structured": True}], ids=["text", "json"])
+def test_every_row_that_a_further_request_can_mend_ends_as_without_faults(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     with stand_in() as flawless:
-        wanted = outcomes(flawless, tmp_path / "flawless", structured)
+        wanted = outcomes(flawless, tmp_path / "flawless", options)
     with stand_in(chaos=0.25, seed=2) as server:
-        got = outcomes(server, tmp_path / "journal", structured)
+        got = outcomes(server, tmp_path / "journal", options)
         log = server.log()
         assert {*CHAOS} <= {entry["ended"] for entry in log} | {entry.get("fault") for entry in log}
         assert answered_most(server) == 1
@@ -83,7 +86,7 @@ def test_every_row_that_a_further_request_can_mend_ends_as_without_faults(tmp_pa
     assert kept[0] >= kept[1] - len(errors)
 
     with stand_in() as later:  # the journal has every answer, also those of no use
-        again = outcomes(later, tmp_path / "journal", structured)
+        again = outcomes(later, tmp_path / "journal", options)
         unanswered = sum(error.startswith("HTTP 400") for error in errors)
         assert [row.kind for row in again if row.paid.calls] == ["kept"] * unanswered
     assert [row.row for row in again if not row.paid.calls] == [row.row for row in got if not _unanswered(row)]

@@ -92,6 +92,14 @@ def test_a_case_without_time_is_skipped(made, tmp_path, capsys):
 
 
 @pytest.mark.integration
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_every_case_fails_and_says_so(made, tmp_path, capsys):
+    status, lines, _, _ = run(["passes"], tmp_path, capsys, device="cuda")
+    assert status == 1
+    assert "torch finds no CUDA device" in lines["passes"][0]["error"]
+
+
+@pytest.mark.integration
 def test_the_quick_cases_pass_in_tiny_shapes_on_a_cpu(tmp_path, capsys):
     check_tiny(QUICK, tmp_path, capsys, skipped={"qlora"})
 

@@ -119,6 +119,7 @@ def test_a_complete_answer_has_a_key_without_the_cap_and_a_cut_off_one_has_it() 
     assert small.complete_key == large.complete_key == base.key == base.complete_key
     assert len({small.key, large.key, base.key}) == 3
     assert small.keys == (small.key, base.key)
-    assert base.keys == (base.key,)
+    assert base.keys == (base.cut_off_key, base.key)
     assert small.journal_key(completion("x")) == base.key
     assert small.journal_key(Completion("x", "length", "m", 1, 1)) == small.key
+    assert base.journal_key(Completion("x", "length", "m", 1, 1)) not in (*small.keys, *large.keys)

@@ -67,18 +67,18 @@ def test_what_was_appended_is_found_again_by_every_later_process(runs: list[dict
             for run in runs:
                 journal = Journal(Path(name))
                 for text, answered in run.items():
-                    if journal.get(request(text).key) is None:
+                    if journal.get(*request(text).keys) is None:
                         expected[text] = answered
                         await journal.append(request(text), answered)
-                    assert journal.get(request(text).key) == replace(expected[text], replayed=True)
+                    assert journal.get(*request(text).keys) == replace(expected[text], replayed=True)
                 journal.close()
 
         asyncio.run(append_all())
         reopened = Journal(Path(name))
         assert len(reopened) == len(expected)
         for text, answered in expected.items():
-            assert reopened.get(request(text).key) == replace(answered, replayed=True)
-        assert reopened.get(request("never asked, and longer than nine").key) is None
+            assert reopened.get(*request(text).keys) == replace(answered, replayed=True)
+        assert reopened.get(*request("never asked, and longer than nine").keys) is None
 
 
 def test_reading_a_journal_creates_no_file(tmp_path: Path) -> None:

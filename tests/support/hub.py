@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.hub.objects[file["oid"]] if "oid" in file else base64.b64decode(file["content"]))
         self.hub.commits.append(sorted(file["path"] for file in changed))
-        self._json({"commitUrl": f"{self.hub.url}/{repository.name}/commit/{COMMIT}", "commitOid": COMMIT})
+        self._json({"commitUrl": f"{self.hub.url}/{repository.relative_to(self.hub.root)}/commit/{COMMIT}", "commitOid": COMMIT})
 
     def _body(self) -> bytes:
         if "Content-Length" in self.headers:

@@ -444,7 +444,7 @@ class StandIn:
 
     def log(self, ended: str | None = None) -> list[dict[str, Any]]:
         """Return the requests so far, in the order in which they ended; with `ended`, only those that ended so."""
-        lines = self._log.read_text(encoding="utf-8").splitlines()
+        lines = self._log.read_text(encoding="utf-8").split("\n")[:-1]  # the server may be writing the last one
         entries = [json.loads(line) for line in lines]
         undelivered = {entry["undelivered"]: entry["time"] for entry in entries if "undelivered" in entry}
         entries = [entry for entry in entries if "undelivered" not in entry]
@@ -453,9 +453,17 @@ class StandIn:
                 entry |= {"ended": "undelivered", "lost": undelivered[entry["number"]]}
         return [entry for entry in entries if ended is None or entry["ended"] == ended]
 
+    def usable(self) -> list[dict[str, Any]]:
+        """Return the requests with a usable answer. A useless one may be asked for again with an equal body."""
+        return [each for each in self.log("answered") if each.get("fault") not in UNUSABLE]
+
     def usable_answers(self) -> Counter[str]:
-        """Return request -> number of its usable answers. A useless one may be asked for again with an equal body."""
-        return Counter(each["request"] for each in self.log("answered") if each.get("fault") not in UNUSABLE)
+        """Return request -> number of its usable answers."""
+        return Counter(each["request"] for each in self.usable())
+
+    def answers(self) -> int:
+        """Count the answers so far, also those that the client did not receive; cheaper than `log`."""
+        return self._log.read_text(encoding="utf-8").count('"ended": "answered"')
 
     def hold(self) -> None:
         """Keep all answers back until `release`."""

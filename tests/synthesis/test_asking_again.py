@@ -63,7 +63,7 @@ def needs(tokens: int) -> Any:
 
     def answer(request: Request) -> str | Completion:
         text = stand_in_answers.answer(request.body)
-        cap = request.parameters[CAP]
+        cap = request.parameters.get(CAP, 16)  # this provider's cap where the request has none
         return text if cap >= tokens else Completion(text[: len(text) // 2], "length", "m", 10, cap)
 
     return answer
@@ -96,6 +96,20 @@ def test_an_answer_cut_off_twice_is_a_dead_letter_and_a_higher_cap_asks_only_for
     for given in (settings(max_tokens=50), settings(max_tokens=None)):
         assert run(model, given, tmp_path).row == higher.row
     assert not model.calls
+
+
+def test_without_max_tokens_a_cut_off_answer_is_sampled_again_and_a_cap_asks_only_for_it(tmp_path: Path) -> None:
+    uncapped = settings(max_tokens=None)
+    model = Model(judge_positive=needs(100))
+    got = run(model, uncapped, tmp_path)
+    assert (got.kind, got.row["step"]) == ("dead_letter", "judge_positive")
+    assert [call.prompt[-11:] for call in model.calls if call.step == "judge_positive"][1] == " resample=1"
+    assert_replayed(got, uncapped, tmp_path)
+    model.calls.clear()
+    capped = run(model, settings(), tmp_path)
+    assert [(call.step, call.parameters[CAP]) for call in model.calls] == [("judge_positive", 100)]
+    assert capped.kind == "kept"
+    assert_replayed(capped, settings(), tmp_path)
 
 
 def test_a_journal_that_has_the_cap_in_every_key_still_answers(tmp_path: Path) -> None:

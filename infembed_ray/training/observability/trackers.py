@@ -75,9 +75,9 @@ class Trackers:
         for name in settings.trackers:
             with self._disabled_on_failure(name, len(lines)):
                 self._trackers[name] = _KINDS[name](settings, directory)
-        for name in settings.callbacks:
-            with self._disabled_on_failure(name, len(lines)):
-                self._trackers[name] = Callback(name, lines[-1]["step"] if lines else 0)
+        for callback in settings.callbacks:
+            with self._disabled_on_failure(callback, len(lines)):
+                self._trackers[callback] = Callback(callback, lines[-1]["step"] if lines else 0)
         for line in lines:
             self.log(line)
 
