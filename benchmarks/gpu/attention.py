@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu import measure
 from benchmarks.gpu.suite import Context, Result
 from infembed_ray.modeling.attention import prefix_tree
-from infembed_ray.modeling.attention.packing import ATTENTION, enable_packing, packed, packing_pays
+from infembed_ray.modeling.attention.packing import enable_packing, packed, packing_pays
 from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
 
 ONE_PASS = 1 << 40
@@ -69,7 +69,6 @@ def trees(context: Context) -> Iterator[Result]:
         enable_packing(backbone)
         taken, memory = {}, {}
         for name, passes in ways.items():
-            _set_attention(backbone, name)
             with measure.Peak(context) as peak:
                 taken[name] = _time(backbone, passes, context)
             memory[name] = peak.most - peak.before
@@ -95,7 +94,6 @@ def _exactness(name: str, size: str, context: Context, sample: list[Tokens], way
     enable_packing(backbone)
     figures, checks = {f"padded, {what}": value for what, value in of_padded.items()}, {}
     for way, passes in ways.items():
-        _set_attention(backbone, way)
         found = _differences(_both(backbone, passes, context), expected)
         for what, value in found.items():
             bound = SLACK * of_padded[what] + FLOOR[measure.dtype_of(context)]
@@ -119,11 +117,6 @@ def _time(backbone: Any, passes: Passes, context: Context) -> float:
     return measure.seconds(forward_and_backward, context, warm_up=2)
 
 
-def _set_attention(backbone: Any, way: str) -> None:
-    """Set the attention of a way: FlexAttention for `flex trees`, else that of packed rows."""
-    backbone.set_attn_implementation(prefix_tree.FLEX if way == "flex trees" else ATTENTION)
-
-
 def _packed(sample: list[Tokens]) -> Passes:
     order = sorted(range(len(sample)), key=lambda row: -len(sample[row]))
     return [(order, packed([sample[row] for row in order]))]
@@ -136,8 +129,8 @@ def _padded(sample: list[Tokens], budget: int = ONE_PASS) -> Passes:
 
 def _ways_of_trees(sample: list[Tokens], context: Context) -> dict[str, Passes]:
     """FlexAttention has no backward pass on a CPU."""
-    passes = list(prefix_tree.forests(sample, ONE_PASS))
-    return {"dense trees": passes} | ({"flex trees": passes} if context.device == "cuda" else {})
+    kinds = {"dense trees": False} | ({"flex trees": True} if context.device == "cuda" else {})
+    return {name: list(prefix_tree.forests(sample, ONE_PASS, flex)) for name, flex in kinds.items()}
 
 
 def _pairs(count: int, vocabulary: int) -> list[Tokens]:
