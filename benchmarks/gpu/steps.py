@@ -168,12 +168,12 @@ def _measured(
     recompute: bool,
 ) -> Result:
     """Measure a step. The last of some steps on the same texts must have a lower loss than the first."""
+    chosen = _choose_kernels(encoder, sides)
     work = Workload(encoder)
     for side in sides:
         for _, layout in encoder.layouts(side, ONE_PASS):
             work.add(layout)
     slots, tokens, flops = work.take().tolist()
-    chosen = _choose_kernels(encoder, sides)
     losses: list[float] = []
 
     def update() -> None:
