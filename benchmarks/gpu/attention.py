@@ -129,8 +129,8 @@ def _padded(sample: list[Tokens], budget: int = ONE_PASS) -> Passes:
 
 def _ways_of_trees(sample: list[Tokens], context: Context) -> dict[str, Passes]:
     """FlexAttention has no backward pass on a CPU."""
-    ways = ("dense", "flex") if context.device == "cuda" else ("dense",)
-    return {f"{way} trees": list(prefix_tree.forests(sample, ONE_PASS, way == "flex")) for way in ways}
+    kinds = {"dense trees": False} | ({"flex trees": True} if context.device == "cuda" else {})
+    return {name: list(prefix_tree.forests(sample, ONE_PASS, flex)) for name, flex in kinds.items()}
 
 
 def _pairs(count: int, vocabulary: int) -> list[Tokens]:

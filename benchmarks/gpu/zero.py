@@ -18,6 +18,7 @@ from infembed_ray.planning.capacity import Activations, step_memory
 from infembed_ray.planning.train import weights_of
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.engine import Engine
+from infembed_ray.training.zero_init import load_for_training
 
 SIZE = "0.5B"
 RATE = 1e-4
@@ -46,13 +47,14 @@ def zero(context: Context) -> Iterator[Result]:
     vocabulary = measure.config_of(SIZE, context).vocab_size
     sides = steps.texts(steps.TUPLES, vocabulary)
     engine, slots = _engine(settings, context), 0
+    kernels = engine.choose_kernels(sides) or "no choice"
     for side in sides:
         slots += sum(layout.input_ids.numel() for _, layout in engine.encoder.layouts(side, steps.ONE_PASS))
     losses = [_step(engine, sides)]
     with measure.Peak(context) as peak:
         losses.append(_step(engine, sides))
     taken = measure.seconds(lambda: losses.append(_step(engine, sides)), context, rounds=3, warm_up=0)
-    figures: dict[str, float | str] = {"step, ms": 1e3 * taken, "slots": slots}
+    figures: dict[str, float | str] = {"step, ms": 1e3 * taken, "slots": slots, "kernels": kernels}
     checks = {"last loss - first": (losses[-1] - losses[0], 0.0)}
     if cuda:
         planned = _planned(settings, slots, context) / measure.GIB
@@ -72,8 +74,9 @@ def zero(context: Context) -> Iterator[Result]:
 def _restored(engine: Engine, sides: Any) -> Result:
     """Save, take two steps, load, and compare the loss with that before."""
     with tempfile.TemporaryDirectory() as directory:
-        engine.save(Path(directory), "state")
-        expected = [_step(engine, sides) for _ in range(2)]
+        written = engine.save(Path(directory), "state")
+        expected = [_step(engine, sides) for _ in range(2)]  # while the state is written
+        written.result()
         engine.load(Path(directory), "state")
         found = [_step(engine, sides) for _ in range(2)]
     off = max(abs(a - b) for a, b in zip(found, expected, strict=True))
@@ -82,8 +85,13 @@ def _restored(engine: Engine, sides: Any) -> Result:
 
 
 def _engine(settings: TrainSettings, context: Context) -> Engine:
-    torch.manual_seed(0)
-    engine = Engine(steps.encoder_of(measure.backbone_of(SIZE, context)), settings)
+    """Load a checkpoint as training does (ZeRO-3 into its partitions), and choose the attention kernels."""
+    with tempfile.TemporaryDirectory() as directory:
+        measure.backbone_of(SIZE, context).save_pretrained(directory)
+        measure.tokenizer().save_pretrained(directory)
+        measure.free()
+        settings = settings.model_copy(update={"model": directory})
+        engine = Engine(load_for_training(settings, torch.device(context.device)), settings)
     engine.train()
     return engine
 
