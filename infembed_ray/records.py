@@ -1,7 +1,7 @@
 """Data that stages exchange: typed rows, their Arrow schemas, and readers of all file formats.
 
-Only this module and `examples` name columns. The columns of a record are those of the published InF-IR data set, so training reads that
-set unchanged.
+Only this module and `examples` name columns. The columns of a record are those of the published InF-IR data set, so
+training reads that set unchanged.
 """
 
 from __future__ import annotations

@@ -23,20 +23,18 @@ def distill(
     """
     device = queries.device
     own = queries[torch.tensor(batch.own, device=device)]
-    rows = len(own)
     first = sum(batch.sizes[: batch.rank])
-    counts = torch.tensor(batch.hard_counts[first : first + rows], device=device)
-    most = max((len(scores) for scores in batch.teacher), default=0)
+    counts = torch.tensor(batch.hard_counts[first : first + len(own)])
+    lengths = torch.tensor([len(scores) for scores in batch.teacher])
     # Column 0 is the row's passage, and column n its n-th hard negative.
-    columns = torch.arange(max(1, most), device=device)
-    index = (rows + counts.cumsum(0) - counts).unsqueeze(1) + columns - 1
-    index = torch.where(columns == 0, torch.arange(rows, device=device).unsqueeze(1), index)
-    lengths = torch.tensor([len(scores) for scores in batch.teacher], device=device)
+    columns = torch.arange(max(1, *lengths.tolist()))
     mask = columns < lengths.unsqueeze(1)
-    teacher = torch.zeros(mask.shape, dtype=queries.dtype, device=device)
-    teacher[mask] = torch.tensor([s for scores in batch.teacher for s in scores], dtype=queries.dtype, device=device)
-    similarities = (own @ passages.T).gather(1, index.where(mask, torch.zeros_like(index)))
-    return distillation_loss(settings, similarities, teacher, mask, temperature)
+    index = (len(own) + counts.cumsum(0) - counts).unsqueeze(1) + columns - 1
+    index[:, 0] = torch.arange(len(own))
+    teacher = torch.zeros(mask.shape, dtype=queries.dtype)
+    teacher[mask] = torch.tensor([s for scores in batch.teacher for s in scores], dtype=queries.dtype)
+    index, mask, teacher = (x.to(device) for x in (index * mask, mask, teacher))
+    return distillation_loss(settings, (own @ passages.T).gather(1, index), teacher, mask, temperature)
 
 
 def distillation_loss(
