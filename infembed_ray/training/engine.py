@@ -38,9 +38,16 @@ from infembed_ray.training.preparation import Pass
 
 
 def connect(settings: TrainSettings) -> None:
-    """Connect the workers under DeepSpeed, unless they are connected already."""
+    """Connect the workers under DeepSpeed, unless they are connected already.
+
+    Raises:
+        InputError: this node lacks what the settings need.
+    """
     _set_single_process_environment()
     build_one_at_a_time()
+    nvme = "nvme" in (settings.offload.optimizer, settings.offload.parameters)
+    if nvme and not deepspeed_compat.nvme_offload_available():
+        raise InputError("offload: nvme needs libaio and its headers (libaio-dev) on every node; or offload to cpu")
     deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
 
 
@@ -102,9 +109,6 @@ class Engine:
         if settings.compile:
             for backbone in encoder.backbones:
                 compile_layers(backbone)
-        nvme = "nvme" in (settings.offload.optimizer, settings.offload.parameters)
-        if nvme and not deepspeed_compat.nvme_offload_available():
-            raise InputError("offload: nvme needs libaio and its headers (libaio-dev) on every node; or offload to cpu")
         self.encoder = encoder
         self.work = Workload(encoder)
         self._settings = settings

@@ -36,8 +36,8 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     Under ZeRO-3, its parameters are partitioned already. A model whose files do not hold every parameter under its own
     name, or that has the cross-attention of Interaction II, is loaded whole: DeepSpeed partitions it later.
     """
-    if settings.zero_stage < 3:
-        quantized = settings.lora is not None and settings.lora.quantized
+    quantized = settings.lora is not None and settings.lora.quantized
+    if settings.zero_stage < 3 or quantized:
         return load_encoder(settings, device, quantized=quantized)
     encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
     connect(settings)
@@ -45,7 +45,7 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     sources = from_first(found)
     if sources is None:
         if world()[0] == 0:
-            say(f"train: model={settings.model}: its files lack parameters, so every worker reads the whole model")
+            say(f"train: model={settings.model}: its files do not have every parameter, so each worker loads it whole")
         return load_encoder(settings, device)
     restore_buffers(encoder)
     _partition(encoder, sources, settings, device)
