@@ -23,6 +23,8 @@ SIZE = "0.5B"
 RATE = 1e-4
 TOLERANCE = 0.15
 """Error of the planner's memory that `infembed plan train` promises."""
+REPEATED_LOSS = {True: 5e-3, False: 0.0}
+"""Difference of the loss in a repeated step, on CUDA or not: backward passes of attention sum there in no fixed order."""
 GRAD_CACHE_LOSS = {True: 2e-2, False: 1e-4}
 """Difference of the loss with GradCache, whose passes are others; bf16 or not."""
 
@@ -75,7 +77,8 @@ def _restored(engine: Engine, sides: Any) -> Result:
         engine.load(Path(directory), "state")
         found = [_step(engine, sides) for _ in range(2)]
     off = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-    return Result("two steps after a restored checkpoint", {"loss": found[-1]}, {"loss": (off, 0.0)})
+    bound = REPEATED_LOSS[engine.encoder.device.type == "cuda"]
+    return Result("two steps after a restored checkpoint", {"loss": found[-1]}, {"loss": (off, bound)})
 
 
 def _engine(settings: TrainSettings, context: Context) -> Engine:
