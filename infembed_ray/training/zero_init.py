@@ -91,7 +91,8 @@ def _partition(
     dtype = precision_of(settings)
     partition = deepspeed_compat.partitioner(deepspeed_config(settings), dtype)
     with ExitStack() as opened:
-        files = {path: opened.enter_context(safe_open(path, "pt")) for path, _ in sources} if world()[0] == 0 else {}
+        paths = {path for path, _ in sources} if world()[0] == 0 else ()
+        files = {path: opened.enter_context(safe_open(path, "pt")) for path in paths}
         for parameter, (path, name) in zip(encoder.parameters(), sources, strict=True):
             if files:
                 value = files[path].get_tensor(name).to(device, dtype)

@@ -55,8 +55,8 @@ def test_an_invalid_setting_is_rejected_with_field_value_and_remedy(settings, ov
 
 
 def test_a_missing_setting_is_named():
-    with pytest.raises(InputError, match=r"records is missing: set records=\.\.\."):
-        TrainSettings.load(None, ["model=m", "output=o"])
+    with pytest.raises(InputError, match=r"model is missing: set model=\.\.\."):
+        TrainSettings.load(None, ["records=r", "output=o"])
 
 
 def test_a_missing_or_invalid_config_file_is_named(tmp_path):
