@@ -234,7 +234,8 @@ def test_memory_does_not_grow_with_the_length_of_responses(tmp_path: Path) -> No
             tracemalloc.stop()
 
     memory(1)  # what is allocated once
-    assert memory(20_000) < memory(20) + 50_000
+    # The least of three: tracemalloc also counts what another thread of this process allocates meanwhile.
+    assert min(memory(20_000) for _ in range(3)) < memory(20) + 50_000
 
 
 def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:

@@ -208,8 +208,9 @@ def test_memory_does_not_grow_with_the_length_of_the_seeds(tmp_path: Path, monke
 
     for suffix in (".jsonl", ".parquet"):
         peak(1, suffix)  # what is allocated once
-        # 6 MB more passages; the pool and one block of 1,024 rows may grow.
-        assert peak(1000, suffix) < peak(1, suffix) + 3_500_000
+        # 6 MB more passages; the pool and one block of 1,024 rows may grow. The least of three, because tracemalloc also
+        # counts what another thread allocates meanwhile.
+        assert min(peak(1000, suffix) for _ in range(3)) < peak(1, suffix) + 3_500_000
 
 
 @settings(deadline=None)

@@ -83,7 +83,8 @@ def test_memory_of_write_does_not_grow_with_the_records(tmp_path):
         return most
 
     peak(1)  # imports what pyarrow imports at the first use
-    assert peak(20_000) < 1.2 * peak(5_000)
+    # The least of three: tracemalloc also counts what another thread of this process allocates meanwhile.
+    assert min(peak(20_000) for _ in range(3)) < 1.2 * min(peak(5_000) for _ in range(3))
 
 
 def test_bad_records_leave_no_file(tmp_path):
