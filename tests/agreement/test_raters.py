@@ -17,11 +17,12 @@ from infembed_ray.cli import main
 from infembed_ray.config.analysis import AgreementSettings
 from infembed_ray.errors import InputError
 from tests.agreement.stub import Row, expected_kappa, stub
+from tests.conftest import SHARED
 from tests.support.files import write_jsonl
 
 pytestmark = pytest.mark.integration
 
-SHEET = Path("/work/shared/data/infir_mini/agreement.jsonl")
+SHEET = SHARED / "infir_mini" / "agreement.jsonl"
 CHOICES = "012345"
 
 
