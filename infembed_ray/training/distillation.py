@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from infembed_ray.config.training import Distillation
+from infembed_ray.modeling.layout import on_device
 from infembed_ray.training.collate import Batch
 
 
@@ -22,7 +23,7 @@ def distill(
         temperature: Divisor of the similarities.
     """
     device = queries.device
-    own = queries[torch.tensor(batch.own, device=device)]
+    own = queries[on_device(torch.tensor(batch.own), device)]
     first = sum(batch.sizes[: batch.rank])
     counts = torch.tensor(batch.hard_counts[first : first + len(own)])
     lengths = torch.tensor([len(scores) for scores in batch.teacher])
@@ -33,7 +34,7 @@ def distill(
     index[:, 0] = torch.arange(len(own))
     teacher = torch.zeros(mask.shape, dtype=queries.dtype)
     teacher[mask] = torch.tensor([s for scores in batch.teacher for s in scores], dtype=queries.dtype)
-    index, mask, teacher = (x.to(device) for x in (index * mask, mask, teacher))
+    index, mask, teacher = (on_device(x, device) for x in (index * mask, mask, teacher))
     return distillation_loss(settings, (own @ passages.T).gather(1, index), teacher, mask, temperature)
 
 
