@@ -43,7 +43,7 @@ LENGTHS = {
 }
 """Words of each column, as in the paper's set."""
 COPIES = 7
-"""One record in so many is a changed copy."""
+"""One record of this many is a changed copy of another."""
 
 
 def rows(number: int) -> Iterator[dict[str, Any]]:

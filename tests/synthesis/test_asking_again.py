@@ -59,7 +59,7 @@ def assert_replayed(got: Outcome, given: SynthesizeSettings, directory: Path) ->
 
 
 def needs(tokens: int) -> Any:
-    """An answer that is complete only with so many tokens."""
+    """An answer that needs this many tokens; a lower cap cuts it off."""
 
     def answer(request: Request) -> str | Completion:
         text = stand_in_answers.answer(request.body)
