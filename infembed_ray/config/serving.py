@@ -51,6 +51,9 @@ class ServeSettings(Settings):
     prefix_cache_mib: int = Field(
         256, ge=0, description="prefix cache for instructions per encoder replica (causal backbones); 0: none"
     )
+    query_cache_mib: int = Field(
+        64, ge=0, description="cache for the vectors of recent searches (query and instruction) per ingress; 0: none"
+    )
     batch_tokens: int = Field(
         4096, ge=64, description="largest number of tokens in an encoding batch; lowered where that is as fast"
     )

@@ -244,6 +244,21 @@ class MetricsReporter:
             await asyncio.sleep(PUSH_S)
 
 
+class CacheMetrics:
+    """Metrics of the query cache of the current release, as a collector of `prometheus_client`."""
+
+    def __init__(self, release: Callable[[], Release | None]) -> None:
+        self._release = release
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current values; they start again with a new release."""
+        if release := self._release():
+            cache = release.query_cache
+            yield GaugeMetricFamily("infembed_query_cache_bytes", "Memory of cached queries.", cache.bytes)
+            yield CounterMetricFamily("infembed_query_cache_hits", "Queries that were not encoded.", cache.hits)
+            yield CounterMetricFamily("infembed_query_cache_misses", "Queries that were encoded.", cache.misses)
+
+
 @serve.ingress()
 class Ingress:
     """A replica of the HTTP API, which answers each request from the current release."""
@@ -267,6 +282,7 @@ class Ingress:
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._current: Release | None = None
+        self._registry.register(CacheMetrics(lambda: self._current))
         self._switching: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -309,6 +325,7 @@ class Ingress:
             timeout_s=settings.request_timeout_s,
             encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
             shard_replicas=settings.shard_replicas,
+            query_cache_bytes=settings.query_cache_mib * 2**20,
         )
 
     @property

@@ -24,6 +24,7 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
+from infembed_ray.serving.routing.query_cache import QueryCache
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost, Stuck
 
 MAX_BATCH_CHARACTERS = 4_096
@@ -92,6 +93,10 @@ class Release:
         metrics: has `page() -> bytes`.
         timeout_s: request time-out.
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
+        query_cache_bytes: size of the query cache; 0: none.
+
+    Attributes:
+        query_cache: vectors of recent searches.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Release:
         timeout_s: float,
         encoder_replicas: int = 1,
         shard_replicas: int = 1,
+        query_cache_bytes: int = 0,
     ) -> None:
         self.spec = spec
         self._encoder = encoder
@@ -123,6 +129,7 @@ class Release:
             weigh=_characters,
             max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
         )
+        self.query_cache = QueryCache(self._embed, query_cache_bytes)
         self._search = [
             MicroBatcher(
                 partial(self._call_shard, shard, HedgedCalls(_is_lost, hedged=shard_replicas > 1)),
@@ -151,7 +158,7 @@ class Release:
         """As `Service.search`: asks all shards at once and merges their hits."""
         filters.parse(filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
-        vectors = (await self._embed(list(queries), deadline)).vectors
+        vectors = await self.query_cache(queries, deadline)
         encoded = time.perf_counter()
         answers = await self._ask_shards(ShardQuery(vectors, top_k, filter), deadline, allow_partial)
         present = [answer for answer in answers if answer is not None]

@@ -1,0 +1,105 @@
+"""Query cache: the vectors of recent queries under their instructions; the least recently used one leaves first.
+
+Identical concurrent queries share one encoding (single flight). A release has one encoder, so its cache needs no
+invalidation: the next release starts with an empty one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.service import Query
+
+ENTRY_BYTES = 512
+"""Memory of an entry besides its vector and its characters: objects of Python and numpy, and its place in the cache."""
+
+
+@dataclass
+class _Flight:
+    """An encoding of one query that is under way, and the number of callers that wait for it."""
+
+    vector: asyncio.Task[np.ndarray]
+    callers: int = 0
+
+
+class QueryCache:
+    """Embeds queries, and keeps their vectors. All calls come from one event loop.
+
+    Args:
+        embed: embeds queries by a deadline (the event loop's time).
+        max_bytes: limit of the memory of all entries; 0: every query is encoded.
+
+    Attributes:
+        bytes: memory of the entries.
+        hits: queries that were not sent to the encoder.
+        misses: queries that were sent to it.
+    """
+
+    def __init__(self, embed: Callable[[list[Query], float], Awaitable[Embedded]], max_bytes: int) -> None:
+        self._embed = embed
+        self._max_bytes = max_bytes
+        self._vectors: OrderedDict[Query, np.ndarray] = OrderedDict()
+        self._flights: dict[Query, _Flight] = {}
+        self.bytes = self.hits = self.misses = 0
+
+    async def __call__(self, queries: Sequence[Query], deadline: float) -> np.ndarray:
+        """Return (len(queries), d) vectors, in order. Queries that are not cached go to the encoder in one call."""
+        found = {query: self._vectors[query] for query in queries if query in self._vectors}
+        for query in found:
+            self._vectors.move_to_end(query)
+        missing = [query for query in dict.fromkeys(queries) if query not in found]
+        self.hits += len(queries) - len(missing)
+        if len(missing) == 1 and self._max_bytes:
+            found[missing[0]] = await self._shared(missing[0], deadline)
+        elif missing:
+            found |= zip(missing, await self._encode(missing, deadline), strict=True)
+        return np.stack([found[query] for query in queries])
+
+    async def _shared(self, query: Query, deadline: float) -> np.ndarray:
+        """Wait for the encoding of a query, which starts unless it is under way."""
+        flight = self._flights.get(query)
+        if flight is None:
+            # In an empty context: with the context of the first caller, Serve would cancel the encoding together with it.
+            start = asyncio.get_running_loop().create_task
+            flight = _Flight(contextvars.Context().run(start, self._first(query, deadline)))
+            self._flights[query] = flight
+        else:
+            self.hits += 1
+        flight.callers += 1
+        try:
+            return await asyncio.shield(flight.vector)
+        finally:
+            flight.callers -= 1
+            if not flight.callers:
+                del self._flights[query]
+                flight.vector.cancel()  # without effect unless every caller was cancelled
+
+    async def _first(self, query: Query, deadline: float) -> np.ndarray:
+        vector: np.ndarray = (await self._encode([query], deadline))[0]
+        return vector
+
+    async def _encode(self, queries: list[Query], deadline: float) -> np.ndarray:
+        self.misses += len(queries)
+        vectors = (await self._embed(queries, deadline)).vectors
+        for query, vector in zip(queries, vectors, strict=True):
+            self._keep(query, vector)
+        return vectors
+
+    def _keep(self, query: Query, vector: np.ndarray) -> None:
+        if query not in self._vectors:  # a call with several queries may have encoded it meanwhile
+            self.bytes += _size(query, vector)
+            self._vectors[query] = vector.copy()  # a view would keep the vectors of the whole call
+        while self.bytes > self._max_bytes:
+            self.bytes -= _size(*self._vectors.popitem(last=False))
+
+
+def _size(query: Query, vector: np.ndarray) -> int:
+    """Return the memory of an entry; a character takes up to four bytes."""
+    return vector.nbytes + 4 * (len(query.text) + len(query.instruction or "")) + ENTRY_BYTES
