@@ -350,7 +350,8 @@ def overload(trial: Trial, seconds: float) -> dict[str, Any]:
 def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) -> Iterator[Trial]:
     """Serve index A on a cluster while the block runs; index B exists, too."""
     try:
-        trial = Trial(folder, nodes, free_port(), material.minilm(), settings)
+        # The load repeats its searches, and a cached one costs almost nothing.
+        trial = Trial(folder, nodes, free_port(), material.minilm(), ["query_cache_mib=0", *settings])
         for owner in "AB":
             if not (folder / owner).exists():
                 trial.index(owner, passages)

@@ -2,12 +2,16 @@
 
     python benchmarks/serving_http.py [--infinity-python PATH] [--seconds N] [--rounds N]
 
-All servers use MiniLM in fp32, the same number of threads and the same cores, which the client shares. Each server is
-started, warmed up and measured alone, by a client in another process (closed loop of load.py).
+All servers use MiniLM, the same number of threads and the same cores, which the client shares. Each server is started,
+warmed up and measured alone, by a client in another process (closed loop of load.py). The peers compute in fp32. Ours
+calibrates its runtime (`runtime=auto dtype=auto`), and runs once more with `dtype=float32`.
 
 Searches run over MS MARCO passages in two exact shards, top 10: plain queries, and queries under an instruction (InF-IR),
 which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards through Serve's
 Python proxy. Ours runs through that proxy and through HAProxy (`ha_proxy=true`). The hits must agree, or the run fails.
+
+No search is sent twice to a server, so its query cache never hits. A third load has `REPEATS`: that share of its searches
+repeats an earlier one of the same load, drawn with equal chances.
 
 Embeddings are of single texts, alternating queries and passages: ours against infinity-emb's server (0.0.78, torch and
 optimum engines). Embeddings must agree to a cosine of 0.999.
@@ -15,7 +19,9 @@ optimum engines). Embeddings must agree to a cosine of 0.999.
 The last line is one JSON object:
     vs_straightforward              searches per second, plain queries: ours through HAProxy / the plain graph
     vs_straightforward_instructed   the same, queries under instructions
-    vs_straightforward_same_proxy   plain queries, both through the Python proxy
+    vs_straightforward_repeated     the same, queries under instructions with `repeat_rate` repeats
+    vs_straightforward_same_proxy, _instructed_same_proxy, _repeated_same_proxy    all through the Python proxy
+    vs_straightforward_instructed_same_proxy_float32   the same, ours in float32
     vs_infinity                     embeddings per second: ours through HAProxy / the faster of infinity's engines
 """
 
@@ -25,6 +31,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import signal
 import socket
 import statistics
@@ -37,6 +44,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +62,10 @@ HERE = Path(__file__).parent
 CLIENTS = 64
 START_S = 300.0
 WARM_UP_S = 3.0
+SEARCHES, WARM_UP_SEARCHES = 8000, 2000
+"""Searches of a load, and those of its warm-up."""
+REPEATS = 0.3
+"""Share of repeated searches in the third load; logs of web search engines have 0.3 to 0.5."""
 OURS = """
 import ray, sys
 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
@@ -61,6 +73,13 @@ from infembed_ray.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 """The command, on a cluster with enough logical CPUs for as many encoder threads as the plain graph has."""
+KINDS = ("plain", "instructed", "repeated")
+OWN_SERVERS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "ours": (["ha_proxy=true"], KINDS),
+    "ours, Python proxy": (["ha_proxy=false"], KINDS),
+    "ours, Python proxy, float32": (["ha_proxy=false", "dtype=float32"], ("instructed",)),
+}
+"""Settings of our servers, and the loads of searches that they get."""
 Body = dict[str, Any]
 
 
@@ -117,17 +136,19 @@ class Client:
     def measure(self, name: str, url: str, bodies: Sequence[Body]) -> None:
         """Measure one round with 64 clients."""
         file, out = self._folder / "bodies.jsonl", self._folder / "answers.jsonl"
-        file.write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
 
-        def load(seconds: float) -> dict[str, Any]:
+        def load(seconds: float, bodies: Sequence[Body]) -> dict[str, Any]:
+            file.write_text("".join(json.dumps(body) + "\n" for body in bodies), encoding="utf-8")
             command = [sys.executable, str(HERE / "load.py"), url, f"--bodies={file}", f"--clients={CLIENTS}"]
             said = subprocess.run(
                 [*command, f"--seconds={seconds}", f"--out={out}"], check=True, capture_output=True, text=True
             )
             return dict(json.loads(said.stdout.splitlines()[-1]))
 
-        load(WARM_UP_S)
-        found = load(self._seconds)
+        searches = len(bodies) > WARM_UP_SEARCHES
+        load(WARM_UP_S, bodies[-WARM_UP_SEARCHES:])
+        found = load(self._seconds, bodies[:-WARM_UP_SEARCHES] if searches else bodies)
+        assert not searches or found["requests"] <= SEARCHES, "more searches than the load has: they repeat"
         self.measured.setdefault(name, []).append(found)
         self._latencies.setdefault(name, []).extend(answer.latency for answer in read(out) if answer.ok)
         print(f"{name}: {found}", flush=True)
@@ -156,14 +177,27 @@ class Client:
         }
 
 
-def searches(instructed: bool) -> list[Body]:
-    """Return plain queries, or queries under instructions."""
+def searches(instructed: bool, repeats: float = 0.0) -> list[Body]:
+    """Return plain queries, or queries under instructions: a load without repeats, or with a share, and its warm-up."""
+    rng = random.Random(0)
+    count = SEARCHES + WARM_UP_SEARCHES
     if instructed:
-        records, _ = material.records(200)
-        tuples = [t for record in records for t in flatten(record)]
-        return [{"query": t.query, "instruction": t.instruction, "top_k": 10} for t in tuples]
-    rows, _ = real_rows()
-    return [{"query": row["query"], "top_k": 10} for row in rows]
+        tuples = [t for record in material.records(200)[0] for t in flatten(record)]
+        queries, instructions = (sorted({getattr(t, part) for t in tuples}) for part in ("query", "instruction"))
+        pairs = rng.sample(range(len(queries) * len(instructions)), 2 * count)  # a query under any record's instruction
+        pairs = pairs[count:] if repeats else pairs[:count]  # two loads of one server share no search
+        bodies = [
+            {"query": queries[n % len(queries)], "instruction": instructions[n // len(queries)], "top_k": 10}
+            for n in pairs
+        ]
+    else:
+        rows = real_rows()[0]
+        passes = (f" {n // len(rows)}" if n >= len(rows) else "" for n in range(count))  # a number tells passes apart
+        bodies = [{"query": row["query"] + number, "top_k": 10} for row, number in zip(cycle(rows), passes)]
+    for n in range(1, SEARCHES):
+        if rng.random() < repeats:
+            bodies[n] = bodies[rng.randrange(n)]
+    return bodies
 
 
 def built(folder: Path, model: str) -> tuple[Path, Path]:
@@ -193,13 +227,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="seconds of a measurement")
     parser.add_argument("--rounds", type=int, default=1, help="starts of every server")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every encoder")
+    parser.add_argument("--replicas", type=int, default=1, help="encoder replicas of ours, which divide the threads")
     parser.add_argument("--only", nargs="*", default=("searches", "embeddings"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so the servers are stopped
     threads, absent = options.threads, dict[str, str]()
     own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0"}
     quiet = own | {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
-    workloads = {"plain": searches(False), "instructed": searches(True)}
+    workloads = dict(zip(KINDS, (searches(False), searches(True), searches(True, REPEATS)), strict=True))
     texts, source = real_texts(2000)
 
     with tempfile.TemporaryDirectory(prefix="http-") as made:
@@ -209,14 +244,14 @@ def main() -> None:
         hits: dict[str, list[list[str]]] = {}
         vectors: dict[str, np.ndarray] = {}
 
-        def look(name: str, base: str) -> None:
+        def look(name: str, base: str, kinds: Sequence[str] = KINDS) -> None:
             """Print a server's answer and its latency."""
             if "searches" in options.only and not name.startswith("infinity"):
-                sample = [*workloads["plain"][:20], *workloads["instructed"][:20]]
+                sample = [*workloads["plain"][-20:], *workloads["instructed"][-20:]]
                 answers = [post(f"{base}/v1/search", body) for body in sample]
                 hits[name] = [[hit["id"] for hit in answer["hits"]] for answer in answers]
-                for kind, bodies in workloads.items():
-                    client.measure(f"{name}, {kind}", f"{base}/v1/search", bodies)
+                for kind in kinds:
+                    client.measure(f"{name}, {kind}", f"{base}/v1/search", workloads[kind])
             if "embeddings" in options.only and name != "straightforward":
                 served = json.load(urllib.request.urlopen(f"{base}/v1/models"))["data"][0]["id"]
                 found = post(f"{base}/v1/embeddings", {"model": served, "input": texts[:16]})["data"]
@@ -238,13 +273,14 @@ def main() -> None:
                 base = f"http://127.0.0.1:{port}"
                 with server(command, f"{base}/readyz", own, folder / "straightforward.log"):
                     look("straightforward", base)
-            for name, ha_proxy in (("ours", "true"), ("ours, Python proxy", "false")):
+            for name, (extra, kinds) in OWN_SERVERS.items():
                 port = free_port()
                 command = [sys.executable, "-c", OURS, "serve", f"index={index}", f"port={port}"]
-                command += [f"ha_proxy={ha_proxy}", f"cpus_per_encoder={threads}"]
+                command += [*extra, f"encoder_replicas={options.replicas}"]
+                command += [f"cpus_per_encoder={threads // options.replicas}"]
                 base = f"http://127.0.0.1:{port}"
                 with server(command, f"{base}/readyz", own, folder / "ours.log"):
-                    look(name, base)
+                    look(name, base, kinds)
             for engine in ("torch", "optimum") if "embeddings" in options.only else ():
                 name = f"infinity, {engine}"
                 if options.infinity_python is None:
@@ -293,10 +329,19 @@ def main() -> None:
     assert not shared or min(shared) >= 0.99, shared
     assert not cosines or min(cosines.values()) >= 0.999, cosines
     infinity = [name for name in client.measured if name.startswith("infinity")]
+
+    def over(ours: str, kind: str) -> float | None:
+        return client.ratio(f"{ours}, {kind}", [f"straightforward, {kind}"])
+
     summary = {
-        "vs_straightforward": client.ratio("ours, plain", ["straightforward, plain"]),
-        "vs_straightforward_instructed": client.ratio("ours, instructed", ["straightforward, instructed"]),
-        "vs_straightforward_same_proxy": client.ratio("ours, Python proxy, plain", ["straightforward, plain"]),
+        "vs_straightforward": over("ours", "plain"),
+        "vs_straightforward_instructed": over("ours", "instructed"),
+        "vs_straightforward_repeated": over("ours", "repeated"),
+        "vs_straightforward_same_proxy": over("ours, Python proxy", "plain"),
+        "vs_straightforward_instructed_same_proxy": over("ours, Python proxy", "instructed"),
+        "vs_straightforward_repeated_same_proxy": over("ours, Python proxy", "repeated"),
+        "vs_straightforward_instructed_same_proxy_float32": over("ours, Python proxy, float32", "instructed"),
+        "repeat_rate": {"plain": 0, "instructed": 0, "repeated": REPEATS},
         "vs_infinity": client.ratio("ours, embeddings", infinity),
         "measured": client.figures(),
         "hits_shared": round(min(shared), 4) if shared else None,
@@ -304,6 +349,7 @@ def main() -> None:
         "absent": absent,
         "clients": CLIENTS,
         "threads": threads,
+        "replicas": options.replicas,
         "of": source,
         "machine": f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}",
         "date": date.today().isoformat(),

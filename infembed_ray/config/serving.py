@@ -45,9 +45,17 @@ class ServeSettings(Settings):
         description="directory of each node (absolute, or in ~) for copies of shards from a store; null: INFEMBED_SCRATCH, or one in /tmp",
     )
     runtime: Literal["auto", "torch", "onnx"] = Field(
-        "auto", description="runtime of the encoder; auto: ONNX Runtime on CPUs if it is equal and faster"
+        "auto", description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of weights and activations")
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto", description="precision of the encoder; auto: the fastest by calibration on CPUs, bfloat16 on GPUs"
+    )
+    min_cosine: float = Field(
+        0.999,
+        gt=0,
+        lt=1,
+        description="smallest cosine of a calibrated runtime's embeddings with the checkpoint's in float32",
+    )
     prefix_cache_mib: int = Field(
         256, ge=0, description="prefix cache for instructions per encoder replica (causal backbones); 0: none"
     )

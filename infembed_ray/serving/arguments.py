@@ -47,7 +47,7 @@ class EncoderArguments(_Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("model", "encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime"),
-        *("dtype", "prefix_cache_mib", "batch_tokens", "max_queue", "request_timeout_s"),
+        *("dtype", "min_cosine", "prefix_cache_mib", "batch_tokens", "max_queue", "request_timeout_s"),
     }
     model: str
     """Directory, URI in an object store, or hub name."""

@@ -68,7 +68,7 @@ class Plan:
         """
         from infembed_ray.modeling.checkpoint import local, locate
         from infembed_ray.modeling.encoder import InstructionEncoder
-        from infembed_ray.serving.encoder.runtime import require_runnable
+        from infembed_ray.serving.encoder.calibration import require_runnable
 
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)

@@ -50,7 +50,7 @@ from infembed_ray.serving.service import Document, Query, ReplicaLost
 from infembed_ray.storage import resolve_input
 
 if TYPE_CHECKING:
-    from infembed_ray.serving.encoder.engine import EncodingEngine
+    from infembed_ray.serving.encoder.engine import EncodingEngine, Facts
 
 OPEN_TIMEOUT_S = 60.0
 """Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
@@ -123,10 +123,28 @@ class EngineMetrics:
         facts = self._engine.facts
         yield GaugeMetricFamily("infembed_encoder_waiting", "Texts in the queue.", facts.waiting)
         yield GaugeMetricFamily("infembed_encoder_prefix_bytes", "Memory of cached instructions.", facts.prefix_bytes)
+        yield from _calibration(facts)
         totals = {**asdict(facts.counters), "prefix_hits": facts.prefix_hits, "prefix_misses": facts.prefix_misses}
         for name, total in totals.items():
             description = f"{name.replace('_', ' ')} so far".capitalize()
             yield CounterMetricFamily(f"infembed_encoder_{name}", description, total)
+
+
+def _calibration(facts: Facts) -> Iterator[Metric]:
+    """Yield which runtime and precision run the encoder, and what its calibration measured."""
+    labels = ["runtime", "dtype"]
+    chosen = GaugeMetricFamily("infembed_encoder_runtime", "1 for what runs the encoder.", labels=labels)
+    chosen.add_metric(facts.candidate, 1)
+    yield chosen
+    gauges = {
+        "infembed_encoder_calibration_seconds": ("Time of each candidate for the calibration's texts.", "seconds"),
+        "infembed_encoder_calibration_cosine": ("Smallest cosine of each candidate with float32.", "cosine"),
+    }
+    for name, (description, figure) in gauges.items():
+        gauge = GaugeMetricFamily(name, description, labels=labels)
+        for candidate, measured in facts.measured.items():
+            gauge.add_metric(candidate, getattr(measured, figure))
+        yield gauge
 
 
 class ShardSearch:

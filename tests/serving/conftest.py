@@ -30,5 +30,6 @@ def settings(index: str) -> ServeSettings:
         request_timeout_s=8,
         max_body_mib=4,
         runtime="torch",
+        dtype="float32",
         wait=False,
     )

@@ -6,7 +6,7 @@ One thread tokenises, another runs the model, and the batching engine between th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Side, Tokens
 from infembed_ray.serving import startup
-from infembed_ray.serving.encoder import runtime
+from infembed_ray.serving.encoder import calibration
 from infembed_ray.serving.encoder.batching import (
     BatchingEngine,
     Counters,
@@ -25,7 +25,8 @@ from infembed_ray.serving.encoder.batching import (
     Embedded,
     measured_overhead,
 )
-from infembed_ray.serving.encoder.runtime import Runtime
+from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measured
+from infembed_ray.serving.encoder.runtime import threads
 
 BATCH_TO_OVERHEAD = 16
 """Largest batch, as a multiple of the fixed cost of a batch. Larger ones save little and delay the next request."""
@@ -38,8 +39,10 @@ SLICE = 128
 class Facts(NamedTuple):
     """State of an encoding engine, for the metrics."""
 
-    runtime: str
-    """`torch` or `onnx`."""
+    candidate: Candidate
+    """Runtime and precision that were chosen."""
+    measured: Mapping[Candidate, Measured]
+    """What the calibration found of each candidate; empty without a choice."""
     waiting: int
     """Texts in the queue."""
     counters: Counters
@@ -64,13 +67,13 @@ class EncodingEngine:
 
     Args:
         encoder: tokenises.
-        model: the runtime that embeds.
+        choice: the runtime that embeds.
         engine: forms the batches.
     """
 
-    def __init__(self, encoder: InstructionEncoder, model: Runtime, engine: BatchingEngine) -> None:
+    def __init__(self, encoder: InstructionEncoder, choice: Choice, engine: BatchingEngine) -> None:
         self._encoder = encoder
-        self._model = model
+        self._choice = choice
         self._engine = engine
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
         # would block.
@@ -91,17 +94,19 @@ class EncodingEngine:
         Raises:
             InputError: the model cannot run as the settings ask.
         """
-        torch.set_num_threads(runtime.threads(settings))
+        torch.set_num_threads(threads(settings))
+        low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
         encoder = startup.in_background(
             lambda: InstructionEncoder.from_pretrained(
                 model,
                 dimensions=dimensions,
                 device="cuda" if settings.gpus_per_encoder else "cpu",
-                dtype=getattr(torch, settings.dtype),
+                dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
             )
         ).eval()
-        chosen = runtime.choose(encoder, settings, model)
-        for text in runtime.probes(encoder):
+        choice = calibration.choose(encoder, settings, model)
+        chosen = choice.runtime
+        for text in calibration.probes(encoder):
             chosen.embed([text])
         overhead = measured_overhead(chosen.embed, lambda n: Tokens([0] * n), settings.batch_tokens)
         engine = BatchingEngine(
@@ -112,7 +117,7 @@ class EncodingEngine:
             padded=chosen.padded,
             cost=chosen.cost,
         )
-        return cls(encoder, chosen, engine)
+        return cls(encoder, choice, engine)
 
     @property
     def tokenizer(self) -> Any:
@@ -122,9 +127,10 @@ class EncodingEngine:
     @property
     def facts(self) -> Facts:
         """The current state."""
-        prefixes = self._model.prefixes
+        prefixes = self._choice.runtime.prefixes
         return Facts(
-            runtime=self._model.name,
+            candidate=self._choice.candidate,
+            measured=self._choice.measured,
             waiting=self._engine.waiting,
             counters=self._engine.counters,
             prefix_hits=prefixes.hits if prefixes else 0,

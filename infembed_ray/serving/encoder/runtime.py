@@ -1,17 +1,14 @@
-"""Runtime of a serving replica's encoder: torch, or ONNX Runtime where it is faster and gives the same vectors.
+"""Runtimes of a serving replica's encoder: torch and ONNX Runtime.
 
-Which runtime is faster depends on the model, the processor and the number of threads, so a replica measures both when it
-starts. The ONNX graph is exported once per machine, to the user's cache directory under the encoder's fingerprint.
+The ONNX graph is exported once per machine, to the user's cache directory under the encoder's fingerprint.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -20,18 +17,14 @@ import torch
 import transformers
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.errors import InputError
 from infembed_ray.modeling import onnx, prefix_cache
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Side, Tokens
 from infembed_ray.modeling.prefix_cache import PrefixCache
 from infembed_ray.progress import say
 
-MIN_COSINE = 0.999
-"""Smallest cosine between two runtimes' embeddings of a text at which they count as equal."""
-PROBE_LENGTHS = (4, 8, 16, 24, 32, 64, 96, 128, 256, 512)
-"""Lengths in tokens of the texts that compare and warm up the runtimes."""
-_PROBE_TEXT = "An instruction says what a query asks for besides its topic: which sources, which years, whose words. "
+VERSIONS = f"torch{torch.__version__}-transformers{transformers.__version__}-opset{onnx.OPSET}"
+"""What a graph and a measurement depend on besides the encoder."""
 
 
 class Runtime(Protocol):
@@ -133,112 +126,48 @@ class OnnxRuntime:
         return vectors
 
 
-def require_runnable(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> None:
-    """InputError if the settings demand ONNX Runtime and it cannot run this encoder. Starts nothing."""
-    if settings.runtime == "onnx":
-        _require_onnx(encoder, settings, model)
-
-
-def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> Runtime:
-    """Return the runtime that the settings name, or with `auto` the faster one.
-
-    If ONNX Runtime is chosen, the weights of `encoder` are freed: from then on it can only tokenise.
-
-    Args:
-        encoder: on its device, in its precision.
-        settings: runtime, threads, batches and memory.
-        model: its name in messages.
-
-    Raises:
-        InputError: the settings demand ONNX Runtime, and it cannot run this encoder or gives different vectors.
-    """
-    in_torch = TorchRuntime(encoder, settings.batch_tokens, settings.prefix_cache_mib * 2**20)
-    if settings.runtime == "torch":
-        return in_torch
-    try:
-        _require_onnx(encoder, settings, model)
-        in_onnx = OnnxRuntime(_graphs(encoder), threads(settings))
-        texts = probes(encoder)
-        cosine = _smallest_cosine(in_torch, in_onnx, texts)
-        if not cosine >= MIN_COSINE:
-            raise InputError(
-                f"runtime=onnx: gives different vectors for {model} (smallest cosine {cosine:.4f}); set runtime=torch"
-            )
-    except Exception as error:  # torch runs every model; export and ONNX Runtime do not
-        if settings.runtime == "onnx":
-            raise
-        say(f"serve: the encoder runs in torch ({str(error).splitlines()[0]})")
-        return in_torch
-    chosen: Runtime = in_onnx
-    if settings.runtime == "auto":
-        seconds = {runtime: _seconds(runtime, texts) for runtime in (in_torch, in_onnx)}
-        chosen = min(seconds, key=seconds.__getitem__)
-        times = ", ".join(f"{runtime.name} {1e3 * taken:.0f} ms" for runtime, taken in seconds.items())
-        say(f"serve: the encoder runs in {chosen.name}, which is faster here ({times}; smallest cosine {cosine:.6f})")
-    if chosen is in_onnx:
-        encoder.to("meta")
-    return chosen
-
-
 def threads(settings: ServeSettings) -> int:
     """Return the number of CPU threads of an encoder replica."""
     return max(1, int(settings.cpus_per_encoder))
 
 
-def probes(encoder: InstructionEncoder) -> list[Tokens]:
-    """Return passages of `PROBE_LENGTHS` tokens, up to the encoder's maximum length, shortest first."""
-    ids = encoder.tokenize_passages([_PROBE_TEXT * 50])[0].ids
-    return [Tokens(ids[: length - 1] + ids[-1:]) for length in PROBE_LENGTHS if length <= len(ids)]
+def cache_directory() -> Path:
+    """Return the directory of the user's cache that replicas share."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infembed"
 
 
-def _require_onnx(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> None:
-    if settings.gpus_per_encoder:
-        raise InputError(
-            f"gpus_per_encoder={settings.gpus_per_encoder:g}: ONNX Runtime runs on CPUs only here; set runtime=torch"
-        )
-    if settings.dtype != "float32":
-        raise InputError(f"dtype={settings.dtype}: ONNX graphs are float32 here; set runtime=torch, or dtype=float32")
-    onnx.require_exportable(encoder, model)
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise InputError("onnxruntime is not installed; pip install 'infembed-ray[onnx]', or set runtime=torch")
+def graphs(encoder: InstructionEncoder, int8: bool = False) -> dict[Side, Path]:
+    """Return the ONNX graph of each side; write it unless an earlier replica has.
 
-
-def _graphs(encoder: InstructionEncoder) -> dict[Side, Path]:
-    """Return the ONNX graph of each side; export it unless an earlier replica has."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infembed" / "onnx"
-    versions = f"torch{torch.__version__}-transformers{transformers.__version__}-opset{onnx.OPSET}"
-    found = cache / f"{encoder.fingerprint()}-{versions}"
+    Args:
+        encoder: with its weights, in float32.
+        int8: graphs whose linear layers compute in int8.
+    """
     sides: tuple[Side, ...] = get_args(Side)
-    names = {side: side if len(encoder.backbones) > 1 else "model" for side in sides}
+    names = {side: f"{side if len(encoder.backbones) > 1 else 'model'}.onnx" for side in sides}
+    sides_of = {name: side for side, name in names.items()}
+    cache = cache_directory() / "onnx"
+    found = _written(
+        cache / f"{encoder.fingerprint()}-{VERSIONS}", sides_of, lambda side, to: onnx.export(encoder, side, to)
+    )
+    if int8:
+        exported = found
+        found = _written(Path(f"{found}-int8"), sides_of, lambda side, to: onnx.quantize(exported / names[side], to))
+    return {side: found / name for side, name in names.items()}
+
+
+def _written(found: Path, names: dict[str, Side], write: Callable[[Side, Path], None]) -> Path:
+    """Return a directory of graphs after it is published."""
     if not found.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=cache))
+        found.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=found.parent))
         try:
-            for name, side in {name: side for side, name in names.items()}.items():
-                onnx.export(encoder, side, made / f"{name}.onnx")
+            for name, side in names.items():
+                write(side, made / name)
             made.rename(found)
         except OSError:
             if not found.is_dir():  # otherwise another replica was faster
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
-    return {side: found / f"{name}.onnx" for side, name in names.items()}
-
-
-def _smallest_cosine(one: Runtime, other: Runtime, texts: list[Tokens]) -> float:
-    """Return the smallest cosine between each text alone in one runtime and all texts in one batch of the other."""
-    alone = np.concatenate([one.embed([text]) for text in texts])
-    return float((alone * other.embed(texts)).sum(axis=1).min())
-
-
-def _seconds(runtime: Runtime, texts: list[Tokens]) -> float:
-    """Time a short text alone, and batches of four equal texts for each of the shorter half."""
-    batches = [texts[1:2], *([text] * 4 for text in texts[: len(texts) // 2 + 1])]
-
-    def once() -> float:
-        start = time.perf_counter()
-        for batch in batches:
-            runtime.embed(batch)
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(3))
+    return found

@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def load(path, **values):
-    return EncodingEngine.load(path, ServeSettings(index="none", **values))
+    return EncodingEngine.load(path, ServeSettings(index="none", **{"dtype": "float32"} | values))
 
 
 def test_concurrent_callers_get_the_vectors_of_their_texts(path):
@@ -51,7 +51,7 @@ def test_concurrent_callers_get_the_vectors_of_their_texts(path):
         np.testing.assert_allclose(together.vectors, encoder.encode_queries(queries, instructions), atol=1e-5)
 
         facts = engine.facts
-        assert facts.runtime in ("torch", "onnx")
+        assert facts.candidate.runtime in ("torch", "onnx")
         assert (facts.waiting, facts.counters.texts, facts.counters.failed) == (0, 40, 0)
         assert 0 < facts.counters.batches <= 40
         assert facts.counters.seconds > 0
