@@ -23,6 +23,7 @@ from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.linear import enable_onednn
 from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
 from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
 from infembed_ray.modeling.precision import warn_of_slow_bf16
@@ -71,6 +72,7 @@ class InstructionEncoder(nn.Module):
         self._loaded = 0
         self._pad_id = int(tokenizer.pad_token_id)
         self._packs = all(enable_packing(b) for b in self.backbones)
+        enable_onednn(*self.backbones)
         self._first_position = first_position(backbone)
         self._obstacle_logged = False
         self.kernels = Kernels()  # see `kernels.measure`
@@ -109,8 +111,7 @@ class InstructionEncoder(nn.Module):
         options: dict[str, Any] = {"attention_dropout": overrides.get("attention_dropout"), "dtype": dtype}
         options |= adapters.four_bits(device) if quantized else {}
         backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, **options)
-        bidirectional = overrides.get("bidirectional")
-        if bidirectional is not None:
+        if (bidirectional := overrides.get("bidirectional")) is not None:
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
@@ -298,10 +299,8 @@ class InstructionEncoder(nn.Module):
         embeddings = np.zeros((len(sequences), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()
-        bar: AbstractContextManager[progress.Advance] = nullcontext(lambda *_: None)
-        if show_progress_bar:
-            bar = progress.track("encode", len(sequences))
-        with bar as advance:
+        silent: AbstractContextManager[progress.Advance] = nullcontext(lambda *_: None)
+        with progress.track("encode", len(sequences)) if show_progress_bar else silent as advance:
             for rows, layout in self.layouts(sequences, batch_tokens):
                 embeddings[rows] = self(layout).cpu().numpy()
                 advance(len(rows))
