@@ -66,6 +66,7 @@ class Ours:
     """`EncodingEngine` in this process."""
 
     def __init__(self, model: str, **settings: Any) -> None:
+        settings = {"dtype": "float32"} | settings
         self.engine = EncodingEngine.load(model, ServeSettings(index="none", **settings))
         self._loop = asyncio.new_event_loop()
 
