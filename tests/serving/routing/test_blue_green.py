@@ -203,6 +203,22 @@ def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch:
     asyncio.run(scenario())
 
 
+def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> None:
+    async def scenario() -> None:
+        cached = Release(world.spec, world.encoder, world.shards, world.encoder, timeout_s=20, query_cache_bytes=2**20)
+        for _ in range(3):
+            found = await cached.search([Query("q", "I")], 4, None, False)
+            assert [hit.id for hit in found.results[0]] == best("I q", 4)
+        assert world.encoder.calls == [1]
+        await cached.put([Document("new", "I q")])
+        found = await cached.search([Query("q", "I")], 4, None, False)
+        assert [hit.id for hit in found.results[0]] == ["new", *best("I q", 3)]
+        assert len(world.encoder.calls) == 2  # the document's, and none for the query
+        assert (cached.query_cache.hits, cached.query_cache.misses) == (3, 1)
+
+    asyncio.run(scenario())
+
+
 def test_with_a_missing_shard_only_partial_searches_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blue_green, "PARTIAL_PATIENCE_S", 0.1)
 
