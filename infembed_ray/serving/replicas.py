@@ -252,7 +252,7 @@ class Ingress:
         settings = arguments.settings
         self._arguments = arguments
         self._metrics_page = RemoteDeployment(metrics)
-        self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
+        self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file, settings.ingress_replicas)
         if arguments.locked and not self._keys:
             raise RuntimeError(
                 f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
