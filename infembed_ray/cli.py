@@ -277,9 +277,9 @@ def _following() -> dict[str, list[str]]:
     return found
 
 
-def create_key(name: str, file: str) -> None:
+def create_key(name: str, file: str, scopes: str, rate: float | None) -> None:
     """Print a new API key; its hash goes to a file."""
-    print(_load("serving.http.auth:new_key")(name, file))
+    print(_load("serving.http.auth:new_key")(name, file, scopes, rate))
     print(
         f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
     )
@@ -381,6 +381,8 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     key = add("key", "cli:create_key", "create an API key for `infembed serve`: print it and store its hash in a file")
     key.add_argument("name", metavar="NAME", help="name of its user or purpose")
     key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; created if missing")
+    key.add_argument("--scopes", default="read", help="some of read,write,admin; default: read")
+    key.add_argument("--rate", type=float, metavar="N", help="most requests per second; default: no limit")
     mteb = add("mteb", "evaluation.mteb_adapter:run", "run mteb's tasks: mteb run -m CHECKPOINT -t TASK")
     mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help")
     schema = add("schema", "cli:print_schema", "print the JSON Schema of a verb's settings file, for editors")
