@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.hub import _MODEL
 from tests.support import hub
 from tests.training.test_launch import in_one_process, settings  # noqa: F401  (fixtures)
 
@@ -23,6 +25,13 @@ def train_again(finished, server, token=TOKEN):
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     command = [sys.executable, "-c", AGAIN, "train", *overrides]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_files_of_separate_encoders_are_uploaded(backbone_path, tmp_path):
+    InstructionEncoder.from_pretrained(backbone_path("qwen2"), share_encoder=False).save_pretrained(tmp_path)
+    files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    assert "query_0_Transformer/tokenizer.json" in files
+    assert set(filter_repo_objects(files, allow_patterns=list(_MODEL))) == files
 
 
 @pytest.mark.integration
