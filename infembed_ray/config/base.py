@@ -28,7 +28,9 @@ def runtime_field(default: Any = ..., *, description: str, **bounds: Any) -> Any
 class Settings(BaseModel):
     """Frozen, strict settings. Load with `load`, or construct directly from Python."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     @model_validator(mode="before")
     @classmethod
