@@ -128,10 +128,10 @@ def test_an_empty_passage_is_a_seed_but_no_distractor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"id": "1", "query": "q"}\n', r"column passage is missing (found: id, query)"),
+        ('{"id": "1", "query": "q"}\n', r"no column passage (found: id, query)"),
         (
             '{"id": "1"}\n',
-            r"columns query, passage are missing (found: id); rename them or set columns.query=<its name>, columns.passage=",
+            r"no column query, passage (found: id); set columns.query=<its name>, columns.passage=",
         ),
         ("", "no seeds in it as format=table (it has no rows)"),
         ('{"id": "1", "query": "q", "passage": "p"}\n{"id"', "line 2 is not JSON"),
