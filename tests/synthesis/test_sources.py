@@ -45,6 +45,15 @@ def table(count: int) -> Rows:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
+def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path: Path) -> None:
+    rows = table(2)
+    rows[1] |= {"topic": "tides", "split": "test"}
+    assert [(seed.topic, seed.split) for seed in source(jsonl(tmp_path / "s.jsonl", rows))] == [
+        (None, None),
+        ("tides", "test"),
+    ]
+
+
 def written(rows: Rows, suffix: str, directory: Path) -> Path:
     path = directory / f"seeds{suffix}"
     if suffix == ".parquet":
