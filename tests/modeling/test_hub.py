@@ -36,6 +36,10 @@ def test_the_files_of_separate_encoders_are_uploaded(backbone_path, tmp_path):
 
 @pytest.mark.integration
 def test_a_finished_training_is_uploaded_and_loads_as_the_model(settings, in_one_process, tmp_path):  # noqa: F811
+    earlier = [tmp_path / "org" / "made" / name for name in ("model-00001-of-00002.safetensors", "notes.md")]
+    earlier[0].parent.mkdir(parents=True)
+    for file in earlier:
+        file.write_text("of an earlier model")
     with hub.serving(tmp_path) as server:
         server.token = TOKEN
         refused = train_again(settings, server, token="hf_other")
@@ -51,6 +55,7 @@ def test_a_finished_training_is_uploaded_and_loads_as_the_model(settings, in_one
     assert {"README.md", "model.safetensors", "modules.json", "infembed.json", "1_Pooling/config.json"} <= set(files)
     for kept in ("manifest.json", "metrics.jsonl", "report.html", "deepspeed.json", "events.jsonl"):
         assert kept not in files
+    assert [file.exists() for file in earlier] == [False, True]
     texts = ["how is aspirin dosed", "bread"]
     ours = InstructionEncoder.from_pretrained(in_one_process.path).encode_queries(texts, "For nurses .")
     uploaded = InstructionEncoder.from_pretrained(tmp_path / "org" / "made").encode_queries(texts, "For nurses .")
