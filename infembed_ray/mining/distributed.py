@@ -32,7 +32,7 @@ from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import KEPT_FILE
-from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.storage import STATES, Published, Step, find_input
 
 ROWS_PER_BLOCK = 256
@@ -85,7 +85,9 @@ def prepare(settings: MineSettings) -> tuple[Inputs, Step]:
     records, index, (teacher, paths, names) = check_all(
         lambda: find_input(settings.records, "records"), lambda: _index(settings), lambda: _teacher(settings)
     )
-    step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": index.version, **names})
+    changed = change_log(index.path, index.facts).last()
+    version = index.version if changed <= index.facts.folded else f"{index.version} with changes to {changed}"
+    step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": version, **names})
     return Inputs(records, index, teacher), step
 
 
