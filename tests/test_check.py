@@ -273,7 +273,7 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     assert "metadata.yeer: no row of" in shown("index", *given, "metadata.yeer=integer")[2][0]
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2
-    assert ["column body is missing" in err[0], "factory=Nothing" in err[1]] == [True, True]
+    assert ["no column body" in err[0], "factory=Nothing" in err[1]] == [True, True]
     _, _, step = preflight.prepare(IndexSettings.load(None, given))
     step.path.mkdir()
     (step.path / MANIFEST).write_text('{"created": "yesterday"}')

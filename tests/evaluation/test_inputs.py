@@ -97,7 +97,7 @@ def test_bad_input_is_rejected_in_one_line(settings, change, message):
 
 def test_distractors_without_text_are_rejected(settings, tmp_path):
     file = str(write_jsonl(tmp_path / "passages.jsonl", [{"id": "1", "body": "words"}]))
-    with pytest.raises(InputError, match=r"column text is missing .*columns?"):
+    with pytest.raises(InputError, match=r"no column text .*columns?"):
         resolve(settings.model_copy(update={"distractors": file}))
 
 

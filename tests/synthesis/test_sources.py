@@ -166,7 +166,7 @@ def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
 def test_a_missing_column_is_found_before_the_survey(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", table(3))
     jsonl(tmp_path / "b.jsonl", [{"id": "1", "query": "q"}])
-    with pytest.raises(InputError, match=r"b.jsonl: column passage is missing"):
+    with pytest.raises(InputError, match=r"b.jsonl: no column passage"):
         source(tmp_path)
 
 
