@@ -31,7 +31,7 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, resources
 from infembed_ray.places import Place
 from infembed_ray.progress import Advance, say, track
-from infembed_ray.storage import Published, Step, find_input, open_place, resolve_input
+from infembed_ray.storage import Published, Step, find_input, folder_of, resolve_input
 from infembed_ray.synthesis import preflight, templates
 from infembed_ray.synthesis.judge import NONE, Lineup
 from infembed_ray.synthesis.pipeline import rate
@@ -161,9 +161,7 @@ def resolve(settings: AgreementSettings) -> Study:
         if label in references:
             raise InputError(f"raters.{label}: is also the label of a reference rater; choose another label")
     _check_answers(references, items, settings.sheet)
-    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
-    place = open_place(given, name)
-    return Study(items, references, table, place if settings.journal else place / "journal", endpoints)
+    return Study(items, references, table, folder_of(settings, "journal"), endpoints)
 
 
 def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:

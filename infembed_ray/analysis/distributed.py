@@ -26,7 +26,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.records import KEPT_FILE, Record, columns_of
+from infembed_ray.records import KEPT_FILE, Record
 from infembed_ray.storage import Published, Step, find_input
 
 REMOVED_FILE = "removed.parquet"
@@ -99,7 +99,7 @@ def count(files: Mapping[str, Place]) -> Iterator[tuple[str, int, str]]:
 def _blocks(path: Place, advance: Callable[..., None]) -> Iterator[pa.Table]:
     """Yield all records as tables of `cleaning.TEXTS`."""
     rows = enumerate(records.stream(path, Record, "records"))
-    while block := [{"row": row, **columns_of(record)} for row, record in islice(rows, ROWS_PER_BLOCK)]:
+    while block := [{"row": row, **vars(record)} for row, record in islice(rows, ROWS_PER_BLOCK)]:
         advance(len(block), "records read")
         yield pa.Table.from_pylist(block, cleaning.TEXTS)
 
@@ -212,4 +212,4 @@ def _rows(path: Place) -> Iterator[dict[str, Any]]:
     file = path if path.is_file() else path / KEPT_FILE
     ours = records.raw_rows(file, "records") if file.is_file() and is_ours(file) else None
     for record in records.stream(path, Record, "records"):
-        yield columns_of(record) | ({"provenance": next(ours)["provenance"]} if ours else {})
+        yield vars(record) | ({"provenance": next(ours)["provenance"]} if ours else {})

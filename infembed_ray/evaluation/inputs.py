@@ -21,8 +21,6 @@ from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.places import Place, address, errors_at
 
-EMBEDDINGS = "embeddings"
-"""Folder of the store in the output, if the settings name no other."""
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
 RANKER_KINDS = ("bm25",)
 
@@ -116,9 +114,7 @@ def content_hash(task: Task) -> str:
 
 def store_of(settings: EvaluateSettings) -> Place:
     """Return the place of embeddings and scores; InputError if it cannot be written."""
-    given = settings.embeddings or settings.output
-    place = storage.open_place(given, "embeddings")
-    store = place if settings.embeddings else place / EMBEDDINGS
+    store = storage.folder_of(settings, "embeddings")
     storage.require_writable(store, "embeddings")
     return store
 

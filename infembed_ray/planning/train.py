@@ -31,7 +31,6 @@ from infembed_ray.planning.capacity import (
 from infembed_ray.planning.cost import Cluster
 from infembed_ray.planning.tables import table
 from infembed_ray.planning.workload import Workload, workload
-from infembed_ray.progress import say
 from infembed_ray.storage import resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.observability.metrics import read_metrics
@@ -114,18 +113,12 @@ class TrainPlan:
         return self.work.flops / (option.step_seconds * self.cluster.peak)
 
 
-def run(settings: PlanTrainSettings, as_json: bool = False) -> None:
-    """Print the plan of a training; nothing is run.
+def plan(settings: PlanTrainSettings) -> TrainPlan:
+    """Compute all layouts and choose the fastest that fits; nothing is run.
 
     Raises:
         InputError: the settings do not fit each other, the model or the hardware.
     """
-    made = plan(settings)
-    say(json.dumps(as_plain(made), indent=2) if as_json else as_text(made))
-
-
-def plan(settings: PlanTrainSettings) -> TrainPlan:
-    """Compute all layouts and choose the fastest that fits."""
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
     cluster = Cluster.from_settings(settings.hardware, dtype)
     settings = settings.model_copy(update={"workers": cluster.gpus, "gpus_per_worker": 1.0})
@@ -335,8 +328,8 @@ def _columns(made: TrainPlan, number: int) -> dict[str, str]:
     }
 
 
-def as_plain(made: TrainPlan) -> dict[str, Any]:
-    """The plan as JSON values: bytes, seconds, hours, USD."""
+def as_json(made: TrainPlan) -> str:
+    """Format the plan as JSON: bytes, seconds, hours, USD."""
     values = asdict(made)
     for number, (option, plain) in enumerate(zip(made.plans, values["plans"], strict=True)):
         plain["memory"]["total"] = option.memory.total
@@ -349,4 +342,4 @@ def as_plain(made: TrainPlan) -> dict[str, Any]:
             "usd": made.usd(option),
             "mfu": made.mfu(option),
         }
-    return values
+    return json.dumps(values, indent=2)

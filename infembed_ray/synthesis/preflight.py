@@ -28,7 +28,7 @@ from infembed_ray.object_store import convert_errors, is_uri
 from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.records import Seed
-from infembed_ray.storage import Step, open_place, require_writable, resolve_input
+from infembed_ray.storage import Step, folder_of, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, model_of, steps_of, synthesize
 from infembed_ray.synthesis.sources import SeedSurvey, Source
@@ -129,13 +129,7 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     if settings.select is not None:
         _choose(seeds, settings.select)
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
-    return Job(settings, seeds, survey, table, _journal_place(settings), replay)
-
-
-def _journal_place(settings: SynthesizeSettings) -> JournalPlace:
-    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
-    place = open_place(given, name)
-    return place if settings.journal else place / "journal"
+    return Job(settings, seeds, survey, table, folder_of(settings, "journal"), replay)
 
 
 def check(job: Job) -> None:

@@ -143,11 +143,15 @@ class Source:
         return seed if wanted in (None, seed.split) else f"not of split {wanted}"
 
     def _reader(self, file: Path, first: Mapping[str, Any]) -> RowReader:
-        """Return the function that makes seeds of a file's rows; `first` is the first row, which has all columns."""
+        """Return the function that makes seeds of a file's rows; `first` is the first row, which has all required columns."""
         layout = self._settings.format
         if layout == "table":
-            columns = records.mapping(first, Seed, file, "seeds", self._settings.columns)
-            return lambda row, number: _table(row, columns)
+
+            def columns(present: Mapping[str, Any]) -> dict[str, str]:
+                return records.mapping(present, Seed, file, "seeds", self._settings.columns)
+
+            of_first = columns(first)  # a row of JSON may have more
+            return lambda row, _: _table(row, of_first if row.keys() <= first.keys() else columns({**first, **row}))
         required, read = _PUBLISHED[layout]
         for column in required:
             if column not in first:

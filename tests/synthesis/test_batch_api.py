@@ -470,7 +470,7 @@ def test_a_second_run_on_the_same_batches_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def seeds_file(tmp_path: Path) -> Path:
     file = tmp_path / "seeds.jsonl"
-    file.write_text("".join(json.dumps(records.columns_of(seed)) + "\n" for seed in SEEDS), encoding="utf-8")
+    file.write_text("".join(json.dumps(vars(seed)) + "\n" for seed in SEEDS), encoding="utf-8")
     return file
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from infembed_ray import records
 from infembed_ray.config.llm import Endpoint, SelfHosted
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, StartError
@@ -94,7 +93,7 @@ class TestOnACluster:
         from infembed_ray.synthesis.distributed import run
 
         file = tmp_path / "seeds.jsonl"
-        file.write_text("".join(json.dumps(records.columns_of(seed)) + "\n" for seed in SEEDS), encoding="utf-8")
+        file.write_text("".join(json.dumps(vars(seed)) + "\n" for seed in SEEDS), encoding="utf-8")
         hosted = {"model": MODEL, "accelerator": "cpu", "port": 8765, "usd_per_gpu_hour": 2.0, "start_timeout_s": 120}
         structured = {"model": MODEL, "structured": True, "max_tokens": 400}
         done = run(
