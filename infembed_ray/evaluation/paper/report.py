@@ -82,11 +82,12 @@ def summary(collection: Collection, papers: Sequence[Sheet]) -> str:
     return f"models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {ours}"
 
 
-def page_of(output: str, found: Results) -> str:
-    """Render the page of a single evaluation, whose output is at this path."""
+def of_evaluation(output: str, found: Results) -> dict[str, str]:
+    """Return file -> content: the page and the tables in Markdown of a single evaluation, whose output is at this path."""
     collection = collect({"results": found})
     own, papers = sheets.ours(collection), sheets.papers(collection, {})
-    return page.render({"results": output}, collection, own, papers, figures.figure_5(collection, {}), [])
+    html = page.render({"results": output}, collection, own, papers, figures.figure_5(collection, {}), [])
+    return {PAGE: html, tables.TABLE_FILE: _markdown(collection, own, [])}
 
 
 def _markdown(collection: Collection, own: list[Sheet], papers: list[Sheet]) -> str:
@@ -95,6 +96,10 @@ def _markdown(collection: Collection, own: list[Sheet], papers: list[Sheet]) -> 
     for sheet in sorted(papers, key=lambda sheet: not sheet.ours):
         mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
         parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
-    conventions = [f"- {name}: {text}" for name, text in conventions_of(collection.results.measures).items()]
-    parts += [tables.note(page.baselines(collection)), "\n".join(conventions), f"The paper: {published.SOURCE}."]
-    return "\n\n".join(parts) + "\n"
+    found = collection.results
+    facts = {
+        task: ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in s.about.items()) for task, s in found.tasks.items()
+    }
+    listed = [*facts.items(), *conventions_of(found.measures).items()]
+    parts += [tables.note(page.baselines(collection)), "\n".join(f"- {name}: {text}" for name, text in listed)]
+    return "\n\n".join([*parts, *([f"The paper: {published.SOURCE}."] if papers else [])]) + "\n"
