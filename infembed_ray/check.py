@@ -292,8 +292,7 @@ def _report(settings: ReportSettings) -> Iterator[str]:
     paths, step = report.prepare(settings)
     yield from state(step)
     if not step.found():
-        collection, _, papers, *_ = report.compose(settings, paths)
-        yield f"results: {report.summary(collection, papers)}"
+        yield f"results: {report.compose(settings, paths).summary}"
 
 
 # ---------------------------------------------------------------------------------------------------------- sweep
