@@ -73,10 +73,11 @@ def run(settings: EvaluateSettings) -> storage.Published:
         staging.facts = {"figures": found.figures}
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
-        for file, content in of_evaluation(settings.output, found).items():
-            (staging.path / file).write_text(content, encoding="utf-8")
+        report = of_evaluation(settings.output, found)
+        (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
+        (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
         rankings.finish(inputs.tasks)  # last: a failure here leaves the results in the unfinished output
-    say(tables.as_text(found))
+    say(report.as_text())
     return step.published()
 
 

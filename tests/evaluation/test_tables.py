@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from infembed_ray.evaluation import tables
+from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
-from infembed_ray.evaluation.tables import as_text, cells, columns
+from infembed_ray.evaluation.tables import cells, columns
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.evaluation.tasks.registry import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
@@ -36,6 +37,10 @@ def followir(models):
     mean = {"robust04": "MAP@1000", "news21": "nDCG@5", "core17": "MAP@1000"}
     tasks = {f"followir/{task}": (Figure("p-MRR", "p-MRR"), Figure(name, name)) for task, name in mean.items()}
     return results(tasks, models)
+
+
+def as_text(found):
+    return of_evaluation("runs/x", found).as_text()
 
 
 def test_the_first_model_is_the_baseline_and_the_others_show_their_differences():

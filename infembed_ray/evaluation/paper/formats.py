@@ -1,4 +1,4 @@
-"""Tables as Markdown, CSV and LaTeX."""
+"""Tables as text, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from itertools import groupby
 
 from infembed_ray.evaluation.paper.sheets import Line, Number, Sheet
+from infembed_ray.evaluation.tables import MARK, WIDTH
 
 _NUMBER = [field.name for field in fields(Number)]
 
@@ -27,6 +28,24 @@ def as_markdown(sheet: Sheet) -> str:
     table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     remarks = [f"- † {remark}" for remark in sheet.remarks]
     return "\n".join([*table, *(["", *remarks] if remarks else [])])
+
+
+def as_text(sheet: Sheet) -> str:
+    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
+    header = [sheet.of, *(" ".join(filter(None, column)) for column in sheet.columns)]
+    rows = [header, *([line.label, *map(_plain, line.numbers)] for line in sheet.lines)]
+    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    parts = [[first]]
+    for column in others:  # each part begins with the labels
+        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
+            parts.append([first])
+        parts[-1].append(column)
+    blocks = []
+    for part in parts:
+        lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
+        rule = "  ".join("-" * len(column[0]) for column in part)
+        blocks.append("\n".join([sheet.name, lines[0], rule, *lines[1:]]))
+    return "\n\n".join(blocks)
 
 
 def as_csv(sheets: Iterable[Sheet]) -> str:
@@ -118,6 +137,12 @@ def _markdown(number: Number | None) -> str:
     if number.difference is not None:
         parts.append(number.difference + ("\\*" if number.significant else ""))
     return " ".join(parts)
+
+
+def _plain(number: Number | None) -> str:
+    if number is None:
+        return "n/a"
+    return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
 
 
 def _seeds(line: Line) -> str:

@@ -100,6 +100,12 @@ class Report:
             spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
         )
 
+    def as_text(self) -> str:
+        """Format our means and differences for a terminal or a log."""
+        about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
+        files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
+        return "\n\n".join([*map(formats.as_text, self.ours), (about if self.baselines else "") + files])
+
     def as_markdown(self, with_paper: bool = True) -> str:
         """Format our tables, perhaps the paper's, and how the numbers are computed."""
         parts = ["# Evaluation report"]
@@ -167,7 +173,6 @@ def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
     return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
 
 
-def of_evaluation(output: str, found: Results) -> dict[str, str]:
-    """Return file -> content: the page and the tables of a single evaluation, whose output is at this path."""
-    report = Report.from_collection({"results": output}, collect({"results": found}))
-    return {PAGE: report.as_html(), tables.TABLE_FILE: report.as_markdown(with_paper=False)}
+def of_evaluation(output: str, found: Results) -> Report:
+    """Make the report of a single evaluation, whose output is at this path."""
+    return Report.from_collection({"results": output}, collect({"results": found}))

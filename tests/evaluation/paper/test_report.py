@@ -80,7 +80,7 @@ def test_the_page_shows_ours_beside_the_paper_and_labels_as_they_are(page):
 
 def test_the_page_of_one_evaluation_is_the_one_of_the_report(outputs, tmp_path):
     models = outputs["models"]
-    html = of_evaluation(models, results.read(Path(models)))["report.html"]
+    html = of_evaluation(models, results.read(Path(models))).as_html()
     published = run(ReportSettings(results={"results": models}, output=str(tmp_path)))
     assert html == (published.path / "report.html").read_text()
 
@@ -88,7 +88,7 @@ def test_the_page_of_one_evaluation_is_the_one_of_the_report(outputs, tmp_path):
 def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions():
     tasks = made.records()
     found = made.evaluation(tasks, {"base": ("x", 0), "uni|multi": ("y", 0.3)})
-    markdown = of_evaluation("runs/x", found)["table.md"]
+    markdown = of_evaluation("runs/x", found).as_markdown(with_paper=False)
     rows = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert rows[-1].startswith("| uni\\|multi |")
     mean = 100 * found.figures["uni|multi"]["records"]["p-MRR"]
@@ -98,7 +98,8 @@ def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions()
     assert "Robustness" not in markdown
     assert "The paper" not in markdown
     assert "Differences are to 'base'" in markdown
-    assert "Differences" not in of_evaluation("runs/x", made.evaluation(tasks, {"base": ("x", 0)}))["table.md"]
+    alone = of_evaluation("runs/x", made.evaluation(tasks, {"base": ("x", 0)}))
+    assert "Differences" not in alone.as_markdown(with_paper=False) + alone.as_text()
 
 
 def test_the_markdown_tells_the_same(published):
