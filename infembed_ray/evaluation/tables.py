@@ -95,14 +95,13 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
 
 
 def text(column: Column, cell: Cell | None) -> str:
-    """Format a cell: `0.928 [0.901, 0.950] +0.120*` is mean, interval, difference to the baseline, significance."""
+    """Format a cell: `0.928 +0.120*` is mean, difference to the baseline, significance."""
     if cell is None:
         return "n/a"
     mean, delta = cell.compared.mean, cell.compared.difference
-    shown = f"{column.number(mean.value)} [{column.number(mean.low)}, {column.number(mean.high)}]"
     if delta is None:
-        return shown
-    return f"{shown} {column.number(delta.value, sign=True)}{MARK if cell.significant else ''}"
+        return column.number(mean.value)
+    return f"{column.number(mean.value)} {column.number(delta.value, sign=True)}{MARK if cell.significant else ''}"
 
 
 def note(baseline: str | None) -> str:
