@@ -283,8 +283,7 @@ def _report(settings: ReportSettings) -> Iterator[str]:
 
     paths, step = report.prepare(settings)
     if not (yield from state(step)):
-        collection, _, papers, *_ = report.compose(settings, paths)
-        yield f"results: {report.summary(collection, papers)}"
+        yield f"results: {report.compose(settings, paths).summary}"
 
 
 # ---------------------------------------------------------------------------------------------------------- sweep

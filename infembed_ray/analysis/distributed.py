@@ -114,7 +114,7 @@ def _contaminated(blocks: ray.data.Dataset, files: Mapping[str, Place], settings
     for label in settings.evaluations:
         name = f"evaluations.{label}"
         for known in _ngrams(files[name], name, settings.ngram):
-            found = _mapped(blocks, partial(_contaminated_rows, ray.put(known), settings.ngram))
+            found = _mapped(blocks, partial(cleaning.contaminated, length=settings.ngram), ray.put(known))
             for table in _tables(found):
                 for row, shared in zip(table["row"].to_pylist(), table["shared"].to_pylist(), strict=True):
                     removed.setdefault(row, (f"contaminated by {label}", shared))
@@ -139,7 +139,7 @@ def _near_duplicates(blocks: ray.data.Dataset, removed: Removed, threshold: floa
     """Find the near-duplicates among the records that are not removed yet."""
     left_out = ray.put(np.array(sorted(removed), dtype=np.int64))
     total = blocks.count()
-    banded = _mapped(blocks, partial(_bands, left_out)).repartition(-(-total // ROWS_PER_PARTITION), keys=["band"])
+    banded = _mapped(blocks, cleaning.bands, left_out).repartition(-(-total // ROWS_PER_PARTITION), keys=["band"])
     pairs = {same: np.empty(0, dtype=np.int64) for same in (False, True)}  # one * total + other
     for table in _tables(_mapped(banded, cleaning.candidates)):
         one, other, same = (table[name].to_numpy() for name in table.column_names)
@@ -150,7 +150,7 @@ def _near_duplicates(blocks: ray.data.Dataset, removed: Removed, threshold: floa
     )
     rows, numbers = compared.T.ravel(), np.tile(np.arange(len(compared)), 2)
     order = np.argsort(rows, kind="stable")
-    sides = _mapped(blocks, partial(_sides, ray.put((rows[order], numbers[order]))))
+    sides = _mapped(blocks, cleaning.sides, ray.put(rows[order]), ray.put(numbers[order]))
     sides = sides.repartition(max(1, -(-len(compared) // PAIRS_PER_PARTITION)), keys=["pair"])
     similar = [
         table["pair"].to_numpy() for table in _tables(_mapped(sides, partial(cleaning.similar, threshold=threshold)))
@@ -159,26 +159,16 @@ def _near_duplicates(blocks: ray.data.Dataset, removed: Removed, threshold: floa
     return {row: (NEAR_DUPLICATE, original) for row, original in cleaning.originals(alike.tolist()).items()}
 
 
-def _mapped(blocks: ray.data.Dataset, function: Callable[[pa.Table], pa.Table]) -> ray.data.Dataset:
-    """Apply a function to each block as a whole."""
-    return blocks.map_batches(function, batch_size=None, batch_format="pyarrow")
+def _mapped(blocks: ray.data.Dataset, function: Callable[..., pa.Table], *shared: ray.ObjectRef) -> ray.data.Dataset:
+    """Apply a function to each block as a whole; its further arguments are in the object store."""
+    return blocks.map_batches(
+        lambda table: function(table, *ray.get(list(shared))), batch_size=None, batch_format="pyarrow"
+    )
 
 
 def _tables(blocks: ray.data.Dataset) -> Iterator[pa.Table]:
     tables: Iterator[pa.Table] = iter(blocks.iter_batches(batch_size=None, batch_format="pyarrow"))
     return tables
-
-
-def _contaminated_rows(known: ray.ObjectRef, length: int, table: pa.Table) -> pa.Table:
-    return cleaning.contaminated(table, ray.get(known), length)
-
-
-def _bands(left_out: ray.ObjectRef, table: pa.Table) -> pa.Table:
-    return cleaning.bands(table, ray.get(left_out))
-
-
-def _sides(of_pairs: ray.ObjectRef, table: pa.Table) -> pa.Table:
-    return cleaning.sides(table, *ray.get(of_pairs))
 
 
 def _write(directory: Any, path: Place, removed: Removed) -> dict[str, int]:
