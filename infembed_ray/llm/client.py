@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -306,7 +307,11 @@ class _RestingRoute(Route):
     def gate(self, model: str) -> Gate:
         """Return the limits of a model at this endpoint."""
         if model not in self._gates:
-            self._gates[model] = Gate(self._limiter.slots, self._limiter.pause)
+            used_up = (
+                f"model {model}: the rate-limit headers of {self.endpoint.base_url} say that its quota is used up; its requests "
+                "wait for the reset, and go one at a time until the headers leave more"
+            )
+            self._gates[model] = Gate(self._limiter.slots, self._limiter.pause, partial(self._limiter.warn, used_up))
         return self._gates[model]
 
     def wakes_at(self, model: str) -> float:
