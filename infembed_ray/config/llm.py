@@ -113,7 +113,10 @@ class Endpoint(Settings):
         "(max_tokens, temperature, response_format, reasoning_effort), and adapt them; false: send them as set",
     )
     patience_s: float = runtime_field(
-        600.0, ge=0, description="seconds for which a request that gets 429 is retried before its row is a dead letter"
+        600.0,
+        ge=0,
+        description="seconds for which a request that gets 429 is retried before its row is a dead letter, and a call about "
+        "batches that fails before the run ends",
     )
 
 
