@@ -38,7 +38,7 @@ def test_a_failure_in_one_process_stops_all() -> None:
             await asyncio.sleep(0)
             return ledger.exchange(report)
 
-        limiters = [RateLimiter(Lease(name, (SLOTS,), 4), exchange, 0.01) for name in "ab"]
+        limiters = [RateLimiter(Limits(), 4, exchange, 0.01) for _ in range(2)]
         for limiter in limiters:
             await limiter.enter({SLOTS: 1.0})
         limiters[0].fail("the key is refused")

@@ -10,7 +10,6 @@ import asyncio
 import base64
 import itertools
 import json
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,14 +26,12 @@ from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, r
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Grant, LeaseReport, resources
+from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Grant, LeaseReport
 from infembed_ray.modeling.layout import Side
 from infembed_ray.storage import local_path, require_writable
 
-REPORT_INTERVAL_S = 0.5
-"""Seconds between reports to the ledger while nothing fails."""
 COHERE_TEXTS = 96
 """Maximum texts of a request to Cohere."""
 BLANK = "."
@@ -123,8 +120,7 @@ class ApiEncoder:
         async def exchange(report: LeaseReport) -> Grant:
             return self._ledger.exchange(report)
 
-        lease = Lease(uuid.uuid4().hex, resources(api.limits), api.in_flight, api.limits.window_s)
-        gate = RateLimiter(lease, exchange, min(REPORT_INTERVAL_S, api.limits.window_s / 100))
+        gate = RateLimiter(api.limits, api.in_flight, exchange)
         wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
