@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, Unjournaled
+from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
 from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
@@ -335,18 +335,6 @@ def _longest_pause_s(attempt: int) -> float:
 def pause_s(attempt: int, retry_after_s: float) -> float:
     """Return the pause after failed attempt `attempt` (from 0): what the server asks for, plus back-off with jitter."""
     return retry_after_s + random.uniform(0.0, _longest_pause_s(attempt))
-
-
-def replaying(journal: Journal) -> Complete:
-    """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
-
-    async def complete(request: Request) -> Completion:
-        known = journal.get(*request.keys)
-        if known is None:
-            raise Unjournaled(request)
-        return known
-
-    return complete
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -31,6 +31,8 @@ _INSTEAD: dict[str, tuple[str | None, ...]] = {
 }
 _SETTINGS = {"max_completion_tokens": "max_tokens", "response_format": "structured"}
 _ALIASES = {"max_tokens": "max_completion_tokens", "json_schema": "response_format", "json_object": "response_format"}
+Dialects = Sequence[Mapping[str, Dialect]]
+"""By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
 _ATTEMPTS = 3
 """Attempts at an endpoint that is busy, before its dialect stays unknown."""
 
@@ -40,7 +42,7 @@ class Learned:
     """What the models of a run take."""
 
     dialects: tuple[dict[str, Dialect], ...]
-    """By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
+    """`Dialects`."""
     report: list[str]
     """One line for each model at each endpoint."""
     used: Amounts

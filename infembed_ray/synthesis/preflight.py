@@ -18,8 +18,9 @@ from infembed_ray.config.llm import ChatModel, Endpoint, Limits
 from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
-from infembed_ray.llm.client import replaying, run_in_thread
+from infembed_ray.llm.chat import Request, RunFailure
+from infembed_ray.llm.client import run_in_thread
+from infembed_ray.llm.dialects import Dialects
 from infembed_ray.llm.endpoint import api_key, missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
@@ -30,7 +31,7 @@ from infembed_ray.progress import say, track
 from infembed_ray.records import Seed
 from infembed_ray.storage import Step, open_place, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, model_of, steps_of, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, model_of, next_request, steps_of
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
@@ -52,6 +53,8 @@ class Job:
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
+    dialects: Dialects | None = None
+    """Of the models, once this run has asked them."""
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
@@ -329,23 +332,38 @@ def require_all_journaled(job: Job, journal: Journal) -> None:
     Raises:
         InputError: some requests are in no journal, or a journal cannot be read.
     """
-    missing: Counter[str] = Counter()
-
-    async def rehearse() -> None:
-        for seed in job.seeds:
-            try:
-                await synthesize(seed, job.survey.pool, job.settings, replaying(journal))
-            except Unjournaled as unjournaled:
-                missing[unjournaled.request.model] += 1
-
-    try:
-        run_in_thread(rehearse())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
-    if missing:
+    if missing := _unanswered(job, journal):
         endpoint = job.settings.endpoint
         raise InputError(
             f"endpoint.api_key_env={endpoint.api_key_env}: not set, and {missing.total()} of {job.survey.seeds} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
             f"export {endpoint.api_key_env}, or name finished journals in replay{missing_key_hint(endpoint)}"
         )
+
+
+def all_journaled(job: Job) -> bool:
+    """Return whether the journal holds every request, so that no model is asked.
+
+    Raises:
+        InputError: a journal cannot be read.
+    """
+    return not _unanswered(job, open_journal(job.journal, job.replay), most=1)
+
+
+def _unanswered(job: Job, journal: Journal, most: int | None = None) -> Counter[str]:
+    """Return model -> seeds that need a request to it that no journal answers; stop after `most` of them."""
+    missing: Counter[str] = Counter()
+
+    async def rehearse() -> None:
+        for seed in job.seeds:
+            request = await next_request(seed, job.survey.pool, job.settings, journal)
+            if request is not None:
+                missing[request.model] += 1
+                if missing.total() == most:
+                    return
+
+    try:
+        run_in_thread(rehearse())
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
+    return missing

@@ -17,9 +17,8 @@ from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion, Request, RunFailure, Unjournaled
-from infembed_ray.llm.client import replaying
 from infembed_ray.llm.endpoint import parse_completion
-from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.records import Seed
 from infembed_ray.storage import Published
 from infembed_ray.synthesis import batch_api, batch_files
@@ -435,7 +434,7 @@ def test_an_endpoint_without_batches_says_so(tmp_path: Path) -> None:
 
 def test_an_unreachable_endpoint_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     with stand_in() as server:
-        gone = settings(server, endpoint={"max_retries": 0})
+        gone = settings(server, endpoint={"patience_s": 0})
     assert "the same command resumes" in failure(gone, tmp_path)
     with stand_in() as server:
         assert fill(settings(server), tmp_path).batches == 8
