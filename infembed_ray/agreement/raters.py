@@ -215,7 +215,7 @@ async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str,
     journal = open_journal(study.journal, settings.replay, upload=settings.journal_upload)
     slots = min(limits.in_flight or settings.in_flight, settings.in_flight)
     spent = 0.0 if limits.budget_usd is None else budget.resume(study.journal, study.table)
-    ledger = budget.DurableLedger(limits, slots, spent, study.journal)
+    ledger = budget.DurableLedger(limits, spent, study.journal)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)

@@ -204,12 +204,12 @@ class DurableLedger(Ledger):
     """A ledger that writes what it grants of a budget beside the journal first, so a killed run is not forgotten.
 
     Args:
-        limits, slots, spent_usd: of the `Ledger`.
+        limits, spent_usd: of the `Ledger`.
         journal: where the journal is.
     """
 
-    def __init__(self, limits: Limits, slots: int, spent_usd: float, journal: JournalPlace) -> None:
-        super().__init__(limits, slots, spent_usd)
+    def __init__(self, limits: Limits, spent_usd: float, journal: JournalPlace) -> None:
+        super().__init__(limits, spent_usd)
         self._budget_usd = limits.budget_usd
         self._journal = journal
         self._noted_usd = -1.0

@@ -16,7 +16,6 @@ from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.rate_limits import (
     ARRIVAL,
     LEASE_S,
-    SLOTS,
     USD,
     Amounts,
     Exchange,
@@ -57,14 +56,13 @@ class Lease:
     ) -> None:
         self.holder = holder
         self.record = record
-        self._names = names
-        self._chunked = tuple(name for name in names if name != SLOTS)
         self.slots = slots
-        self._share: float = slots
+        self._names = names
         self._arrival_s = ARRIVAL * window_s
         self._quantum_s = window_s / 500
         self._clock = clock
         self._renewed = self._reported = -math.inf
+        self._in_flight = 0
         self._unused = self._nothing()
         self._reserved = self._nothing()
         self._started = self._nothing()  # since the last report
@@ -82,12 +80,12 @@ class Lease:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight and nothing waits."""
-        return not self._waiting and not self._reserved[SLOTS]
+        return not self._waiting and not self._in_flight
 
     @property
     def short(self) -> bool:
         """Whether a request waits although this process may have more requests in flight."""
-        return bool(self._waiting) and self._reserved[SLOTS] < min(self.slots, self._share)
+        return bool(self._waiting) and self._in_flight < self.slots
 
     def take(self, cost: Amounts) -> bool:
         """Reserve a request's worst case; return False if it has to wait."""
@@ -100,26 +98,27 @@ class Lease:
 
     def settle(self, cost: Amounts, used: Mapping[str, float], started: float) -> None:
         """End a request sent at `started` (`time.monotonic`) that reserved `cost` and used `used`."""
-        arrived = min(self._clock(), started + self._arrival_s)
-        bucket = self._settled.setdefault(math.ceil(arrived / self._quantum_s), dict.fromkeys(self._chunked, 0.0))
-        for name in self._chunked:
-            bucket[name] += used[name]
-            self._unused[name] += cost[name] - used[name]
-        for name in self._names:
-            self._reserved[name] -= cost[name]
-        if self._reserved[SLOTS] == 0:
+        self._in_flight -= 1
+        if self._names:
+            arrived = min(self._clock(), started + self._arrival_s)
+            bucket = self._settled.setdefault(math.ceil(arrived / self._quantum_s), self._nothing())
+            for name in self._names:
+                bucket[name] += used[name]
+                self._unused[name] += cost[name] - used[name]
+                self._reserved[name] -= cost[name]
+        if not self._in_flight:
             self._reserved = self._nothing()  # clears rounding errors
         if self.record is not None:
             self.record[0] += used[USD]
             self.record[1] = self._reserved[USD]
-        self._unused[SLOTS] += 1
         self._start_waiting()
 
     def end_period(self) -> LeaseReport:
         """Give back what is not needed, and report everything since the last report. `accept` must follow."""
         now = self._reported = self._clock()
         needed, first = self._demand()
-        self._update_advance()
+        for name in self._names:  # halved at most, since the last report may be recent
+            self._ahead[name] = max(AHEAD * self._started[name], self._ahead[name] / 2)
         self._give_back(needed, first, now)
         unused = self._unused
         report = LeaseReport(
@@ -127,10 +126,9 @@ class Lease:
             held={name: self._reserved[name] + unused[name] for name in self._names},
             wanted={name: max(0.0, needed[name] - unused[name]) for name in self._names},
             first={name: first[name] if first[name] > unused[name] else 0.0 for name in self._names},
-            ahead={name: max(0.0, self._ahead[name] + min(0.0, needed[name] - unused[name])) for name in self._chunked}
-            | {SLOTS: 0.0},
+            ahead={name: max(0.0, self._ahead[name] + min(0.0, needed[name] - unused[name])) for name in self._names},
             used=tuple((max(0.0, now - at * self._quantum_s), amounts) for at, amounts in self._settled.items()),
-            in_flight=int(self._reserved[SLOTS]),
+            in_flight=self._in_flight,
             traffic=self.traffic,
             failure=self.failure,
             warnings=tuple(self.warnings),
@@ -141,33 +139,23 @@ class Lease:
     def _demand(self) -> tuple[Amounts, Amounts]:
         """Return the cost of all waiting requests that this process has slots for, and of the first of them."""
         needed = self._nothing()
-        ready = min(len(self._waiting), int(self.slots - self._reserved[SLOTS]))
+        ready = min(len(self._waiting), self.slots - self._in_flight)
         for cost, _ in islice(self._waiting, ready):
             for name in self._names:
                 needed[name] += cost[name]
         return needed, self._waiting[0][0] if ready else needed
 
-    def _update_advance(self) -> None:
-        """Set the advance to AHEAD times what was started; halve it at most, since the last report may be recent."""
-        for name in self._chunked:
-            self._ahead[name] = max(AHEAD * self._started[name], self._ahead[name] / 2)
-        self._ahead[SLOTS] = self._started[SLOTS]
-
     def _give_back(self, needed: Amounts, first: Amounts, now: float) -> None:
         unused = self._unused
-        unused[SLOTS] = max(0.0, min(unused[SLOTS], self._share - self._reserved[SLOTS]))
-        if self.idle or now - self._renewed > LEASE_S:
+        # Less than one request needs is given back, too: another lease may use it.
+        if self.idle or now - self._renewed > LEASE_S or any(unused[name] < first[name] for name in self._names):
             unused.update(self._nothing())
-        elif any(unused[name] < first[name] for name in self._chunked):
-            unused.update(dict.fromkeys(self._chunked, 0.0))  # less than one request needs: another lease may use it
-        else:
-            for name in self._names:
-                unused[name] = min(unused[name], needed[name] + self._ahead[name])
+        for name in self._names:
+            unused[name] = min(unused[name], needed[name] + self._ahead[name])
 
     def accept(self, grant: Grant) -> None:
         """Add what the ledger granted."""
         self._renewed = self._reported
-        self._share = grant.slots
         self.failure = self.failure or grant.failure
         for name, amount in grant.amounts.items():
             self._unused[name] += amount
@@ -189,11 +177,12 @@ class Lease:
     def _reserve(self, cost: Amounts) -> bool:
         if (
             self.failure is not None
-            or self._reserved[SLOTS] >= self._share
+            or self._in_flight >= self.slots
             or any(self._unused[name] < cost[name] for name in self._names)
             or self._clock() - self._renewed > LEASE_S
         ):
             return False
+        self._in_flight += 1
         for name in self._names:
             self._unused[name] -= cost[name]
             self._reserved[name] += cost[name]
@@ -266,7 +255,7 @@ class RateLimiter(Lease):
                 report = await self._exchange_reports()
             except RunFailure:
                 return
-            if self.idle and not report.held[SLOTS] and not report.used:
+            if self.idle and not any(report.held.values()) and not report.used:
                 return
             if self.short:  # the ledger had too little: ask again, but not at once
                 await asyncio.sleep(self._interval_s)

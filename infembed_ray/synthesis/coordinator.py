@@ -21,7 +21,7 @@ class Coordinator(budget.DurableLedger):
 
     Args:
         settings: of the run.
-        slots, spent_usd, journal: of the `DurableLedger`.
+        spent_usd, journal: of the `DurableLedger`.
         tasks: file of the seeds, a record batch for each task.
         learned: the dialects, if this run has asked the models before.
     """
@@ -29,13 +29,12 @@ class Coordinator(budget.DurableLedger):
     def __init__(
         self,
         settings: SynthesizeSettings,
-        slots: int,
         spent_usd: float,
         journal: JournalPlace,
         tasks: Path,
         learned: Dialects | None = None,
     ) -> None:
-        super().__init__(settings.limits, slots, spent_usd, journal)
+        super().__init__(settings.limits, spent_usd, journal)
         self._settings = settings
         self._file = tasks
         self._dialects: Dialects | str | None = learned

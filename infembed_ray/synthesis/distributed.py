@@ -187,7 +187,7 @@ def _run_canary(
         part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
         stats, dialects = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
     rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
-    latency_s, slots = stats.traffic.mean_s(), _slots(settings)
+    latency_s, slots = stats.traffic.mean_s(), settings.actors * _slots(settings)
     price = BATCH_PRICE if job.in_batches else 1.0
     made = forecast(rows, job.survey.seeds, latency_s, slots, settings.limits, price, settings.seed)
     say(f"synthesize: {made}")
@@ -293,7 +293,7 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
     actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings, _slots(settings), spent_usd, job.journal, tasks, job.dialects)
+    coordinator = actor.remote(settings, spent_usd, job.journal, tasks, job.dialects)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
@@ -303,9 +303,9 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
 
 
 def _slots(settings: SynthesizeSettings) -> int:
-    """Return the most requests in flight of all actors together."""
-    slots = settings.actors * settings.in_flight
-    return min(settings.limits.in_flight or slots, slots)
+    """Return the most requests in flight of an actor."""
+    shared = settings.limits.in_flight
+    return settings.in_flight if shared is None else min(settings.in_flight, shared // settings.actors)
 
 
 def _failed(error: ray.exceptions.RayError) -> str:
@@ -323,7 +323,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: Journ
             raise RunFailure(_failed(error)) from error
         return grant
 
-    return budget.rate_limiter(settings.limits, settings.in_flight, exchange, journal)
+    return budget.rate_limiter(settings.limits, _slots(settings), exchange, journal)
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out

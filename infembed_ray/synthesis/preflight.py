@@ -239,7 +239,10 @@ def probes(settings: SynthesizeSettings) -> dict[str, Request]:
 
 def _check_names(settings: SynthesizeSettings) -> None:
     check_all(
-        lambda: check_urls(endpoints(settings)), lambda: _check_steps(settings), lambda: _check_self_hosted(settings)
+        lambda: check_urls(endpoints(settings)),
+        lambda: _check_steps(settings),
+        lambda: _check_self_hosted(settings),
+        lambda: _check_in_flight(settings),
     )
 
 
@@ -247,6 +250,12 @@ def _check_steps(settings: SynthesizeSettings) -> None:
     faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     if faults:
         raise InputError(*faults)
+
+
+def _check_in_flight(settings: SynthesizeSettings) -> None:
+    shared, actors = settings.limits.in_flight, settings.actors
+    if shared is not None and shared < actors:
+        raise InputError(f"limits.in_flight={shared}: too few for actors={actors}; set actors={shared}, or raise it")
 
 
 def _check_self_hosted(settings: SynthesizeSettings) -> None:

@@ -45,7 +45,7 @@ def outcomes(server: StandIn, journal: Path, options: dict[str, Any]) -> list[Ou
     settings = SynthesizeSettings.from_mapping({"seeds": "", "output": "", "generator": model, "judge": model})
 
     async def run() -> list[Outcome]:
-        ledger = Ledger(Limits(), 32)
+        ledger = Ledger(Limits())
 
         async def exchange(report: LeaseReport) -> Grant:
             return ledger.exchange(report)

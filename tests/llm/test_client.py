@@ -46,7 +46,7 @@ async def within(
     bounds: Limits = Limits(),  # noqa: B008  frozen
     **how: Any,
 ) -> T:
-    ledger = Ledger(bounds, in_flight)
+    ledger = Ledger(bounds)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)

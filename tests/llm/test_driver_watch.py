@@ -27,7 +27,7 @@ def test_after_the_driver_dies_an_actor_journals_the_requests_in_flight_and_exit
     monkeypatch.setattr(driver_watch, "DRAIN_S", drain_s)
 
     async def live(server: StandIn) -> list[object]:
-        ledger, exited = Ledger(Limits(), 4), asyncio.get_running_loop().create_future()
+        ledger, exited = Ledger(Limits()), asyncio.get_running_loop().create_future()
 
         async def exchange(report: LeaseReport) -> Grant:
             return ledger.exchange(report)
@@ -74,7 +74,7 @@ def test_a_process_id_of_another_pid_namespace_is_not_watched(tmp_path: Path) ->
 
     async def orphaned(namespace: str) -> bool:
         async def exchange(report: LeaseReport) -> Grant:
-            return Ledger(Limits(), 4).exchange(report)
+            return Ledger(Limits()).exchange(report)
 
         limiter = RateLimiter(Limits(), 4, exchange, interval_s=0.02)
         client = ChatClient([Endpoint(api_key_env=None)], Journal(tmp_path), limiter, PriceTable("", {}))

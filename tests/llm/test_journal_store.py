@@ -214,7 +214,7 @@ def test_the_budget_counts_answers_and_notes_in_an_object_store(folder: Folder) 
     assert budget.spent_usd(folder, table) == pytest.approx(answers)
     budget.note_unjournaled(folder, table, answers + 5.0)
     assert budget.spent_usd(folder, table) == pytest.approx(answers + 5.0)
-    ledger = budget.DurableLedger(Limits(budget_usd=10), 4, 6.0, folder)
+    ledger = budget.DurableLedger(Limits(budget_usd=10), 6.0, folder)
     ledger.conclude()
     assert budget.spent_usd(folder, table) == 6.0
 

@@ -28,7 +28,7 @@ from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Grant, LeaseReport
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport
 from infembed_ray.modeling.layout import Side
 from infembed_ray.storage import local_path, require_writable
 
@@ -63,8 +63,7 @@ class ApiEncoder:
         self._prices = prices.load(api.prices)
         self._journal = Journal(directory)
         spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(directory, self._prices)
-        slots = min(api.limits.in_flight or api.in_flight, api.in_flight)
-        self._ledger = budget.DurableLedger(api.limits, slots, spent_usd, directory)
+        self._ledger = budget.DurableLedger(api.limits, spent_usd, directory)
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32.
@@ -120,7 +119,7 @@ class ApiEncoder:
         async def exchange(report: LeaseReport) -> Grant:
             return self._ledger.exchange(report)
 
-        gate = RateLimiter(api.limits, api.in_flight, exchange)
+        gate = RateLimiter(api.limits, min(api.limits.in_flight or api.in_flight, api.in_flight), exchange)
         wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
@@ -218,7 +217,7 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     assert isinstance(request, _EmbedRequest)
     tokens = sum(len(text.encode()) + 2 for text in request.texts)
     usd = table.usd(request.model, Completion("", "", "", tokens, 0))
-    return {SLOTS: 1, REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
+    return {REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
 
 
 def embeddings_of(protocol: str, body: bytes) -> Completion:
