@@ -29,7 +29,7 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport
 from infembed_ray.places import Place
 from infembed_ray.progress import Advance, say, track
-from infembed_ray.storage import Published, Step, find_input, open_place, resolve_input
+from infembed_ray.storage import Published, Step, find_input, resolve_input
 from infembed_ray.synthesis import preflight, templates
 from infembed_ray.synthesis.judge import NONE, Lineup
 from infembed_ray.synthesis.pipeline import rate
@@ -144,9 +144,7 @@ def resolve(settings: AgreementSettings) -> Study:
         InputError: a file is unreadable, there is no reference rater, a rater has the label of another one, an endpoint has
             no URL, or a limit cannot be kept.
     """
-    others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
-    endpoints = {"endpoint": settings.endpoint, **others}
-    table = prices.load(settings.prices)
+    endpoints, table = preflight.endpoints(settings), prices.load(settings.prices)
     models = {f"raters.{label}": model for label, model in settings.raters.items()}
     items, references, *_ = check_all(
         lambda: _items(find_input(settings.sheet, "sheet")),
@@ -159,9 +157,7 @@ def resolve(settings: AgreementSettings) -> Study:
         if label in references:
             raise InputError(f"raters.{label}: is also the label of a reference rater; choose another label")
     _check_answers(references, items, settings.sheet)
-    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
-    place = open_place(given, name)
-    return Study(items, references, table, place if settings.journal else place / "journal", endpoints)
+    return Study(items, references, table, preflight.journal_place(settings), endpoints)
 
 
 def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:

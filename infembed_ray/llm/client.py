@@ -24,7 +24,7 @@ from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by
 from infembed_ray.llm.transport import Transport
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class ChatClient:
             sent = time.monotonic()
             try:
                 completion = await self._attempt(route, gate, request, tries)
-                used = self._used(request, completion) or cost
+                used = used_by(request, completion, self._table) or cost
                 self._limiter.traffic.add_answer(time.monotonic() - sent)
                 return completion
             except Unanswered as failure:
@@ -264,13 +264,6 @@ class ChatClient:
         awake = [route for route in awake if not route.gate(model).full] or awake
         return random.choices(awake, [route.endpoint.weight for route in awake])[0]
 
-    def _used(self, request: Request, completion: Completion) -> Amounts | None:
-        """Return what an answered request used; None if the endpoint does not count tokens."""
-        tokens = completion.prompt_tokens + completion.completion_tokens
-        if not tokens:
-            return None
-        return {REQUESTS: 1, TOKENS: tokens, USD: self._table.usd(request.model, completion) or 0.0}
-
 
 @dataclass
 class _Tries:
@@ -319,13 +312,11 @@ class _RestingRoute(Route):
         return max(self.rests_until, self.gate(model).rests_until)
 
     def count_fault(self) -> None:
+        """Count a fault; after several, prefer other endpoints for a while."""
         self.faults += 1
         if self.faults >= FAULTS_TO_REST:
-            self.rest(_longest_pause_s(self.faults - FAULTS_TO_REST))
-
-    def rest(self, seconds: float) -> None:
-        """Prefer other endpoints for `seconds`."""
-        self.rests_until = max(self.rests_until, time.monotonic() + seconds)
+            pause_s = _longest_pause_s(self.faults - FAULTS_TO_REST)
+            self.rests_until = max(self.rests_until, time.monotonic() + pause_s)
 
 
 def _longest_pause_s(attempt: int) -> float:

@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure, adapted
+from infembed_ray.llm.chat import Dialect, Request, RowFailure, RunFailure, adapted
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, Route, Unanswered, one_line
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, worst_case
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by, worst_case
 from infembed_ray.llm.transport import Transport
 
 _INSTEAD: dict[str, tuple[str | None, ...]] = {
@@ -163,16 +163,14 @@ class _Probe:
 
     def _count(self, answer: bytes) -> None:
         """Count what the answered request used, at its worst case if the endpoint does not say; raise ErrorBody."""
-        used = worst_case(self.request, self.table)
+        used = None
         try:
-            completion: Completion = CHAT.parse(answer)
+            used = used_by(self.request, CHAT.parse(answer), self.table)
         except ErrorBody:
             raise
         except Unanswered:
-            completion = Completion("", "", "", 0, 0)
-        if tokens := completion.prompt_tokens + completion.completion_tokens:
-            used = {REQUESTS: 1, TOKENS: tokens, USD: self.table.usd(self.request.model, completion) or 0.0}
-        self._add(used)
+            pass
+        self._add(used or worst_case(self.request, self.table))
 
     def _add(self, used: Amounts) -> None:
         for name in self.learned.used:

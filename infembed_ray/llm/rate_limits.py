@@ -58,6 +58,14 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     return {REQUESTS: 1, TOKENS: prompt + answer, USD: math.inf if usd is None else usd}
 
 
+def used_by(request: Request, completion: Completion, table: PriceTable) -> Amounts | None:
+    """Return what an answered request used; None if the endpoint does not count tokens."""
+    tokens = completion.prompt_tokens + completion.completion_tokens
+    if not tokens:
+        return None
+    return {REQUESTS: 1, TOKENS: tokens, USD: table.usd(request.model, completion) or 0.0}
+
+
 @dataclass
 class Traffic:
     """Counts of responses, and the latencies of answers."""

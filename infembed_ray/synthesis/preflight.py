@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from infembed_ray.config.analysis import AgreementSettings
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
 from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
@@ -132,10 +133,15 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     if settings.select is not None:
         _choose(seeds, settings.select)
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
-    return Job(settings, seeds, survey, table, _journal_place(settings), replay)
+    return Job(settings, seeds, survey, table, journal_place(settings), replay)
 
 
-def _journal_place(settings: SynthesizeSettings) -> JournalPlace:
+def journal_place(settings: SynthesizeSettings | AgreementSettings) -> JournalPlace:
+    """Return where the journal of a run is.
+
+    Raises:
+        InputError: the setting names no such place.
+    """
     name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
     place = open_place(given, name)
     return place if settings.journal else place / "journal"
@@ -216,7 +222,7 @@ def _check_distractors(job: Job) -> None:
         )
 
 
-def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
+def endpoints(settings: SynthesizeSettings | AgreementSettings) -> dict[str, Endpoint]:
     """Return name of the setting -> endpoint."""
     others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
     return {"endpoint": settings.endpoint, **others}
