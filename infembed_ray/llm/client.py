@@ -70,7 +70,7 @@ class ChatClient:
         self._limiter = limiter
         self._table = table
         self._transport: Transport | None = None
-        self._asking: dict[str, list[asyncio.Future[Completion]]] = {}
+        self._asking: dict[str, asyncio.Future[Completion]] = {}
         self._learn = learn
         self._learning = asyncio.Lock()
 
@@ -89,24 +89,22 @@ class ChatClient:
             raise
         if known is not None:
             return known
-        twins = self._asking.get(request.key)
-        if twins is not None:
-            twins.append(asyncio.get_running_loop().create_future())
-            return replace(await twins[-1], replayed=True)
-        twins = self._asking[request.key] = []
+        twin = self._asking.get(request.key)
+        if twin is not None:
+            return replace(await asyncio.shield(twin), replayed=True)
+        asking = self._asking[request.key] = asyncio.get_running_loop().create_future()
         try:
             completion = await self.send(request)
             await self._journal.append(request, completion)
         except Exception as failure:
             if isinstance(failure, RunFailure):  # the journal cannot be written
                 self._limiter.fail(str(failure))
-            for twin in twins:
-                twin.set_exception(failure)
+            asking.set_exception(failure)
+            asking.exception()  # it is no error if there is no twin
             raise
         finally:
             del self._asking[request.key]
-        for twin in twins:
-            twin.set_result(completion)
+        asking.set_result(completion)
         return completion
 
     @property

@@ -252,11 +252,10 @@ def _run_rows(
 
 def _stats(coordinator: Any) -> LedgerStats | None:
     """Return the state of the run; None if the coordinator is lost, which the actors report."""
-    try:
+    with contextlib.suppress(ray.exceptions.RayError):
         stats: LedgerStats = ray.get(coordinator.stats.remote())
-    except ray.exceptions.RayError:
-        return None
-    return stats
+        return stats
+    return None
 
 
 def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
