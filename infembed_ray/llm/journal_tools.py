@@ -50,9 +50,6 @@ class JournalStats:
     """By the model's name at the endpoint, as are the tokens."""
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     completion_tokens: Counter[str] = field(default_factory=Counter)
-    merged: list[Path] = field(default_factory=list)
-    """Segments that a compaction removed, whose entries are in those of `written`."""
-    written: list[Path] = field(default_factory=list)
 
     def __add__(self, other: JournalStats) -> JournalStats:
         return JournalStats(
@@ -94,11 +91,15 @@ def scan(journal: Path) -> JournalStats:
     return found
 
 
-def compact(directory: Path) -> JournalStats:
+def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
     """Merge the segments of ended processes into one for each partition, without duplicates and damaged lines.
 
     The new segment is complete and on disk before an old one is removed, so a crash at any moment leaves every entry in at
     least one of them. Segments of living processes stay.
+
+    Args:
+        directory: with the segments.
+        folder: in an object store, whose objects are copied to the directory; it is changed alike.
 
     Returns:
         What the merged segments held. A single segment without duplicates and damage stays as it is.
@@ -115,10 +116,11 @@ def compact(directory: Path) -> JournalStats:
     groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
     for path in segments([directory]):
         groups[Partition.in_name(path.name)].append(path)
-    return sum((_merge(directory, partition, paths) for partition, paths in groups.items()), JournalStats())
+    merged = (_merge(directory, folder, partition, paths) for partition, paths in groups.items())
+    return sum(merged, JournalStats())
 
 
-def _merge(directory: Path, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
+def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
     found = JournalStats()
     with contextlib.ExitStack() as locks:
         unlocked = (path for path in paths if lock_ended(path, locks))
@@ -130,14 +132,17 @@ def _merge(directory: Path, partition: Partition | None, paths: Iterable[Path]) 
         if found.entries and (wasteful or len(finished) > 1):
             durable.sync(merged)
             durable.sync_directory(directory)
-            found.written = [path]
+            if folder is not None:
+                folder.upload(path, path.name)
         else:
             path.unlink()
             finished = [] if found.entries else finished
         for old in finished:
             old.unlink()
+            if folder is not None:
+                with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
+                    folder.delete(old.name)
         durable.sync_directory(directory)
-    found.merged = finished
     return found
 
 
@@ -159,13 +164,7 @@ def compact_objects(folder: Folder) -> JournalStats:
     """
     copies = copy_objects(folder) / COPIES
     with convert_errors(str(folder), "DIR"), locked(copies):
-        found = compact(copies)
-        for path in found.written:
-            folder.upload(path, path.name)
-        for path in found.merged:
-            with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
-                folder.delete(path.name)
-    return found
+        return compact(copies, folder)
 
 
 def import_entries(directory: Path, exported: Path, others: Sequence[Path] = ()) -> tuple[JournalStats, int]:

@@ -209,7 +209,11 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
         InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
     """
     check_all(
-        lambda: _check_names(settings), lambda: check_limits(settings.limits, models(settings), table, settings.canary)
+        lambda: check_urls(endpoints(settings)),
+        lambda: _check_steps(settings),
+        lambda: _check_self_hosted(settings),
+        lambda: _check_in_flight(settings),
+        lambda: check_limits(settings.limits, models(settings), table, settings.canary),
     )
 
 
@@ -241,15 +245,6 @@ def probes(settings: SynthesizeSettings) -> dict[str, Request]:
         (name, templates.probe(model)) for name, model in (model_of(settings, step) for step in steps_of(settings))
     ]
     return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
-
-
-def _check_names(settings: SynthesizeSettings) -> None:
-    check_all(
-        lambda: check_urls(endpoints(settings)),
-        lambda: _check_steps(settings),
-        lambda: _check_self_hosted(settings),
-        lambda: _check_in_flight(settings),
-    )
 
 
 def _check_steps(settings: SynthesizeSettings) -> None:

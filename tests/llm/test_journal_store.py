@@ -262,9 +262,9 @@ def test_a_compaction_deletes_only_objects_that_it_merged(folder: Folder, monkey
     two_objects(folder)
     compact = journal_tools.compact
 
-    def compact_after_a_copy_was_lost(copies: Path) -> journal_tools.JournalStats:
+    def compact_after_a_copy_was_lost(copies: Path, folder: Folder) -> journal_tools.JournalStats:
         next(segments([copies])).unlink()
-        return compact(copies)
+        return compact(copies, folder)
 
     monkeypatch.setattr(journal_tools, "compact", compact_after_a_copy_was_lost)
     journal_tools.compact_objects(folder)

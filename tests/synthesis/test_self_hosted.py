@@ -64,7 +64,7 @@ def test_without_vllm_the_message_says_how_to_install_it(monkeypatch: pytest.Mon
 
 
 def test_nothing_is_started_if_the_journal_answers_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infembed_ray.synthesis import distributed
+    from infembed_ray.synthesis import distributed, self_hosted
 
     served = {
         "generator": {"model": sample.MODEL.model},
@@ -75,7 +75,7 @@ def test_nothing_is_started_if_the_journal_answers_everything(tmp_path: Path, mo
     job = resolve(given, Source(given), prices.load())
     with distributed._hosting(job, "run", None) as hosted:  # type: ignore[arg-type]
         assert hosted is job
-    monkeypatch.setattr(distributed.self_hosted, "connect", lambda: pytest.fail("it starts"))
+    monkeypatch.setattr(self_hosted, "connect", lambda: pytest.fail("it starts"))
     unanswered = replace(job, replay=[])
     with pytest.raises(pytest.fail.Exception), distributed._hosting(unanswered, "run", None):  # type: ignore[arg-type]
         pass
