@@ -168,7 +168,8 @@ class Lease:
 
     def warn(self, warning: str) -> None:
         """Send a message to the user with the next report."""
-        self.warnings.append(warning)
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
     def _start_waiting(self) -> None:
         while self._waiting and (self.failure is not None or self._reserve(self._waiting[0][0])):
