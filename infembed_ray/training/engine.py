@@ -30,7 +30,6 @@ from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.training import deepspeed_compat, preparation
 from infembed_ray.training.checkpoints.writer import CheckpointFiles, Written
 from infembed_ray.training.collectives import max_over_workers, mean_over_workers, world
-from infembed_ray.training.compiled_ops import build_one_at_a_time
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.grad_cache import GradCache, KeptGraphs
 from infembed_ray.training.observability.flops import Workload
@@ -44,9 +43,8 @@ def connect(settings: TrainSettings) -> None:
         InputError: this node lacks what the settings need.
     """
     _set_single_process_environment()
-    build_one_at_a_time()
-    nvme = "nvme" in (settings.offload.optimizer, settings.offload.parameters)
-    if nvme and not deepspeed_compat.nvme_offload_available():
+    deepspeed_compat.skip_shared_memory_op()
+    if settings.offload.parameters == "nvme" and not deepspeed_compat.build_async_io():
         raise InputError("offload: nvme needs libaio and its headers (libaio-dev) on every node; or offload to cpu")
     deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
 
