@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import product
 from pathlib import Path
@@ -164,8 +164,11 @@ class Engine:
         shortest = preparation.passes(self.encoder, [min(sequences, key=len)], None)
         return [([len(sequences)], layout) for _, layout in shortest] * missing
 
-    def choose_kernels(self, sides: Sequence[Sequence[Tokens]]) -> str | None:
-        """Measure the attention kernels with texts of each side on CUDA, and use the fastest from now on.
+    def choose_kernels(self, sides: Callable[[], Sequence[Sequence[Tokens]]]) -> str | None:
+        """Measure the attention kernels on CUDA, and use the fastest from now on.
+
+        Args:
+            sides: Returns texts of each side; called only if there is a choice.
 
         Returns:
             What was measured, for the log; None if there is no choice.
@@ -177,7 +180,7 @@ class Engine:
         packed = (True, False) if encoder.packs else (False,)
         candidates = [Kernels(*both) for both in product(packed, (True, False) if flex else (False,))]
         tokens = self._settings.grad_cache_tokens or preparation.ONE_PASS
-        measured = measure(encoder, self._deepspeed, sides, tokens, candidates)
+        measured = measure(encoder, self._deepspeed, sides(), tokens, candidates)
         seconds = mean_over_workers(torch.tensor(measured, device=encoder.device)).tolist()
         encoder.kernels = candidates[seconds.index(min(seconds))]
         figures = ", ".join(f"{kernels} {1000 * s:.1f} ms" for kernels, s in zip(candidates, seconds, strict=True))
