@@ -8,7 +8,7 @@
 Models are trained on DATA/infir_mini/train.jsonl and evaluated on dev.jsonl, and on the same records with other words in
 dev_reworded.jsonl, with 1,000 distractors from DATA/msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
 Each run is a process with one worker and one thread. Finished runs are read from --results. The last line is one JSON
-object. `--model decoder` trains a small causal decoder (`material.decoder`).
+object. `--model decoder` trains MiniLM with a causal mask.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def main() -> None:
     if arguments.model is None:
         arguments.model = material.minilm()
     if arguments.model == "decoder":
-        arguments.model = material.decoder(Path(scratch.name), arguments.data / "msmarco_seeds" / "seeds.jsonl")
+        arguments.model = material.decoder(Path(scratch.name))
     if arguments.one:
         run = json.loads(arguments.one)
         print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined)))
