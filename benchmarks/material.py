@@ -6,7 +6,9 @@ the lengths of real texts.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 from infembed_ray import records as tables
@@ -24,23 +26,10 @@ def minilm() -> str:
 
 
 def decoder(directory: Path) -> str:
-    """Write a two-layer Qwen2 with MiniLM's word embeddings and otherwise random weights to `directory`; return its path.
-
-    It is the smallest causal backbone here that training on a few hundred records moves.
-    """
-    import torch
-    from transformers import AutoModel, AutoTokenizer, Qwen2Config, Qwen2Model
-
-    words = AutoModel.from_pretrained(minilm()).get_input_embeddings().weight
-    torch.manual_seed(0)
-    shape = {"vocab_size": words.shape[0], "hidden_size": words.shape[1], "intermediate_size": 2 * words.shape[1]}
-    model = Qwen2Model(
-        Qwen2Config(**shape, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, pad_token_id=0)
-    )
-    with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(words)
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(minilm()).save_pretrained(directory)
+    """Write MiniLM with a causal attention mask to `directory`, as a small pretrained decoder; return the directory."""
+    shutil.copytree(minilm(), directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"is_decoder": True, "use_cache": False}))
     return str(directory)
 
 
