@@ -24,10 +24,14 @@ class Outcomes:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
-            _REQUESTS, "Queries of a release by outcome.", ("release", "outcome"), registry=registry
+            "infembed_release_requests", "Queries of a release by outcome.", ("release", "outcome"), registry=registry
         )
         self._seconds = Histogram(
-            _SECONDS, "Latency of answered queries.", ("release",), buckets=LATENCY_BUCKETS, registry=registry
+            "infembed_release_seconds",
+            "Latency of answered queries.",
+            ("release",),
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
         )
 
     @contextmanager
