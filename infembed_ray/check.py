@@ -384,7 +384,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
 
 def _serve(settings: ServeSettings) -> Iterator[str]:
     from infembed_ray.ray_cluster import on_a_cluster
-    from infembed_ray.serving import distributed
+    from infembed_ray.serving import distributed, local_api
     from infembed_ray.serving.plan import Plan
 
     plan = Plan.resolve(settings)
@@ -397,13 +397,13 @@ def _serve(settings: ServeSettings) -> Iterator[str]:
     if settings.config_file is not None:
         yield f"output {settings.config_file}: a config file for `serve deploy`; nothing would be started"
         return
-    served = distributed.served_fingerprint(plan.url)
+    served = local_api.served_fingerprint(plan.url)
     if served == plan.release.fingerprint:
         yield f"API {plan.url}: serves this index with these settings, so there is nothing to do"
     else:
         distributed.require_cluster(settings, served is not None and not on_a_cluster())
         if served is None:
-            distributed.require_free_port(settings.host, settings.port)
+            local_api.require_free_port(settings.host, settings.port)
         yield f"API {plan.url}: {'new' if served is None else 'another release is served, and this one replaces it'}"
 
 

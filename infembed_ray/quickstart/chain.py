@@ -31,7 +31,8 @@ from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
 from infembed_ray.quickstart.report import write_report
 from infembed_ray.quickstart.sample import JOURNAL, MODEL, SEEDS
 from infembed_ray.retrieval.distributed import run as index
-from infembed_ray.serving.distributed import require_free_port, serving
+from infembed_ray.serving.distributed import serving
+from infembed_ray.serving.local_api import require_free_port
 from infembed_ray.storage import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.launch import run as train

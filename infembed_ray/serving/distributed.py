@@ -6,14 +6,10 @@ serving. After the switch, its other applications are deleted once no request ca
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
 import socket
-import threading
 import time
-import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,15 +20,18 @@ from ray.serve.config import ControllerOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig, ServeStatus
 
 from infembed_ray import ray_compat
+from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
-from infembed_ray.retrieval.updates.live_shard import ShardQuery
+from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.serving import startup
 from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, ApiArguments
+from infembed_ray.serving.auto_compaction import AutoCompaction
 from infembed_ray.serving.deployments import api_over, encoder_application, index_application
+from infembed_ray.serving.local_api import require_free_port, served_fingerprint, wait_for_interrupt
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.service import Query
@@ -44,7 +43,6 @@ READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
-PROBE_TIMEOUT_S = 2.0
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
@@ -82,11 +80,12 @@ def run(settings: ServeSettings) -> None:
     if upgrades:
         say("serve: upgraded the running API; it still ends with the command or the cluster that started it")
     elif settings.wait:
+        compaction = AutoCompaction(plan, _changed_documents, _compact, _deploy)
         try:
             say("serve: press Ctrl-C to stop")
-            _wait_for_interrupt()
+            wait_for_interrupt(compaction.look)
         finally:
-            _stop_if_current(plan)
+            _stop_if_current(compaction.plan)
 
 
 @contextmanager
@@ -201,6 +200,20 @@ def _free_haproxy_ports() -> dict[str, str]:
         return ray_compat.haproxy_ports(metrics.getsockname()[1], statistics.getsockname()[1])
 
 
+def _changed_documents() -> float:
+    """Return how many documents differ from the served version, on average per shard."""
+    ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
+    changed: float = ingress.changed_documents.remote().result(timeout_s=READY_TIMEOUT_S)
+    return changed
+
+
+def _compact(settings: CompactSettings) -> str:
+    """Compact an index; return the place of the next version."""
+    from infembed_ray.retrieval.distributed import compact  # imports torch
+
+    return compact(settings).address
+
+
 # ---------------------------------------------------------------------------------------------------------- checks
 
 
@@ -225,25 +238,6 @@ def require_resources(plan: Plan) -> None:
                 f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
                 f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
             )
-
-
-def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
-    """InputError unless `host:port` can be bound, now or within a time."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                return
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise InputError(
-                        f"port={port}: cannot be bound at {host} ({error.strerror}); "
-                        "stop the process that listens there, or set another port=..."
-                    ) from error
-        time.sleep(POLL_S)
 
 
 def _connect(plan: Plan) -> None:
@@ -413,27 +407,3 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
         for name in sorted(applications):
             serve.delete(name)
             say(f"serve: deleted {name}")
-
-
-def served_fingerprint(url: str, path: str = "/healthz") -> str | None:
-    """Return the fingerprint of the API at a URL of this machine; None if there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxy
-    try:
-        with opener.open(url + path, timeout=PROBE_TIMEOUT_S) as response:
-            fingerprint = json.load(response)["deployment"]
-    except (OSError, ValueError, KeyError, TypeError):  # nothing, or another server; HTTPError is an OSError
-        return None
-    return str(fingerprint)
-
-
-def _wait_for_interrupt() -> None:
-    interrupted = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        while not interrupted.wait(1):  # handlers run here, also for a signal that another thread received
-            pass
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
