@@ -51,7 +51,7 @@ _MAGIC = b"infemb2\n"
 _HEADER = np.dtype([("magic", "S8"), ("shards", "<u4"), ("sections", "<u4")])
 _SECTION = np.dtype([("shard", "<u4"), ("start", "<u8"), ("length", "<u8"), ("checksum", f"V{_CHECKSUM_BYTES}")])
 _CORRUPTED = "is corrupted (its checksum is not that of its content)"
-_FIRST_READ = 1 << 16
+_FIRST_READ = 1 << 14
 """Bytes of the first read of a segment: its header, and all of a small segment."""
 
 

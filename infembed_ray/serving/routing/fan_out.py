@@ -29,8 +29,9 @@ MAX_BATCH_KEYS = 1024
 """Documents in one call to a shard."""
 CALLS_PER_SHARD = 2
 """Calls in flight per replica of a shard."""
-CONTENTS_PER_CALL = 500
-"""Texts that cost as much CPU as one more call to a shard: two phases pay if they leave out more for each call."""
+CONTENTS_PER_CALL = 900
+"""Texts that cost the ingress as much CPU as one more call to a shard, 1.45 ms (benchmarks/fan_out.py): two phases pay if they
+leave out more for each call."""
 CACHED_CHARACTERS = 1 << 25
 """Most characters of cached texts in an ingress replica."""
 PARTIAL_PATIENCE_S = 1.0
