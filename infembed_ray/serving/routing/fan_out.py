@@ -137,8 +137,8 @@ class FanOut:
         contents: dict[tuple[int, Key], Content | None] = {}
         asked: dict[int, list[Key]] = {}
         for of_query in merged:
-            for key in _keys(shards, of_query):
-                contents[key] = self._cached.get(key)
+            for winner in _keys(shards, of_query):
+                contents[winner] = self._cached.get(winner)
         for (shard, key), content in contents.items():
             if content is None:
                 asked.setdefault(shard, []).append(key)
@@ -154,7 +154,7 @@ class FanOut:
         results = []
         for of_query in merged:
             ranking = zip(of_query.ids, of_query.scores, _keys(shards, of_query), strict=True)
-            results.append([_hit(id, score, *contents[key]) for id, score, key in ranking])  # type: ignore[misc]
+            results.append([_hit(id, score, *contents[winner]) for id, score, winner in ranking])  # type: ignore[misc]
         return results, set(), None
 
 
