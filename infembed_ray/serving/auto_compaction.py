@@ -15,6 +15,7 @@ from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.places import address, place_of
 from infembed_ray.progress import say
+from infembed_ray.serving import startup
 from infembed_ray.serving.local_api import served_fingerprint
 from infembed_ray.serving.plan import Plan
 from infembed_ray.storage import find_input
@@ -81,6 +82,7 @@ class AutoCompaction:
         self._running.start()
 
     def _run(self, base: str) -> None:
+        startup.lower_priority()
         settings = self.plan.settings
         try:
             self._published = self._compact(
@@ -93,7 +95,8 @@ class AutoCompaction:
         published, self._published = self._published, None
         if published is None or not self._serves():
             return
-        plan = Plan.resolve(self.plan.settings.model_copy(update={"index": published}))
+        settings = self.plan.settings.model_copy(update={"index": published})
+        plan = startup.in_background(lambda: Plan.resolve(settings))
         self._switch(plan)
         self.plan = plan
 
