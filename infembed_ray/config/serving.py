@@ -9,6 +9,23 @@ from pydantic import Field
 from infembed_ray.config.base import Settings, runtime_field
 
 
+class CanarySettings(Settings):
+    """Checks of a new release before the API is switched to it; it is rolled back if one fails."""
+
+    share: float = Field(
+        0.0, ge=0, le=0.5, description="share of the queries that the new release answers before the switch; 0: none"
+    )
+    seconds: float = Field(300.0, gt=0, description="seconds during which it answers that share")
+    max_failures: float = Field(0.01, ge=0, le=1, description="most failed queries (share) above the current release's")
+    max_slowdown: float = Field(1.5, ge=1, description="most p95 latency, as a multiple of the current release's")
+    probes: str | None = Field(
+        None,
+        description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that both releases answer first; null: none",
+    )
+    max_ndcg_drop: float = Field(1.0, ge=0, description="most nDCG@10 (x100) on the probes below the current release's")
+    max_p_mrr_drop: float = Field(2.0, ge=0, description="most p-MRR (x100) on the probes below the current release's")
+
+
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
@@ -67,6 +84,9 @@ class ServeSettings(Settings):
         50_000,
         ge=1,
         description="documents changed per shard from which more are refused with 507; null: no limit",
+    )
+    canary: CanarySettings = runtime_field(
+        CanarySettings(), description="checks of a new release before the API is switched to it"
     )
     config_file: str | None = runtime_field(
         None, description="write a config file for `serve deploy` and start nothing; null: serve"

@@ -7,6 +7,7 @@ left alone.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.places import address, place_of
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
-from infembed_ray.serving.local_api import served_fingerprint
+from infembed_ray.serving.address import served_fingerprint
 from infembed_ray.serving.plan import Plan
 from infembed_ray.storage import find_input
 
@@ -27,14 +28,21 @@ RETRY_S = 600.0
 KEPT_VERSIONS = 2
 
 
+def compacted(settings: CompactSettings) -> str:
+    """Compact an index; return the place of the next version."""
+    from infembed_ray.retrieval.distributed import compact  # imports torch
+
+    return compact(settings).address
+
+
 class AutoCompaction:
     """Compacts the index of a plan, and of the plans that follow from it.
 
     Args:
         plan: what is served.
         changed: returns the mean number of documents per shard that differ from the served version.
-        compact: publishes the next version and returns its place.
         switch: switches the API to another plan.
+        compact: publishes the next version and returns its place.
 
     Attributes:
         plan: what is served now.
@@ -44,8 +52,8 @@ class AutoCompaction:
         self,
         plan: Plan,
         changed: Callable[[], float],
-        compact: Callable[[CompactSettings], str],
         switch: Callable[[Plan], None],
+        compact: Callable[[CompactSettings], str] = compacted,
     ) -> None:
         self.plan = plan
         self._changed = changed
@@ -108,3 +116,17 @@ class AutoCompaction:
         self._next_look = time.monotonic() + RETRY_S
         reason = str(error) if isinstance(error, InputError) else in_one_line(error)
         say(f"serve: {what} ({reason}); the API goes on with the served version, next attempt in {RETRY_S:.0f} s")
+
+
+def wait_for_interrupt(each_second: Callable[[], None]) -> None:
+    """Wait for SIGINT or SIGTERM; call a function about every second meanwhile."""
+    interrupted = threading.Event()
+    previous = {
+        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not interrupted.wait(1):  # handlers run here, also for a signal that another thread received
+            each_second()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -6,11 +6,11 @@ serving. After the switch, its other applications are deleted once no request ca
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,20 +20,23 @@ from ray.serve.config import ControllerOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig, ServeStatus
 
 from infembed_ray import ray_compat
-from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.serving import canary as canaries
 from infembed_ray.serving import startup
-from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, ApiArguments
-from infembed_ray.serving.auto_compaction import AutoCompaction
+from infembed_ray.serving.address import free_haproxy_ports, require_free_port, served_fingerprint
+from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
+from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
 from infembed_ray.serving.deployments import api_over, encoder_application, index_application
-from infembed_ray.serving.local_api import require_free_port, served_fingerprint, wait_for_interrupt
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.routing.blue_green import ReleaseSpec
+from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes
+from infembed_ray.serving.replicas import open_release
+from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
+from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.service import Query
 
 START_TIMEOUT_S = 600.0
@@ -50,6 +53,8 @@ PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
 NODE_GROUP = "ray.io/node-group"
 """Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
+CANARY_MARGIN_S = 60.0
+"""Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
 
 
@@ -80,7 +85,7 @@ def run(settings: ServeSettings) -> None:
     if upgrades:
         say("serve: upgraded the running API; it still ends with the command or the cluster that started it")
     elif settings.wait:
-        compaction = AutoCompaction(plan, _changed_documents, _compact, _deploy)
+        compaction = AutoCompaction(plan, _changed_documents, _deploy)
         try:
             say("serve: press Ctrl-C to stop")
             wait_for_interrupt(compaction.look)
@@ -135,8 +140,9 @@ def _deploy(plan: Plan) -> None:
         _start_applications(plan, missing)
         _check_with_query(plan)
         say("serve: checked: encoder and shards answer")
-        ray_compat.start_application(api_over(plan.api, plan.release), APPLICATION, "/", LoggingConfig(**LOGGING))
-        _wait_until_running(APPLICATION)
+        if previous is not None:
+            _try_as_canary(plan, *previous)
+        _switch_to(plan.api, plan.release)
         _wait_until_switched(plan)
     except BaseException:
         _roll_back(previous, missing)
@@ -161,6 +167,50 @@ def _start_applications(plan: Plan, missing: set[str]) -> None:
         _wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
 
 
+def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) -> None:
+    """Compare the plan's release with the current one on the probe set and on a share of the queries, as configured.
+
+    Raises:
+        StartError: the new release failed a check.
+    """
+    settings, new = plan.settings.canary, plan.release
+    try:
+        if settings.probes is not None:
+            probes = read_probes(settings.probes)
+            before, after = (_probe(plan.settings, spec, probes) for spec in (current, new))
+            canaries.require_good_probes(before, after, settings)
+            say(f"serve: canary: nDCG@10 on {counted(len(probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}")
+        if settings.share:
+            until = time.time() + settings.seconds + CANARY_MARGIN_S
+            split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
+            _switch_to(arguments, split)
+            say(f"serve: canary: {settings.share:.0%} of the queries go to the new release for {settings.seconds:g} s")
+            page = serve.get_deployment_handle(METRICS, app_name=APPLICATION).options(method_name="page")
+            canaries.watch(
+                lambda: page.remote().result(timeout_s=READY_TIMEOUT_S).decode(),
+                current.fingerprint,
+                new.fingerprint,
+                settings,
+            )
+    except canaries.Rejected as fault:
+        raise StartError(
+            f"canary: the new release is rolled back, index {current.card.index_version} serves on: {fault}"
+        ) from fault
+
+
+def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) -> ProbeFigures:
+    async def run() -> ProbeFigures:
+        metrics = RemoteDeployment.named(METRICS, APPLICATION)
+        return await probe(open_release(spec, settings, metrics), probes)
+
+    return asyncio.run(run())
+
+
+def _switch_to(arguments: ApiArguments, spec: ReleaseSpec) -> None:
+    ray_compat.start_application(api_over(arguments, spec), APPLICATION, "/", LoggingConfig(**LOGGING))
+    _wait_until_running(APPLICATION)
+
+
 def _roll_back(previous: tuple[ApiArguments, ReleaseSpec] | None, started: Iterable[str]) -> None:
     """Restore the previous release after a failed deployment."""
     if previous is None:
@@ -175,7 +225,7 @@ def _roll_back(previous: tuple[ApiArguments, ReleaseSpec] | None, started: Itera
 def _start_serve(plan: Plan) -> None:
     """Start Ray Serve; wait once more if its proxies take longer than Serve's limit of 60 s."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    environment = _free_haproxy_ports() | plan.controller_environment
+    environment = free_haproxy_ports() | plan.controller_environment
     for last in (False, True):
         try:
             serve.start(
@@ -192,26 +242,11 @@ def _start_serve(plan: Plan) -> None:
                 ) from error
 
 
-def _free_haproxy_ports() -> dict[str, str]:
-    """Choose free ports for HAProxy's own pages, so that several clusters can run on a machine."""
-    with socket.socket() as metrics, socket.socket() as statistics:
-        metrics.bind(("", 0))  # HAProxy listens on all interfaces
-        statistics.bind(("", 0))
-        return ray_compat.haproxy_ports(metrics.getsockname()[1], statistics.getsockname()[1])
-
-
 def _changed_documents() -> float:
     """Return how many documents differ from the served version, on average per shard."""
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
     changed: float = ingress.changed_documents.remote().result(timeout_s=READY_TIMEOUT_S)
     return changed
-
-
-def _compact(settings: CompactSettings) -> str:
-    """Compact an index; return the place of the next version."""
-    from infembed_ray.retrieval.distributed import compact  # imports torch
-
-    return compact(settings).address
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
@@ -331,8 +366,8 @@ def _current_release() -> tuple[ApiArguments, ReleaseSpec] | None:
     if APPLICATION not in serve.status().applications:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    served: tuple[ApiArguments, ReleaseSpec] = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return served
+    arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
+    return arguments, spec.model_copy(update={"canary": None})  # of a command that was killed
 
 
 def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:

@@ -33,7 +33,7 @@ class Api:
         monkeypatch.setattr(Plan, "resolve", lambda settings: plan_of(settings))
         monkeypatch.setattr(auto_compaction, "LOOK_S", 0.0)
         self.automatic = AutoCompaction(
-            plan_of(ServeSettings(index=str(first), compact_at=10)), lambda: self.changed, self.compact, self.switch
+            plan_of(ServeSettings(index=str(first), compact_at=10)), lambda: self.changed, self.switch, self.compact
         )
 
     def publish(self, content: str) -> Path:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -25,6 +26,7 @@ from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
+from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.service import (
     Document,
     Found,
@@ -72,6 +74,20 @@ class ReleaseSpec(BaseModel):
     """Directory of the index's write-ahead log."""
     card: schema.Model
 
+    canary: Canary | None = None
+    """Another release that answers a share of the queries."""
+
+
+class Canary(BaseModel):
+    """A new release that answers a share of the queries before the API is switched to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    release: ReleaseSpec
+    share: float
+    until: float
+    """Unix time from which the current release answers all queries again, whatever became of the driver."""
+
 
 class Inputs(NamedTuple):
     """Texts or token arrays of one request."""
@@ -92,6 +108,7 @@ class Release:
         timeout_s: request time-out.
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
+        outcomes: counts the queries.
     """
 
     def __init__(
@@ -105,8 +122,10 @@ class Release:
         encoder_replicas: int = 1,
         shard_replicas: int = 1,
         max_changed_documents: int | None = None,
+        outcomes: Outcomes | None = None,
     ) -> None:
         self.spec = spec
+        self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
         self._shards = shards
         self._metrics = metrics
@@ -141,7 +160,8 @@ class Release:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
+        with self._counted():
+            return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
 
     async def search(
         self,
@@ -152,6 +172,17 @@ class Release:
         min_sequence: int = 0,
     ) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
+        with self._counted():
+            return await self._searched(queries, top_k, filter, allow_partial, min_sequence)
+
+    async def _searched(
+        self,
+        queries: Sequence[Query],
+        top_k: int,
+        filter: Mapping[str, Any] | None,
+        allow_partial: bool,
+        min_sequence: int,
+    ) -> Found:
         filters.parse(filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
         vectors = (await self._embed(list(queries), deadline)).vectors

@@ -1,19 +1,17 @@
-"""The API of this machine, as other commands see it: its port and what it serves."""
+"""The address of the API on this machine: whether a port is free, and what is served there."""
 
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import threading
 import time
 import urllib.request
-from collections.abc import Callable
 
+from infembed_ray import ray_compat
 from infembed_ray.errors import InputError
 
-PROBE_TIMEOUT_S = 2.0
 POLL_S = 0.5
+PROBE_TIMEOUT_S = 2.0
 
 
 def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
@@ -46,15 +44,9 @@ def served_fingerprint(url: str, path: str = "/healthz") -> str | None:
     return str(fingerprint)
 
 
-def wait_for_interrupt(each_second: Callable[[], None]) -> None:
-    """Wait for SIGINT or SIGTERM; call a function about every second meanwhile."""
-    interrupted = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        while not interrupted.wait(1):  # handlers run here, also for a signal that another thread received
-            each_second()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def free_haproxy_ports() -> dict[str, str]:
+    """Choose free ports for HAProxy's own pages, so that several clusters can run on a machine."""
+    with socket.socket() as metrics, socket.socket() as statistics:
+        metrics.bind(("", 0))  # HAProxy listens on all interfaces
+        statistics.bind(("", 0))
+        return ray_compat.haproxy_ports(metrics.getsockname()[1], statistics.getsockname()[1])
