@@ -210,6 +210,7 @@ def _search_many(
     top_k: int = 10,
     filter: Mapping[str, Any] | None = None,
     allow_partial: bool = False,
+    min_sequence: int | None = None,
     model: str | None = None,
 ) -> _Request[list[Found]]:
     """Search for at most 64 queries at once, with one instruction for all or one each.
@@ -217,8 +218,8 @@ def _search_many(
     The other arguments and errors are those of `search`. Returns one `Found` per query, in their order.
     """
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
-    options = _without_none({"instruction": each, "filter": filter, "model": model})
-    body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial, **options}
+    body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
+    body |= _without_none({"instruction": each, "filter": filter, "min_sequence": min_sequence, "model": model})
     return _Request("POST", "/v1/search", _read_results, body)
 
 
@@ -229,6 +230,7 @@ def _search(
     top_k: int = 10,
     filter: Mapping[str, Any] | None = None,
     allow_partial: bool = False,
+    min_sequence: int | None = None,
     model: str | None = None,
 ) -> _Request[Found]:
     """Find the passages nearest to a query under an instruction.
@@ -239,12 +241,14 @@ def _search(
         top_k: maximum number of hits, up to 1,000.
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
+        min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         model: must be the name of the served model, if given.
 
     Raises:
         ApiError, Unreachable: as `embed`.
     """
-    many = _search_many([query], instruction, top_k=top_k, filter=filter, allow_partial=allow_partial, model=model)
+    rest: dict[str, Any] = {"allow_partial": allow_partial, "min_sequence": min_sequence, "model": model}
+    many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
 
@@ -252,7 +256,7 @@ def _put(documents: Iterable[Document]) -> _Request[int]:
     """Add at most 1,000 documents, or replace those with the same ids. The change is durable when this returns.
 
     Returns:
-        The sequence number of the change. A search includes it, usually within a second, once `Found.sequence` is as high.
+        The sequence number of the change. A search with `min_sequence` waits for it; others include it within a second.
 
     Raises:
         ApiError, Unreachable: as `embed`.
@@ -268,11 +272,8 @@ def _delete(ids: Iterable[str]) -> _Request[int]:
 
 def _document(id: str) -> _Request[Document | None]:
     """Get a document as it is now; None if there is none with this id."""
-
-    def read(body: Any) -> Document | None:
-        return None if body is None else _pick(Document, body)
-
-    return _Request("GET", f"/v1/documents/{quote(id, safe='')}", read, none_code="document_not_found")
+    path = f"/v1/documents/{quote(id, safe='')}"
+    return _Request("GET", path, lambda body: body and _pick(Document, body), none_code="document_not_found")
 
 
 def _models() -> _Request[list[Model]]:

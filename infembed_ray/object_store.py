@@ -253,6 +253,15 @@ class Folder:
             return None
         return data, Version(meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
 
+    def read_range(self, name: str, start: int, length: int | None) -> bytes | None:
+        """Read up to `length` bytes (None: all) of an object from `start` on, by one request; None if it does not exist."""
+        client, key = self._control(name)
+        wanted = {"offset": start} if length is None else (start, start + length)
+        try:
+            return bytes(client.get(key, options={"range": wanted}).bytes())
+        except FileNotFoundError:
+            return None
+
     def create(self, name: str, data: bytes) -> Version | None:
         """Write a small object that must not exist yet, atomically.
 

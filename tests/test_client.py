@@ -81,7 +81,8 @@ def test_documents(client: Any) -> None:
     document = Document("a/../ü b?", "text", {"year": 2021, "draft": None})
     put = client.put([document])
     assert client.document(document.id) == document
-    assert client.search("q").sequence >= put
+    assert client.search("q", min_sequence=put).sequence >= put
+    assert [found.sequence >= put for found in client.search_many(["q", "r"], min_sequence=put)] == [True, True]
     assert client.delete([document.id, "nothing"]) == put + 1
     assert client.document(document.id) is None
 

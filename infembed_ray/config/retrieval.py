@@ -64,5 +64,10 @@ class CompactSettings(Settings):
         le=1,
         description="new least recall@10; null: unchanged",
     )
+    keep_versions: int | None = runtime_field(
+        None,
+        ge=2,
+        description="versions of the lineage to keep, with the new one; older ones are deleted; null: all",
+    )
     cpus_per_shard: float = runtime_field(1.0, gt=0, description="CPUs and threads per task that builds a shard")
     gpus_per_shard: float = runtime_field(0.0, ge=0, description="GPUs per task that builds a shard")

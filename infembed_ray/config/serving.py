@@ -86,6 +86,16 @@ class ServeSettings(Settings):
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
     max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")
+    compact_at: int | None = Field(
+        10_000,
+        ge=1,
+        description="documents changed per shard at which a running `serve` compacts the index and switches; null: never",
+    )
+    max_changed_documents: int | None = Field(
+        50_000,
+        ge=1,
+        description="documents changed per shard from which more are refused with 507; null: no limit",
+    )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"
     )

@@ -149,7 +149,7 @@ class Compaction:
         verify_local(self.base, self.facts.shards[number])  # the next version gets new checksums
         base = Shard.open(self.base, self.facts.shards[number])
         log = change_log(self.base, self.facts)
-        live = LiveShard(base, log, number, len(self.facts.shards), self.facts.folded, self.until)
+        live = LiveShard(base, log, number, self.facts.folded, self.until)
         settings = self.settings
         build = Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards)
         with shard_directory(root, name) as directory:

@@ -28,7 +28,7 @@ from infembed_ray.object_store import Folder
 from infembed_ray.places import Place
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
-from infembed_ray.retrieval import factory
+from infembed_ray.retrieval import factory, versions
 from infembed_ray.retrieval.build import (
     choose_build,
     encode_chunk,
@@ -48,7 +48,7 @@ from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of
 from infembed_ray.retrieval.work_directory import work_directory
-from infembed_ray.storage import Published
+from infembed_ray.storage import Published, find_input
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -289,12 +289,21 @@ def _write_shard(
 
 
 def compact(settings: CompactSettings) -> Published:
-    """Fold the changes of an index into its next version, one task per shard. Without changes there is nothing to do.
+    """Fold the changes of an index into its next version, one task per shard. Without changes there is nothing to fold.
+
+    Then old versions are deleted, if `keep_versions` says so, and the changes that no version reads any more.
 
     Raises:
         InputError: there is no index; one of its files or changes is missing or damaged; no type fits the memory or
             reaches the recall floor; or the disk is full. Nothing is published then.
     """
+    base = find_input(settings.index, "index")
+    published = _compacted(settings)
+    versions.prune(base, settings.keep_versions)
+    return published
+
+
+def _compacted(settings: CompactSettings) -> Published:
     work = Compaction.open(settings.index, settings.factory, settings.memory_gib, settings.recall_floor)
     if not work.changes and not work.retyped:
         say(f"index compact: no changes since {work.version}")

@@ -20,10 +20,11 @@ from infembed_ray.errors import InputError
 from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
+from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
 from infembed_ray.retrieval.corpus import require_columns
 from infembed_ray.retrieval.shard_files import ShardFacts, drop_other_attempts, verify
-from infembed_ray.retrieval.shards import Hit, Shard, merge
-from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
+from infembed_ray.retrieval.shards import Hit, Shard
+from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
 from infembed_ray.retrieval.work_directory import work_directory
 from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, resolve_input
@@ -273,16 +274,14 @@ class Index:
             (answer,) = shard.search_many([ShardQuery(vectors, k, filter)])
             if isinstance(answer, Exception):
                 raise answer
+            assert isinstance(answer, ShardAnswer)
             by_shard.append(answer.hits)
         return [merge(results, k) for results in zip(*by_shard, strict=True)]
 
     @cached_property
     def _live(self) -> list[LiveShard]:
         log = change_log(self.path, self.facts)
-        return [
-            LiveShard(shard, log, number, len(self.shards), self.facts.folded)
-            for number, shard in enumerate(self.shards)
-        ]
+        return [LiveShard(shard, log, number, self.facts.folded) for number, shard in enumerate(self.shards)]
 
 
 def changes_of(root: Place, facts: IndexFacts) -> Place:
@@ -292,7 +291,7 @@ def changes_of(root: Place, facts: IndexFacts) -> Place:
 
 def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
-    return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension)
+    return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension, len(facts.shards))
 
 
 def finished(step: Step) -> Published | None:

@@ -7,7 +7,6 @@ that do not store the vectors unchanged have them in a third file.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -56,9 +55,8 @@ class Hit(NamedTuple):
     metadata: Mapping[str, str | int | float | bool | None] = _NO_METADATA
 
 
-def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
-    """Merge the hits of several shards for one query: the best `k` by (score, id), descending."""
-    return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
+Content = tuple[str, Mapping[str, str | int | float | bool | None]]
+"""Text and metadata of a passage."""
 
 
 def shard_of(passage_id: str, shards: int) -> int:
@@ -178,6 +176,14 @@ class Shard:
         every = hits_of(self._batch, rows.ravel(), scores.ravel())
         return [every[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
 
+    def ids(self, rows: np.ndarray) -> pa.Array:
+        """The ids of m rows."""
+        return _TAKE.call([self._batch.column(0), pa.array(rows)])
+
+    def contents(self, rows: np.ndarray) -> list[Content]:
+        """Texts and metadata of m rows."""
+        return contents_of(self._batch, rows)
+
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
         """The encoded vectors of some rows, (rows, d) float32."""
         return self._searcher.vectors(rows)
@@ -189,6 +195,18 @@ class Shard:
 
 def hits_of(passages: pa.RecordBatch, rows: np.ndarray, scores: np.ndarray) -> list[Hit]:
     """Fetch m rows as hits with the given scores."""
+    ids, texts, metadata = _columns(passages, rows)
+    return list(map(Hit, ids, scores.tolist(), texts, metadata))
+
+
+def contents_of(passages: pa.RecordBatch, rows: np.ndarray) -> list[Content]:
+    """Fetch the texts and metadata of m rows."""
+    _, texts, metadata = _columns(passages, rows)
+    return list(zip(texts, metadata, strict=False))
+
+
+def _columns(passages: pa.RecordBatch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Iterable[Mapping[str, Any]]]:
+    """Ids, texts and metadata of m rows; the metadata may not end."""
     wanted = pa.array(rows)
     ids, texts, *columns = (_TAKE.call([column, wanted]) for column in passages.columns)
     metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
@@ -197,9 +215,7 @@ def hits_of(passages: pa.RecordBatch, rows: np.ndarray, scores: np.ndarray) -> l
         values = zip(*(column.to_pylist() for column in as_json), strict=True)
         names = passages.schema.names[2:]
         metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
-    return list(
-        map(Hit, ids.to_numpy(zero_copy_only=False), scores.tolist(), texts.to_numpy(zero_copy_only=False), metadata)
-    )
+    return ids.to_numpy(zero_copy_only=False), texts.to_numpy(zero_copy_only=False), metadata
 
 
 def write_vectors(file: Path, blocks: Iterable[np.ndarray], count: int, dimension: int) -> None:

@@ -6,17 +6,21 @@ points `latest` at it.
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, is_uri
-from infembed_ray.places import Place
-from infembed_ray.progress import say
+from infembed_ray.places import Place, address, errors_at
+from infembed_ray.progress import counted, say
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.shard_files import verify as verify_shard
 from infembed_ray.storage import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
+
+_DELETED = ".deleted"
+"""End of the name of a version that is being deleted."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,50 @@ def use(output: str | Path, version: str) -> None:
     else:
         verify(root / meant[0])
         set_latest(root, meant[0])
+
+
+def prune(version: Place, keep: int | None = None) -> None:
+    """Delete the oldest versions of a lineage, and the changes that all versions left have folded in.
+
+    Any version that is served must be among those left. While a version cannot be read, the changes stay.
+
+    Args:
+        version: one of the lineage, which stays, as `latest` does.
+        keep: versions to keep, the newest; None: all.
+
+    Raises:
+        InputError: a file cannot be deleted.
+    """
+    root, lineage = version.parent, IndexFacts.read(version).lineage
+    if isinstance(root, Path):  # what an interrupted deletion left
+        for left in root.glob(f".*{_DELETED}"):
+            shutil.rmtree(left)
+    every = versions(address(root))
+    of_lineage = sorted(
+        (found for found in every if found.facts.lineage == lineage),
+        key=lambda found: (found.facts.folded, found.created),
+    )
+    old = [] if keep is None else [v for v in of_lineage[:-keep] if not v.current and v.id != version.name]
+    for gone in old:
+        with errors_at(root, "index"):
+            _delete(root, gone.id)
+        say(f"index: deleted version {gone.id} (keep_versions={keep})")
+    kept = [found for found in of_lineage if found not in old]
+    if len(every) == len(_published(root)) + len(old):
+        log = change_log(version, kept[0].facts)
+        if pruned := log.prune(min(found.facts.folded for found in kept)):
+            say(f"index: deleted {counted(pruned, 'segment')} of changes, which all versions have folded in")
+
+
+def _delete(root: Place, version: str) -> None:
+    """Delete a version, so that an interruption leaves none that looks whole."""
+    if isinstance(root, Path):
+        doomed = root / f".{version}{_DELETED}"
+        (root / version).rename(doomed)
+        shutil.rmtree(doomed)
+    else:
+        (root / version).delete(MANIFEST)
+        (root / version).clear()
 
 
 def verify(index: str | Path) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,11 +25,12 @@ from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
-from infembed_ray.retrieval.updates.live_shard import ShardQuery
+from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.serving import canary as canaries
 from infembed_ray.serving import startup
 from infembed_ray.serving.address import free_haproxy_ports, require_free_port, served_fingerprint
 from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
+from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
 from infembed_ray.serving.deployments import api_over, encoder_application, index_application
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes
@@ -86,11 +85,12 @@ def run(settings: ServeSettings) -> None:
     if upgrades:
         say("serve: upgraded the running API; it still ends with the command or the cluster that started it")
     elif settings.wait:
+        compaction = AutoCompaction(plan, _changed_documents, _deploy)
         try:
             say("serve: press Ctrl-C to stop")
-            _wait_for_interrupt()
+            wait_for_interrupt(compaction.look)
         finally:
-            _stop_if_current(plan)
+            _stop_if_current(compaction.plan)
 
 
 @contextmanager
@@ -240,6 +240,13 @@ def _start_serve(plan: Plan) -> None:
                     f"Ray Serve's proxies did not start ({in_one_line(error)}); this was the second attempt: the machine "
                     "is probably overloaded, try again when it is less busy"
                 ) from error
+
+
+def _changed_documents() -> float:
+    """Return how many documents differ from the served version, on average per shard."""
+    ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
+    changed: float = ingress.changed_documents.remote().result(timeout_s=READY_TIMEOUT_S)
+    return changed
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
@@ -435,16 +442,3 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
         for name in sorted(applications):
             serve.delete(name)
             say(f"serve: deleted {name}")
-
-
-def _wait_for_interrupt() -> None:
-    interrupted = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        while not interrupted.wait(1):  # handlers run here, also for a signal that another thread received
-            pass
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

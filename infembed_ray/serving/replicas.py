@@ -28,9 +28,10 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
+from infembed_ray.retrieval.answers import Key, ShardAnswer, ShardQuery, ShardRanking
 from infembed_ray.retrieval.index import Index, change_log
-from infembed_ray.retrieval.shards import Shard
-from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardAnswer, ShardQuery
+from infembed_ray.retrieval.shards import Content, Shard
+from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from infembed_ray.serving import startup
 from infembed_ray.serving.arguments import (
@@ -49,7 +50,7 @@ from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
-from infembed_ray.serving.service import Document, Query, ReplicaLost
+from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
 from infembed_ray.storage import resolve_input
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class ShardSearch:
             cache=Path(cache).expanduser() if cache else None,
         )
         changes = change_log(described.path, facts)
-        self._shard = LiveShard(base, changes, number, len(facts.shards), facts.folded)
+        self._shard = LiveShard(base, changes, number, facts.folded)
         self._changes = changes.directory
         self._fault: str | None = None
         self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
@@ -184,16 +185,25 @@ class ShardSearch:
             "infembed_log_sequence": ("Last change in the log.", lambda: shard.head),
             "infembed_shard_lag": ("Changes in the log that searches do not see.", lambda: shard.head - shard.sequence),
             "infembed_shard_stuck": ("1: a damaged log stops the shard's changes.", lambda: self._fault is not None),
-            "infembed_shard_delta": ("Rows that compaction would save.", lambda: shard.delta),
+            "infembed_shard_delta": ("Documents that differ from the index version.", lambda: shard.changed),
         }
         for name, (description, value) in gauges.items():
             Gauge(name, description, registry=registry).set_function(value)
         return registry
 
-    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
+    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | ShardRanking | Exception]:
         """As `LiveShard.search_many`."""
         self._metrics.start()
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.search_many, queries)
+
+    async def contents_many(self, items: Sequence[Sequence[Key]]) -> list[list[Content]]:
+        """Return texts and metadata of the hits of several requests, as `LiveShard.contents`."""
+        found = iter(
+            await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._shard.contents, [key for keys in items for key in keys]
+            )
+        )
+        return [[next(found) for _ in keys] for keys in items]
 
     async def document(self, id: str) -> Document | None:
         """Return the document with an id."""
@@ -205,9 +215,9 @@ class ShardSearch:
         self._metrics.start()
         return True
 
-    async def fault(self) -> str | None:
-        """Return why the shard applies no changes, in one line; None: it applies them."""
-        return self._fault
+    async def state(self) -> ShardState:
+        """Return the state of the shard's changes."""
+        return ShardState(self._fault, self._shard.changed)
 
     def _follow_log(self) -> None:
         """Apply changes as they are appended to the log. A damaged change blocks those after it; it is logged once."""
@@ -278,6 +288,7 @@ def open_release(
         encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
         shard_replicas=settings.shard_replicas,
         query_cache_bytes=settings.query_cache_mib * 2**20,
+        max_changed_documents=settings.max_changed_documents,
         outcomes=outcomes,
     )
 
@@ -378,3 +389,7 @@ class Ingress:
     async def served(self) -> tuple[ApiArguments, ReleaseSpec]:
         """Return the arguments of this replica and the release that it answers from."""
         return self._arguments, self._release.spec
+
+    async def changed_documents(self) -> float:
+        """As `Release.changed_documents`."""
+        return await self._release.changed_documents()

@@ -227,6 +227,11 @@ class SearchRequest(Request):
         False,
         description="answer even if some shards of the index do not, and list the missing ones; false: 503 in that case",
     )
+    min_sequence: Annotated[StrictInt, Field(ge=0)] = Field(
+        0,
+        description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
+        "it does not within the request's time-out",
+    )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
     @model_validator(mode="after")
@@ -347,7 +352,9 @@ class ChangeResponse(BaseModel):
 
     object: Literal["documents.put", "documents.deleted"]
     count: int = Field(description="number of documents in the request")
-    sequence: int = Field(description="answers with at least this sequence number show the change")
+    sequence: int = Field(
+        description="answers with at least this sequence number show the change; a search waits for it with `min_sequence`"
+    )
 
 
 class DocumentResponse(BaseModel):

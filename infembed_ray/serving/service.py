@@ -55,11 +55,29 @@ class Stuck(Exception):
     """The shards do not apply changes of documents; the text is the reason, in one line."""
 
 
+class TooManyChanges(Exception):
+    """As many documents differ from the index version as may; the arguments are how many do and how many may."""
+
+
+class NotApplied(Exception):
+    """A shard has not applied the changes up to `min_sequence` in time; the arguments are that, the shard and its sequence."""
+
+
+class ShardState(NamedTuple):
+    """The state of a shard's changes."""
+
+    fault: str | None = None
+    """Why the shard applies no changes, in one line; None: it applies them."""
+    changed: int = 0
+    """Documents that differ from its index version."""
+
+
 class Service(Protocol):
     """Answers the requests of the HTTP API, which cancels a call that exceeds the request time-out.
 
     The API reads the service once per request. The calls raise `QueueFull`, `DeadlineExceeded`, `EmptySequence`,
-    `FilterError`, `ReplicaLost`, `ReadOnly` and `Stuck`; any other exception is an internal error.
+    `FilterError`, `ReplicaLost`, `ReadOnly`, `Stuck`, `TooManyChanges` and `NotApplied`; any other exception is an
+    internal error.
     """
 
     @property
@@ -72,7 +90,12 @@ class Service(Protocol):
         """Embed texts or token arrays."""
 
     async def search(
-        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+        self,
+        queries: Sequence[Query],
+        top_k: int,
+        filter: Mapping[str, Any] | None,
+        allow_partial: bool,
+        min_sequence: int = 0,
     ) -> Found:
         """Search up to `top_k` passages per query that satisfy the filter.
 
@@ -81,6 +104,7 @@ class Service(Protocol):
             top_k: largest number of hits per query.
             filter: as `retrieval.filters.parse` takes it; None: no condition.
             allow_partial: answer even if some shards do not; the answer lists them.
+            min_sequence: wait until the answer reflects the changes up to this sequence number.
         """
 
     async def put(self, documents: Sequence[Document]) -> int:

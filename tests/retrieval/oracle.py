@@ -80,9 +80,8 @@ def _typed(name: str, metadata: Mapping[str, Any]) -> Any:
 
 def open_live(root: Path, facts: Sequence[ShardFacts], directory: Path, folded: int = 0) -> list[LiveShard]:
     """All shards, live over the log in a directory."""
-    log = ChangeLog(directory, METADATA, DIMENSION)
-    opened = [Shard.open(root, fact) for fact in facts]
-    return [LiveShard(shard, log, number, len(opened), folded) for number, shard in enumerate(opened)]
+    log = ChangeLog(directory, METADATA, DIMENSION, len(facts))
+    return [LiveShard(Shard.open(root, fact), log, number, folded) for number, fact in enumerate(facts)]
 
 
 def document(id: str, seed: int, year: int | None = None, text: str | None = None) -> Put:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from infembed_ray.retrieval.index import Index, IndexFacts, finished
 from infembed_ray.retrieval.shard_files import clear_finished
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.storage import LATEST, Step, output_files, resolve
+from infembed_ray.storage import LATEST, MANIFEST, Step, find_input, output_files, resolve
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
 from tests.retrieval.vectors import unit_vectors
 
@@ -90,7 +91,7 @@ def test_the_next_version_equals_a_fresh_build(tmp_path: Path) -> None:
     assert index.path == second != first
     assert (index.facts.folded, index.facts.passages) == (8, len(oracle.states[8]))
     assert index.facts.lineage == Index.open(first).facts.lineage == first.name
-    assert [live.delta for live in index._live] == [0, 0]
+    assert [live.changed for live in index._live] == [0, 0]
     check(index, oracle, 8)
     fresh = write_shards(tmp_path / "fresh", list(oracle.states[8].values()), 2)
     assert [shard.checksums for shard in index.facts.shards] == [shard.checksums for shard in fresh]
@@ -373,3 +374,72 @@ def test_a_compaction_in_an_object_store_gives_the_same_bytes_and_rolls_back(
         versions.use(uri, first.name)
     assert admin.run("verify", uri) is None
     assert f"index verify: {store / second.name}: whole" in capsys.readouterr().out
+    versions.prune(store / second.name, keep=1)
+    assert [v.id for v in versions.versions(uri)] == [second.name]
+    assert not any(name.startswith(f"{first.name}/") for name in store.entries())
+    assert sorted((store / "changes" / first.name).entries()) == [f"{sequence:012d}.arrow" for sequence in (3, 4)]
+    check(Index.open(uri), oracle, 4)
+
+
+def fold_all(output: Path, keep: int | None = None) -> str:
+    """Compact and prune, as `infembed index compact` does; the new version's name."""
+    base = find_input(str(output), "index")
+    made = fold(Compaction.open(str(output)))
+    versions.prune(base, keep)
+    return made.name
+
+
+def segments(output: Path) -> list[int]:
+    return sorted(int(file.stem) for file in log_of(output).directory.iterdir())
+
+
+@pytest.mark.integration
+def test_pruning_deletes_changes_that_every_version_left_has_folded_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "index"
+    names, oracle = [publish(output).name], Oracle(BASE)
+    for seed in range(4):
+        oracle.apply(changes(seed))
+        log_of(output).append(changes(seed))
+        names.append(fold_all(output))
+    assert segments(output) == [1, 2, 3, 4]  # the first version reads all of them
+    oracle.apply(changes(9))
+    log_of(output).append(changes(9))
+    names.append(fold_all(output, keep=3))
+    assert [version.id for version in versions.versions(output)] == names[-3:]
+    assert segments(output) == [3, 4, 5]
+    assert f"deleted version {names[0]} (keep_versions=3)" in capsys.readouterr().out
+    for name in names[-3:]:  # each rolls back, and forward, to the same documents
+        versions.use(output, name)
+        check(Index.open(output), oracle, 5)
+    versions.use(output, names[-3])
+    log_of(output).append([Delete("d1")])
+    oracle.apply([Delete("d1")])
+    kept = [names[-3], fold_all(output, keep=2)]  # what it was made from stays
+    assert {version.id for version in versions.versions(output)} == {*kept, names[-1]}
+    assert segments(output) == [3, 4, 5, 6]
+    check(Index.open(output), oracle, 6)
+
+
+@pytest.mark.integration
+def test_changes_stay_while_a_version_cannot_be_read(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output)
+    for seed in range(3):
+        log_of(output).append(changes(seed))
+        fold_all(output)
+    oldest, *_ = versions.versions(output)
+    manifest = output / oldest.id / MANIFEST
+    whole = manifest.read_text()
+    manifest.write_text("damaged")
+    versions.prune(find_input(str(output), "index"))
+    assert segments(output) == [1, 2, 3]
+    manifest.write_text(whole)
+    shutil.rmtree(output / oldest.id)
+    (output / ".interrupted.deleted").mkdir()
+    versions.prune(find_input(str(output), "index"))
+    assert segments(output) == [1, 2, 3]  # the next version has folded in the first change, which marks the log's begin
+    versions.prune(find_input(str(output), "index"), keep=2)
+    assert segments(output) == [2, 3]
+    assert not (output / ".interrupted.deleted").exists()

@@ -18,7 +18,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards
 from infembed_ray.retrieval.factory import EXACT_BELOW
 from infembed_ray.retrieval.shard_files import ShardFacts
-from infembed_ray.retrieval.shards import Build, Hit, Shard, hits_of, merge, shard_of
+from infembed_ray.retrieval.shards import Build, Shard, hits_of, shard_of
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
 
 TYPES: dict[str, FieldType] = {"year": "integer", "day": "date", "lang": "string"}
@@ -195,19 +195,6 @@ def test_a_large_shard_is_a_graph_with_its_recall_measured(tmp_path: Path) -> No
     shares = [len({hit.id for hit in h} & {ids[r] for r in e}) / 10 for h, e in zip(hits, exact, strict=True)]
     assert np.mean(shares) == pytest.approx(facts.recall_at_10, abs=0.02)  # the recall of the opened shard
     assert facts.recall_at_10 >= 0.98
-
-
-HITS = st.lists(
-    st.builds(Hit, st.integers(0, 10**6).map(str), st.sampled_from([-1.0, 0.0, 0.5, 0.75, 1.0]), st.just("text"))
-)
-
-
-@settings(max_examples=20)
-@given(st.lists(HITS, max_size=4), st.integers(1, 20))
-def test_merging_is_sorting_everything_by_score_and_id(results: list[list[Hit]], k: int) -> None:
-    everything = [hit for hits in results for hit in hits]
-    expected = sorted(everything, key=lambda hit: (hit.score, hit.id), reverse=True)[:k]
-    assert merge(results, k) == expected
 
 
 def test_passages_are_spread_evenly_over_shards() -> None:

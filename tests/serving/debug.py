@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
-from infembed_ray.serving.service import Document, Found, Query, ReplicaLost
+from infembed_ray.serving.service import Document, Found, NotApplied, Query, ReplicaLost
 
 DIMENSION = 16
 VOCABULARY = 256
@@ -85,9 +85,16 @@ class DebugService:
         return Embedded(await self.engine.embed(tokens), sum(map(len, tokens)))
 
     async def search(
-        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+        self,
+        queries: Sequence[Query],
+        top_k: int,
+        filter: Mapping[str, Any] | None,
+        allow_partial: bool,
+        min_sequence: int = 0,
     ) -> Found:
         condition = filters.parse(filter, self.card.metadata)
+        if min_sequence > self.sequence:
+            raise NotApplied(min_sequence, "shard-1", self.sequence)
         if self.missing_shards and not allow_partial:
             raise ReplicaLost
         found = list(self.documents.values())

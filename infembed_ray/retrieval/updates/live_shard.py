@@ -7,6 +7,7 @@ searches and refreshes do not block each other.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,52 +20,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.retrieval import filters
+from infembed_ray.retrieval.answers import Behind, Key, ShardAnswer, ShardQuery, ShardRanking, best
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.passages import TEXT, take
-from infembed_ray.retrieval.shards import Hit, Shard, hits_of, merge, shard_of
-from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog
+from infembed_ray.retrieval.shards import Content, Hit, Shard, contents_of
+from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog, LogFault
 
 _CACHED_MASKS = 16
 """Filters whose mask of the base is cached, one byte per passage each."""
 _PIECE_BYTES = 64 << 20
 """Bytes of changes applied at once; 32-bit offsets end at 2^31 numbers."""
+_PIECE_SEGMENTS = 4096
+"""Segments applied at once; most may have no change to this shard."""
 _REFRESHES_PER_LOOK = 10
 """Refreshes per look for the head of the log: one second of a replica that refreshes every 100 ms."""
 _MAX_CHUNKS = 64
 """Chunks of the delta's passages, before they are joined."""
 _DEAD_ROWS = 1024
 """Least rows of the delta from which dead rows are dropped, once they are more than half."""
+_PUT_AT = "_put_at"
+"""Column with the sequence of a change."""
+_DELETED = -1
 _ROUNDING = 1e-5
 """More than float32 inner products of unit vectors differ by with the order of summation."""
-
-
-@dataclass(frozen=True)
-class ShardQuery:
-    """A search request to a shard.
-
-    Attributes:
-        vectors: (n, d) float32 unit vectors.
-        k: most hits per vector.
-        filter: metadata filter, as in JSON.
-    """
-
-    vectors: np.ndarray
-    k: int
-    filter: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class ShardAnswer:
-    """The answer of a shard to one request.
-
-    Attributes:
-        hits: for each vector, by (score, id), descending.
-        sequence: the answer includes all changes up to this one, and none after it.
-    """
-
-    hits: list[list[Hit]]
-    sequence: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +56,8 @@ class _Snapshot:
         passages: m rows of the delta, with the columns of the base.
         store: (at least m, d) float32 vectors of the delta; rows beyond m belong to later snapshots.
         live: (m,) bool, False for rows that were deleted or replaced.
-        rows: id -> its live row in the delta.
+        put_at: (m,) int64 sequence of the change that put each row.
+        rows: id of each document that differs from the base -> its live row in the delta, or `_DELETED`.
     """
 
     sequence: int
@@ -85,6 +65,7 @@ class _Snapshot:
     passages: pa.Table
     store: np.ndarray
     live: np.ndarray
+    put_at: np.ndarray
     rows: Mapping[str, int]
 
     @property
@@ -99,7 +80,7 @@ class LiveShard:
     Args:
         shard: the base.
         log: the write-ahead log of the index' lineage.
-        number, shards: of this shard, and how many the index has.
+        number: of this shard.
         folded: sequence of the last change that the base includes.
         until: last change to apply; None: apply all.
 
@@ -107,26 +88,24 @@ class LiveShard:
         LogFault: a change after `folded` is missing or damaged.
     """
 
-    def __init__(
-        self, shard: Shard, log: ChangeLog, number: int, shards: int, folded: int, until: int | None = None
-    ) -> None:
+    def __init__(self, shard: Shard, log: ChangeLog, number: int, folded: int, until: int | None = None) -> None:
         log.check(folded)
         self.base = shard
         self._log = log
         self._number = number
-        self._shards = shards
         self._until = until
         self._refreshing = threading.Lock()
         self._refreshes = self._head = 0
         self._base_mask = lru_cache(_CACHED_MASKS)(lambda filter: filter.mask(shard.passages))
-        no_vectors = np.empty((0, log.dimension), np.float32)
-        self._snapshot = _Snapshot(folded, None, shard.passages.schema.empty_table(), no_vectors, np.empty(0, bool), {})
+        no_vectors, none = np.empty((0, log.dimension), np.float32), np.empty(0, np.int64)
+        no_passages = shard.passages.schema.empty_table()
+        self._snapshot = _Snapshot(folded, None, no_passages, no_vectors, none.astype(bool), none, {})
         self.refresh()
 
     def __len__(self) -> int:
         snapshot = self._snapshot
         base = len(self.base) if snapshot.keep is None else int(snapshot.keep.sum())
-        return base + len(snapshot.rows)
+        return base + int(snapshot.live.sum())
 
     @property
     def sequence(self) -> int:
@@ -139,10 +118,9 @@ class LiveShard:
         return max(self._head, self.sequence)
 
     @property
-    def delta(self) -> int:
-        """Rows of the delta plus tombstones of the base: the cost that compaction removes."""
-        snapshot = self._snapshot
-        return len(snapshot.live) + (0 if snapshot.keep is None else int((~snapshot.keep).sum()))
+    def changed(self) -> int:
+        """Documents that differ from the base: a search compares each of them, until compaction folds them in."""
+        return len(self._snapshot.rows)
 
     def refresh(self) -> bool:
         """Apply new changes; returns False if there are none, which costs one file-system call.
@@ -164,10 +142,10 @@ class LiveShard:
             changes: list[pa.Table] = []
             size = 0
             try:
-                for number, table in self._log.read(sequence):
-                    changes.append(self._own(table))
+                for number, table in self._log.read(sequence, self._number):
+                    changes.append(table.append_column(_PUT_AT, pa.array(np.full(len(table), number))))
                     sequence, size = number, size + table.nbytes
-                    if size >= _PIECE_BYTES:
+                    if size >= _PIECE_BYTES or len(changes) >= _PIECE_SEGMENTS:
                         self._snapshot = self._changed(self._snapshot, sequence, pa.concat_tables(changes))
                         changes, size = [], 0
                     if sequence == self._until:
@@ -177,39 +155,55 @@ class LiveShard:
                     self._snapshot = self._changed(self._snapshot, sequence, pa.concat_tables(changes))
             return True
 
-    def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
+    def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | ShardRanking | Exception]:
         """Answer requests from one snapshot; those with equal `k` and filter share one FAISS call.
 
         Returns:
-            For each request its answer, or its error (FilterError, ValueError).
+            For each request its answer, or its error (FilterError, ValueError, Behind).
         """
+        if any(query.min_sequence > self.sequence for query in queries):
+            with contextlib.suppress(LogFault):  # the next refresh reports it
+                self.refresh()
         snapshot = self._snapshot
-        answers: list[ShardAnswer | Exception] = [ShardAnswer([], snapshot.sequence)] * len(queries)
-        alike: dict[tuple[int, Filter | None], list[int]] = {}
+        answers: list[ShardAnswer | ShardRanking | Exception] = [Behind(snapshot.sequence)] * len(queries)
+        alike: dict[tuple[int, Filter | None, bool], list[int]] = {}
         for position, query in enumerate(queries):
             try:
                 self._require(query)
-                alike.setdefault((query.k, filters.parse(query.filter, self._log.metadata)), []).append(position)
+                if query.min_sequence <= snapshot.sequence:
+                    kind = query.k, filters.parse(query.filter, self._log.metadata), query.ranking
+                    alike.setdefault(kind, []).append(position)
             except ValueError as error:
                 answers[position] = error
-        for (k, filter), positions in alike.items():
+        for (k, filter, ranking), positions in alike.items():
             stacked = np.concatenate([queries[position].vectors for position in positions])
-            found = iter(self._search(snapshot, stacked, k, filter))
+            together, start = self._search(snapshot, stacked, k, filter, ranking), 0
             for position in positions:
-                answers[position] = ShardAnswer([next(found) for _ in queries[position].vectors], snapshot.sequence)
+                end = start + len(queries[position].vectors)
+                answers[position] = together if len(positions) == 1 else together.part(start, end)
+                start = end
         return answers
 
     def get(self, id: str) -> Hit | None:
         """The passage of an id, with score 0; None if there is none."""
         snapshot = self._snapshot
-        if id in snapshot.rows:
-            (hit,) = _hits(snapshot.passages, np.array([snapshot.rows[id]]), np.zeros(1))
-            return hit
-        row = self.base.row_of(id)
-        if row is None or (snapshot.keep is not None and not snapshot.keep[row]):
+        row = snapshot.rows.get(id)
+        place = self.base.row_of(id) if row is None else _place(row)
+        if place is None or row == _DELETED:
             return None
-        ((hit,),) = self.base.hits(np.array([[row]]), np.zeros((1, 1)))
-        return hit
+        (content,) = self._contents(snapshot, np.array([place]))
+        return Hit(id, 0.0, *content)
+
+    def contents(self, keys: Sequence[Key]) -> list[Content]:
+        """Texts and metadata of hits of this version, as they were when they were scored, whichever replica scored them.
+
+        Raises:
+            LogFault: a document has changed since, and the change that put it cannot be read.
+        """
+        snapshot = self._snapshot
+        places = [self._place_of(snapshot, key) for key in keys]
+        known = iter(self._contents(snapshot, np.array([p for p in places if p is not None], np.int64)))
+        return [next(known) if p is not None else self._from_log(key) for p, key in zip(places, keys, strict=True)]
 
     def content(self, rows_at_once: int = 1 << 14) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """All passages of the current snapshot, by id ascending.
@@ -238,7 +232,9 @@ class LiveShard:
         if len(shape) != 2 or shape[1] != self._log.dimension or not np.isfinite(query.vectors).all():
             raise ValueError(f"query vectors must be (n, {self._log.dimension}) finite numbers, got shape {shape}")
 
-    def _search(self, snapshot: _Snapshot, vectors: np.ndarray, k: int, filter: Filter | None) -> list[list[Hit]]:
+    def _search(
+        self, snapshot: _Snapshot, vectors: np.ndarray, k: int, filter: Filter | None, ranking: bool
+    ) -> ShardAnswer | ShardRanking:
         """The best passages of each query in base and delta; exact over the delta."""
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         keep, live = snapshot.keep, snapshot.live
@@ -247,38 +243,81 @@ class LiveShard:
             keep = mask if keep is None else mask & keep
             live = live & filter.mask(snapshot.passages)
         scores, rows = self.base.search_rows(vectors, min(k, max(len(self.base), 1)), keep)
-        if not live.any():
-            return self.base.hits(rows, scores)
+        if len(vectors) and live.any():
+            counts, scores, places, ids = self._with_delta(snapshot, vectors, k, live, scores, rows)
+        elif not ranking:
+            return ShardAnswer(self.base.hits(rows, scores), snapshot.sequence)
+        else:
+            found = rows >= 0
+            counts, scores, places = found.sum(axis=1), scores[found], rows[found]
+            ids = self.base.ids(places)
+        ends = np.cumsum(counts).tolist()
+        if not ranking:
+            contents = self._contents(snapshot, places)
+            every = [Hit(i, s, *c) for i, s, c in zip(ids.to_pylist(), scores.tolist(), contents, strict=True)]
+            return ShardAnswer([every[start:end] for start, end in pairwise([0, *ends])], snapshot.sequence)
+        if (in_delta := places < 0).any():
+            places = places.copy()
+            places[in_delta] = -snapshot.put_at[_place(places[in_delta])]
+        return ShardRanking(ends, ids, scores, places, snapshot.sequence)
+
+    def _with_delta(
+        self, snapshot: _Snapshot, vectors: np.ndarray, k: int, live: np.ndarray, scores: np.ndarray, rows: np.ndarray
+    ) -> tuple[list[int], np.ndarray, np.ndarray, pa.Array]:
+        """Merge the (queries, k) hits of the base with those of the delta: counts, scores, places and ids."""
         delta = vectors @ snapshot.vectors.T
         delta[:, ~live] = -np.inf
         together = np.concatenate([np.where(rows < 0, -np.inf, scores), delta], axis=1)
-        place = max(0, together.shape[1] - k)
-        least = np.maximum(np.partition(together, place, axis=1)[:, place] - _ROUNDING, np.finfo(np.float32).min)
-        of_base = self.base.hits(np.where(scores >= least[:, None], rows, -1), scores)  # reads no other texts
-        of_delta = self._scored(snapshot, vectors, delta >= least[:, None])
-        return [merge(both, k) for both in zip(of_base, of_delta, strict=True)]
+        last = max(0, together.shape[1] - k)
+        least = np.maximum(np.partition(together, last, axis=1)[:, last] - _ROUNDING, np.finfo(np.float32).min)
+        in_base = (rows >= 0) & (scores >= least[:, None])
+        near = [np.flatnonzero(row) for row in delta >= least[:, None]]
+        exact = [_scores(vector, snapshot.vectors[some]) for vector, some in zip(vectors, near, strict=True)]
+        scores_of = [np.concatenate([scores[q, in_base[q]], exact[q]]) for q in range(len(vectors))]
+        places_of = [np.concatenate([rows[q, in_base[q]], _place(near[q])]) for q in range(len(vectors))]
+        ids = self._ids(snapshot, np.concatenate(places_of))
+        order, start = [], 0
+        for of_query in scores_of:
+            own = ids[start : start + len(of_query)]
+            order.append(start + best(of_query, k, own))
+            start += len(of_query)
+        chosen = np.concatenate(order)
+        scores, places = np.concatenate(scores_of)[chosen], np.concatenate(places_of)[chosen]
+        return [len(some) for some in order], scores, places, ids.take(pa.array(chosen))
 
-    @staticmethod
-    def _scored(snapshot: _Snapshot, vectors: np.ndarray, chosen: np.ndarray) -> list[list[Hit]]:
-        """The chosen rows of the delta as hits of each query; `chosen` is (queries, m) bool.
+    def _ids(self, snapshot: _Snapshot, places: np.ndarray) -> pa.Array:
+        """The ids of places in base and delta."""
+        in_base = places >= 0
+        of_delta = take(snapshot.passages.select(["id"]), _place(places[~in_base])).column("id")
+        both = pa.concat_arrays([self.base.ids(places[in_base]), *of_delta.chunks])
+        return both.take(pa.array(np.argsort(np.argsort(~in_base, kind="stable"), kind="stable")))
 
-        FAISS computes the scores, as it does for the base: a matrix product can give equal vectors unequal scores.
-        """
-        rows = np.nonzero(chosen)[1]
-        scores, metric = np.empty(len(rows), np.float32), faiss.METRIC_INNER_PRODUCT
-        ends = np.cumsum(chosen.sum(axis=1)).tolist()
-        for query, (start, end) in enumerate(pairwise([0, *ends])):
-            if start < end:
-                of_query = snapshot.vectors[rows[start:end]]
-                (found,), (places,) = faiss.knn(vectors[query : query + 1], of_query, end - start, metric)
-                scores[start + places] = found
-        every = _hits(snapshot.passages, rows, scores)
-        return [every[start:end] for start, end in pairwise([0, *ends])]
+    def _contents(self, snapshot: _Snapshot, places: np.ndarray) -> list[Content]:
+        """Texts and metadata of places in base and delta."""
+        in_base = places >= 0
+        of_base = self.base.contents(places[in_base])
+        if in_base.all():
+            return of_base
+        (batch,) = take(snapshot.passages, _place(places[~in_base])).to_batches()
+        both = iter(of_base), iter(contents_of(batch, np.arange(len(batch))))
+        return [next(both[0] if base else both[1]) for base in in_base.tolist()]
 
-    def _own(self, changes: pa.Table) -> pa.Table:
-        """The changes to passages of this shard."""
-        ids = changes.column("id").to_pylist()
-        return changes.filter([shard_of(id, self._shards) == self._number for id in ids])
+    def _place_of(self, snapshot: _Snapshot, key: Key) -> int | None:
+        """The place of a key; None if its document has changed since, or if this replica is behind."""
+        place, id = key
+        if place >= 0:
+            return place
+        row = snapshot.rows.get(id, _DELETED)
+        return _place(row) if row != _DELETED and snapshot.put_at[row] == -place else None
+
+    def _from_log(self, key: Key) -> Content:
+        """Text and metadata as a change put them."""
+        place, id = key
+        for _, changes in self._log.read(-place - 1, self._number):
+            rows = np.flatnonzero(pc.equal(changes.column("id"), id))
+            (batch,) = take(changes.select(self.base.passages.column_names), rows[-1:]).to_batches()
+            return contents_of(batch, np.zeros(1, np.int64))[0]
+        raise LogFault(f"changes={self._log.directory}: change {-place} is missing; restore it")
 
     def _changed(self, before: _Snapshot, sequence: int, changes: pa.Table) -> _Snapshot:
         """The snapshot after changes to this shard, up to `sequence`."""
@@ -287,30 +326,41 @@ class LiveShard:
             return replace(before, sequence=sequence)
         changes = changes.take(pa.array(final.values(), pa.int64()))
         rows, live, keep = dict(before.rows), before.live.copy(), before.keep
-        in_base = [row for id in final if (row := self.base.row_of(id)) is not None]
+        in_base = {id: row for id in final if (row := self.base.row_of(id)) is not None}
         if in_base:
             keep = np.ones(len(self.base), bool) if keep is None else keep.copy()
-            keep[in_base] = False
+            keep[list(in_base.values())] = False
         for id in final:
-            if id in rows:
-                live[rows.pop(id)] = False
+            if (row := rows.pop(id, _DELETED)) != _DELETED:
+                live[row] = False
+        rows |= dict.fromkeys(in_base, _DELETED)
         put = changes.filter(pc.equal(changes.column(OP), "put"))
         rows |= {id: len(live) + row for row, id in enumerate(put.column("id").to_pylist())}
         live = np.concatenate([live, np.ones(len(put), bool)])
+        put_at = np.concatenate([before.put_at, put.column(_PUT_AT).to_numpy()])
         passages = pa.concat_tables([before.passages, put.select(before.passages.column_names)])
         if passages.column("id").num_chunks > _MAX_CHUNKS:
             passages = passages.combine_chunks()
         vectors = put.column(VECTOR).combine_chunks().flatten().to_numpy().reshape(-1, self._log.dimension)
         store = _extended(before.store, len(before.live), vectors)
-        return _without_dead_rows(_Snapshot(sequence, keep, passages, store, live, rows))
+        return _without_dead_rows(_Snapshot(sequence, keep, passages, store, live, put_at, rows))
 
 
-def _hits(passages: pa.Table, rows: np.ndarray, scores: np.ndarray) -> list[Hit]:
-    """Fetch rows of a table of many chunks as hits."""
-    if not len(rows):
-        return []
-    (batch,) = take(passages, rows).to_batches()
-    return hits_of(batch, np.arange(len(rows)), scores)
+def _place(row: Any) -> Any:
+    """The place of a row of the delta, or of an array of rows: negative, unlike a row of the base. Its own inverse."""
+    return -1 - row
+
+
+def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The scores of m vectors of the delta.
+
+    FAISS computes them, as it does for the base: a matrix product can give equal vectors unequal scores.
+    """
+    scores = np.empty(len(rows), np.float32)
+    if len(rows):
+        (found,), (places,) = faiss.knn(vector[None], rows, len(rows), faiss.METRIC_INNER_PRODUCT)
+        scores[places] = found
+    return scores
 
 
 def _extended(store: np.ndarray, used: int, vectors: np.ndarray) -> np.ndarray:
@@ -326,14 +376,15 @@ def _extended(store: np.ndarray, used: int, vectors: np.ndarray) -> np.ndarray:
 
 def _without_dead_rows(snapshot: _Snapshot) -> _Snapshot:
     """Drop the dead rows of the delta if they are many, so that repeated puts of a passage do not accumulate."""
-    live = snapshot.live
-    if len(live) < _DEAD_ROWS or 2 * len(snapshot.rows) > len(live):
+    live, count = snapshot.live, int(snapshot.live.sum())
+    if len(live) < _DEAD_ROWS or 2 * count > len(live):
         return snapshot
     place = np.cumsum(live) - 1
     return replace(
         snapshot,
         passages=snapshot.passages.filter(live).combine_chunks(),
         store=snapshot.vectors[live],
-        live=np.ones(len(snapshot.rows), bool),
-        rows={id: int(place[row]) for id, row in snapshot.rows.items()},
+        live=np.ones(count, bool),
+        put_at=snapshot.put_at[live],
+        rows={id: row if row == _DELETED else int(place[row]) for id, row in snapshot.rows.items()},
     )

@@ -10,9 +10,9 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from obstore.exceptions import BaseError
 from pyarrow import ArrowException
@@ -28,46 +28,58 @@ def segment_name(sequence: int) -> str:
     return f"{sequence:012d}.arrow"
 
 
-class Segments(Protocol):
+class Segments(ABC):
     """Numbered segments. All methods raise OSError if the directory or the store fails."""
 
     def numbers(self) -> set[int]:
         """List the numbers in use."""
+        return {int(found[1]) for found in map(_NAME.fullmatch, self._names()) if found}
 
     def exists(self, sequence: int) -> bool:
         """Return whether there is a segment with this number; one call of the file system or the store."""
+        return self.read(sequence, 0, 1) is not None
 
-    def read(self, sequence: int) -> bytes | None:
-        """Return the content of a segment; None if there is none."""
+    @abstractmethod
+    def read(self, sequence: int, start: int, length: int | None) -> bytes | None:
+        """Return up to `length` bytes (None: all) of a segment from `start` on; None if there is no such segment."""
 
+    @abstractmethod
     def add(self, content: bytes, sequence: int) -> int:
         """Store a segment durably under the first free number from `sequence` on; return the number."""
 
+    @abstractmethod
+    def delete(self, sequence: int) -> None:
+        """Delete a segment, which need not exist."""
 
-class LocalSegments:
+    @abstractmethod
+    def _names(self) -> Iterable[str]: ...
+
+
+class LocalSegments(Segments):
     """Segments in a directory, which the first `add` creates."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._directory_synced = False
 
-    def numbers(self) -> set[int]:
-        """As `Segments.numbers`."""
+    def _names(self) -> Iterable[str]:
         try:
-            return _numbers(os.listdir(self._directory))
+            return os.listdir(self._directory)
         except FileNotFoundError:
-            return set()
+            return ()
 
-    def exists(self, sequence: int) -> bool:
-        """As `Segments.exists`."""
-        return (self._directory / segment_name(sequence)).exists()
-
-    def read(self, sequence: int) -> bytes | None:
+    def read(self, sequence: int, start: int, length: int | None) -> bytes | None:
         """As `Segments.read`."""
         try:
-            return (self._directory / segment_name(sequence)).read_bytes()
+            with (self._directory / segment_name(sequence)).open("rb") as file:
+                file.seek(start)
+                return file.read() if length is None else file.read(length)
         except FileNotFoundError:
             return None
+
+    def delete(self, sequence: int) -> None:
+        """As `Segments.delete`."""
+        (self._directory / segment_name(sequence)).unlink(missing_ok=True)
 
     def add(self, content: bytes, sequence: int) -> int:
         """As `Segments.add`."""
@@ -101,26 +113,20 @@ class LocalSegments:
                 sequence += 1
 
 
-class StoredSegments:
+class StoredSegments(Segments):
     """Segments in a folder of an object store."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
-    def numbers(self) -> set[int]:
-        """As `Segments.numbers`."""
+    def _names(self) -> Iterable[str]:
         with _os_errors():
-            return _numbers(list(self._folder.entries()))
+            return list(self._folder.entries())
 
-    def exists(self, sequence: int) -> bool:
-        """As `Segments.exists`."""
-        return self.read(sequence) is not None
-
-    def read(self, sequence: int) -> bytes | None:
+    def read(self, sequence: int, start: int, length: int | None) -> bytes | None:
         """As `Segments.read`."""
         with _os_errors():
-            found = self._folder.read_versioned(segment_name(sequence))
-        return None if found is None else found[0]
+            return self._folder.read_range(segment_name(sequence), start, length)
 
     def add(self, content: bytes, sequence: int) -> int:
         """As `Segments.add`. Equal segments of two writers may become one: making the same changes twice has no effect."""
@@ -128,6 +134,11 @@ class StoredSegments:
             while self._folder.create(segment_name(sequence), content) is None:
                 sequence += 1
         return sequence
+
+    def delete(self, sequence: int) -> None:
+        """As `Segments.delete`."""
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
+            self._folder.delete(segment_name(sequence))
 
 
 @contextlib.contextmanager
@@ -137,7 +148,3 @@ def _os_errors() -> Iterator[None]:
         yield
     except (ArrowException, BaseError) as error:
         raise OSError(" ".join(str(error).split())[:240]) from error
-
-
-def _numbers(names: list[str]) -> set[int]:
-    return {int(found[1]) for found in map(_NAME.fullmatch, names) if found}

@@ -4,13 +4,17 @@ A lineage (an index and all versions compacted from it) has one directory of seg
 gives a segment the next free number. The file system or the object store gives a number to one writer; the others take the
 next (`segments`). So changes have a total order and a visible segment is whole. A reader checks whether the next number exists.
 
-A segment is an Arrow stream of changes (`changes_schema`) and its SHA-256 (32 bytes). A damaged or missing segment is never
-skipped and its number never reused: reading stops before it, replicas keep serving what they have, and no process opens or
-compacts the index until it is restored. `append` does not check for damage, so it loses nothing; the API refuses changes
-meanwhile.
+A segment holds the changes of one append: a header, then a section for each shard that they touch, an Arrow stream of changes
+(`changes_schema`). The header lists the sections with their SHA-256, and ends with its own. A shard reads the header of every
+segment, and no section but its own. Segments of earlier versions of this package are one Arrow stream and its SHA-256; every
+shard reads all of them.
 
-Segments are never deleted: an older version reads the changes that a newer one has folded in, so a roll-back gives the same
-content. An operator may delete those before the `folded` of the oldest version kept, but not that one.
+A damaged or missing segment is never skipped and its number never reused: reading stops before it, replicas keep serving what
+they have, and no process opens or compacts the index until it is restored. `append` does not check for damage, so it loses
+nothing; the API refuses changes meanwhile.
+
+An older version reads the changes that a newer one has folded in, so a roll-back gives the same content. `prune` deletes the
+segments before a sequence that all versions have folded in, but not that one: the log would otherwise look empty.
 
 A directory must be on a shared file system with hard links: a local disk, NFS (mounted with `actimeo=1`, or readers see new
 segments late), Lustre or CephFS. A killed writer can leave a `.*.partial` file there, which is ignored. An object store must
@@ -35,15 +39,20 @@ from infembed_ray.errors import InputError
 from infembed_ray.places import Place
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.filters import Value, typed
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.segments import LocalSegments, Segments, StoredSegments, segment_name
 
-SEGMENT_BYTES = 16 << 20
-"""Bytes of texts and vectors per segment, which a reader holds at once."""
 OP, VECTOR = "_op", "_vector"
 """Columns of a segment besides those of passages; metadata columns cannot have these names."""
 _LISTED_PER_CALL = 1000
 """Segments listed per call of `last` on average, to see those behind a gap."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+_MAGIC = b"infemb2\n"
+_HEADER = np.dtype([("magic", "S8"), ("shards", "<u4"), ("sections", "<u4")])
+_SECTION = np.dtype([("shard", "<u4"), ("start", "<u8"), ("length", "<u8"), ("checksum", f"V{_CHECKSUM_BYTES}")])
+_CORRUPTED = "is corrupted (its checksum is not that of its content)"
+_FIRST_READ = 1 << 14
+"""Bytes of the first read of a segment: its header, and all of a small segment."""
 
 
 class ChangeError(ValueError):
@@ -86,12 +95,14 @@ class ChangeLog:
         directory: of the segments; in an object store, a folder.
         metadata: metadata columns of the index and their types.
         dimension: of the vectors.
+        shards: of the index.
     """
 
-    def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int) -> None:
+    def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int, shards: int = 1) -> None:
         self.directory = directory
         self.metadata = metadata
         self.dimension = dimension
+        self.shards = shards
         self.schema = changes_schema(metadata)
         self._last_seen = 0
         self._calls = self._listed = 0
@@ -100,29 +111,29 @@ class ChangeLog:
         )
 
     def append(self, changes: Sequence[Change]) -> int:
-        """Append changes in their order; on return they are on disk.
+        """Append changes in their order as one segment; on return they are on disk. A reader applies all of them or none.
 
         Returns:
-            The sequence of the last segment; a reader that applied it has applied all changes.
+            Their sequence; a reader that applied it has applied all changes until now.
 
         Raises:
             ChangeError: a change does not fit the index; none is kept.
-            LogFault: the directory cannot be written; some of the changes may be kept.
+            LogFault: the directory cannot be written; the changes may be kept.
         """
-        rows = [self._row(change) for change in changes]
-        if not rows:
+        by_shard: dict[int, list[dict[str, Any]]] = {}
+        for change in changes:
+            row = self._row(change)
+            by_shard.setdefault(shard_of(change.id, self.shards), []).append(row)
+        if not by_shard:
             return self.last()
-        sequence = 0
-        part: list[dict[str, Any]] = []
-        size = 0
-        for row in rows:
-            weight = len(row["text"] or "") + (0 if row[VECTOR] is None else row[VECTOR].nbytes)
-            if part and size + weight > SEGMENT_BYTES:
-                sequence = self._publish(part)
-                part, size = [], 0
-            part.append(row)
-            size += weight
-        return max(sequence, self._publish(part))
+        content = _segment({shard: self._section(rows) for shard, rows in sorted(by_shard.items())}, self.shards)
+        try:
+            return self._segments.add(content, self.last() + 1)
+        except OSError as error:
+            raise LogFault(
+                f"changes={self.directory}: cannot be written ({_reason(error)}); "
+                "give the writer a writable directory with space, and make the change again: it may or may not be kept"
+            ) from error
 
     def last(self) -> int:
         """The sequence of the last segment; 0 if there is none."""
@@ -157,28 +168,50 @@ class ChangeLog:
                     "the changes after it cannot be applied without it"
                 )
 
-    def read(self, after: int) -> Iterator[tuple[int, pa.Table]]:
+    def read(self, after: int, shard: int | None = None) -> Iterator[tuple[int, pa.Table]]:
         """Read the segments after a sequence, in order.
+
+        Args:
+            after: sequence.
+            shard: whose changes to read; None: those of all shards.
 
         Yields:
             Sequence, and a table of `schema`.
 
         Raises:
-            LogFault: the next segment is damaged.
+            LogFault: the next segment is damaged, as far as it was read.
         """
         sequence = after + 1
-        while (content := self._content(sequence)) is not None:
-            yield sequence, self._table(sequence, content)
+        while (table := self._changes(sequence, shard)) is not None:
+            yield sequence, table
             sequence += 1
 
     def digest(self, after: int, until: int) -> str:
         """SHA-256 (first 16 hex digits) of the segments after one sequence, up to another."""
         whole = hashlib.sha256()
         for sequence in range(after + 1, until + 1):
-            if (content := self._content(sequence)) is None:
+            head = self._bytes(sequence, 0, _FIRST_READ)
+            if head is None:
                 raise self._fault(sequence, "is missing")
-            whole.update(content[-_CHECKSUM_BYTES:])
+            header = self._header(sequence, head)
+            if header is None:  # one stream and its checksum
+                header = (self._bytes(sequence, 0, None) or b"")[-_CHECKSUM_BYTES:]
+            whole.update(header[-_CHECKSUM_BYTES:])
         return whole.hexdigest()[:16]
+
+    def prune(self, before: int) -> int:
+        """Delete the segments before a sequence that every version has folded in; returns how many.
+
+        Raises:
+            LogFault: one cannot be deleted.
+        """
+        old = sorted(number for number in self._numbers() if number < before)
+        for number in old:  # ascending: what an interruption leaves has no gap
+            try:
+                self._segments.delete(number)
+            except OSError as error:
+                raise self._fault(number, f"cannot be deleted ({_reason(error)})") from error
+        return len(old)
 
     def _row(self, change: Change) -> dict[str, Any]:
         _require_text(change.id, change.id, "id")
@@ -195,34 +228,63 @@ class ChangeLog:
         row = {OP: "put", "id": change.id, "text": change.text, VECTOR: vector}
         return row | typed_metadata(change.id, change.metadata, self.metadata)
 
-    def _publish(self, rows: Sequence[Mapping[str, Any]]) -> int:
+    def _section(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
         columns = [pa.array([row.get(column.name) for row in rows], column.type) for column in self.schema]
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.schema) as writer:
             writer.write_table(pa.table(columns, schema=self.schema))
-        body = sink.getvalue().to_pybytes()
-        try:
-            return self._segments.add(body + hashlib.sha256(body).digest(), self.last() + 1)
-        except OSError as error:
-            raise LogFault(
-                f"changes={self.directory}: cannot be written ({_reason(error)}); "
-                "give the writer a writable directory with space, and make the change again: it may or may not be kept"
-            ) from error
+        return sink.getvalue().to_pybytes()
 
-    def _content(self, sequence: int) -> bytes | None:
+    def _bytes(self, sequence: int, start: int, length: int | None) -> bytes | None:
         try:
-            return self._segments.read(sequence)
+            return self._segments.read(sequence, start, length)
         except OSError as error:
             raise self._fault(sequence, f"cannot be read ({_reason(error)})") from error
 
-    def _table(self, sequence: int, content: bytes) -> pa.Table:
-        body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if hashlib.sha256(body).digest() != checksum:
-            raise self._fault(sequence, "is corrupted (its checksum is not that of its content)")
-        table = pa.ipc.open_stream(body).read_all()
+    def _changes(self, sequence: int, shard: int | None) -> pa.Table | None:
+        """The changes of a segment to one shard or to all; None if there is no such segment."""
+        head = self._bytes(sequence, 0, _FIRST_READ)
+        if head is None:
+            return None
+        header = self._header(sequence, head)
+        if header is None:
+            content = self._bytes(sequence, 0, None) or b""
+            return self._of_shard(self._table(sequence, content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]), shard)
+        (facts,) = np.frombuffer(header, _HEADER, 1)
+        own = facts["shards"] == self.shards  # otherwise another program wrote it
+        tables = [self.schema.empty_table()]
+        for section in np.frombuffer(header[:-_CHECKSUM_BYTES], _SECTION, offset=_HEADER.itemsize):
+            if shard is None or not own or section["shard"] == shard:
+                start, length = int(section["start"]), int(section["length"])
+                whole = start + length <= len(head)
+                content = head[start : start + length] if whole else self._bytes(sequence, start, length) or b""
+                tables.append(self._table(sequence, content, section["checksum"].tobytes()))
+        changes = pa.concat_tables(tables)
+        return changes if own else self._of_shard(changes, shard)
+
+    def _header(self, sequence: int, head: bytes) -> bytes | None:
+        """The header of a segment that begins with `head`, checked; None for one of an earlier version."""
+        if not head.startswith(_MAGIC):
+            return None
+        sections = int(np.frombuffer(head.ljust(_HEADER.itemsize), _HEADER, 1)["sections"][0])
+        size = _HEADER.itemsize + sections * _SECTION.itemsize + _CHECKSUM_BYTES
+        header = (head if size <= len(head) else self._bytes(sequence, 0, None) or b"")[:size]
+        if hashlib.sha256(header[:-_CHECKSUM_BYTES]).digest() != header[-_CHECKSUM_BYTES:]:
+            raise self._fault(sequence, _CORRUPTED)
+        return header
+
+    def _table(self, sequence: int, content: bytes, checksum: bytes) -> pa.Table:
+        if hashlib.sha256(content).digest() != checksum:
+            raise self._fault(sequence, _CORRUPTED)
+        table = pa.ipc.open_stream(content).read_all()
         if table.schema != self.schema:
             raise self._fault(sequence, "has other columns than the index")
         return table
+
+    def _of_shard(self, changes: pa.Table, shard: int | None) -> pa.Table:
+        if shard is None:
+            return changes
+        return changes.filter([shard_of(id, self.shards) == shard for id in changes.column("id").to_pylist()])
 
     def _fault(self, sequence: int, reason: str) -> LogFault:
         return LogFault(
@@ -237,6 +299,18 @@ class ChangeLog:
             raise LogFault(
                 f"changes={self.directory}: cannot be read ({_reason(error)}); give a directory that can"
             ) from error
+
+
+def _segment(sections: Mapping[int, bytes], shards: int) -> bytes:
+    """A segment: its header with the place and checksum of each section, and the sections."""
+    size = _HEADER.itemsize + len(sections) * _SECTION.itemsize + _CHECKSUM_BYTES
+    starts = size + np.cumsum([0, *map(len, sections.values())])
+    rows = [
+        (shard, start, len(content), hashlib.sha256(content).digest())
+        for start, (shard, content) in zip(starts, sections.items(), strict=False)
+    ]
+    header = np.array((_MAGIC, shards, len(sections)), _HEADER).tobytes() + np.array(rows, _SECTION).tobytes()
+    return b"".join([header, hashlib.sha256(header).digest(), *sections.values()])
 
 
 def _reason(error: OSError) -> str:

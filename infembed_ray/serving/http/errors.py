@@ -15,7 +15,7 @@ from starlette.routing import Route
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, EmptySequence, QueueFull
-from infembed_ray.serving.service import ReadOnly, ReplicaLost, Stuck
+from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
 
 MAX_MESSAGE_CHARACTERS = 500
 STUCK_RETRY_S = 30.0
@@ -36,6 +36,7 @@ STATUSES: Mapping[int, str] = {
     500: "Internal error; the server's log has the details, with the request id",
     503: "A part of the service is not available: try again after `Retry-After` seconds",
     504: "No answer in time: try again after `Retry-After` seconds",
+    507: "As many documents have changed as may: compact the index",
 }
 """Description of every error status of the API."""
 
@@ -145,6 +146,19 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]]
     ReadOnly: lambda *_: ApiError(403, "this index is read-only: documents cannot be put or deleted", code="read_only"),
     Stuck: lambda _, error: ApiError.later(
         503, f"changes of documents are not applied: {error}", STUCK_RETRY_S, code="changes_stuck"
+    ),
+    TooManyChanges: lambda _, error: ApiError(
+        507,
+        f"max_changed_documents: {error.args[0]} documents differ from the index version, and at most {error.args[1]} may; "
+        "run `infembed index compact` and serve the next version, raise the limit, or use an external engine, which takes "
+        "any number of changes",
+        code="too_many_changes",
+    ),
+    NotApplied: lambda _, error: ApiError.later(
+        503,
+        f"min_sequence={error.args[0]}: {error.args[1]} has applied the changes up to {error.args[2]} only",
+        param="min_sequence",
+        code="changes_not_applied",
     ),
     QueueFull: lambda _, error: ApiError.later(
         429, "too many requests are waiting", error.retry_after_s, type="rate_limit_error", code="queue_full"

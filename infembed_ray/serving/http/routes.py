@@ -57,7 +57,9 @@ def add_query_routes(api: APIRouter, choose: Callable[[str | None], Service]) ->
         card = _require_model(service, request.model)
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
-        found = await service.search(queries, request.top_k, request.filter, request.allow_partial)
+        found = await service.search(
+            queries, request.top_k, request.filter, request.allow_partial, request.min_sequence
+        )
         return json_response(_search_answer(found, isinstance(request.query, list)))
 
 
@@ -75,7 +77,7 @@ def add_document_routes(api: APIRouter, current: Callable[[], Service]) -> None:
         sequence = await writable().delete(ids)
         return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
 
-    @api.put("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(429, 503, 504))
+    @api.put("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(429, 503, 504, 507))
     async def put_documents(request: schema.PutRequest) -> Response:
         """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
         service = writable()

@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
-from infembed_ray.retrieval.shards import merge, shard_of
-from infembed_ray.retrieval.updates.live_shard import ShardAnswer, ShardQuery
+from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
+from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.query_cache import QueryCache
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost, Stuck
+from infembed_ray.serving.service import (
+    Document,
+    Found,
+    Query,
+    ReadOnly,
+    ReplicaLost,
+    ShardState,
+    Stuck,
+    TooManyChanges,
+)
 
 MAX_BATCH_CHARACTERS = 4_096
 """Characters of the texts in one call to the encoder: one or two batches of its engine. Larger calls would return all their
@@ -34,19 +45,17 @@ answers at once and leave the encoder idle. A larger request gets a call of its 
 """
 CALLS_PER_ENCODER = 4
 """Calls in flight per encoder replica: it works on one or two, and the next are there when those are done."""
-MAX_BATCH_QUERIES = 64
-"""Queries in one call to a shard."""
-CALLS_PER_SHARD = 2
-"""Calls in flight per replica of a shard."""
 DEADLINE_SHARE = 0.9
 """Calls end at this share of the request time-out, so that the loss of a replica is reported as such (503, not 504)."""
 PROBE_TIMEOUT_S = 2.0
-FAULT_MAX_AGE_S = 1.0
-"""Age after which a change of documents asks the shards for their faults again."""
+STATE_MAX_AGE_S = 1.0
+"""Age after which a change of documents asks the shards for their states again."""
 MAX_WAIT_S = 2.0
 """Longest wait in a micro-batch queue, at most half of the request time-out; a longer one is rejected with 429."""
-PARTIAL_PATIENCE_S = 1.0
-"""How long a search that may be partial waits for the other shards after the first has answered."""
+ALMOST_FULL = 0.5
+"""Share of `max_changed_documents` from which a warning is logged."""
+
+log = logging.getLogger(__name__)
 
 
 class ReleaseSpec(BaseModel):
@@ -89,26 +98,18 @@ class Inputs(NamedTuple):
     instruction: str | None
 
 
-class Deployment(Protocol):
-    """Calls a method of one of a deployment's replicas.
-
-    Raises `ReplicaLost` if the replica is lost, `QueueFull` if all replicas are full, else what the method raised.
-    """
-
-    def __call__(self, method: str, *arguments: Any) -> Awaitable[Any]: ...
-
-
 class Release:
     """A `service.Service` from one encoder and one index version. All calls come from one event loop.
 
     Args:
         spec: its parts.
         encoder: has `embed_many(list[Inputs | list[Query]], timeout_s) -> list[Embedded | Exception]` and `ready()`.
-        shards: each has `search_many(list[ShardQuery]) -> list[ShardAnswer | Exception]`, `document(id)` and `ready()`.
+        shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `page() -> bytes`.
         timeout_s: request time-out.
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         query_cache_bytes: size of the query cache; 0: none.
+        max_changed_documents: documents that may differ from the index version per shard; None: any number.
         outcomes: counts the queries.
 
     Attributes:
@@ -126,6 +127,7 @@ class Release:
         encoder_replicas: int = 1,
         shard_replicas: int = 1,
         query_cache_bytes: int = 0,
+        max_changed_documents: int | None = None,
         outcomes: Outcomes | None = None,
     ) -> None:
         self.spec = spec
@@ -134,12 +136,14 @@ class Release:
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
-        self._log = ChangeLog(place_of(spec.changes), spec.card.metadata, spec.card.dimension)
-        self._faults: list[str | None] = [None] * len(shards)
-        self._fault_query: asyncio.Future[None] | None = None
-        self._faults_known_at = 0.0
+        self._log = ChangeLog(place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards))
+        self._max_changed = None if max_changed_documents is None else max_changed_documents * len(shards)
+        self._warned = False
+        self._states = [ShardState()] * len(shards)
+        self._state_query: asyncio.Future[None] | None = None
+        self._states_known_at = 0.0
         # A lost machine stays silent for seconds before Ray notices it; hedged calls do not wait for it.
-        self._encoder_calls = HedgedCalls(_is_lost, hedged=encoder_replicas > 1, rejected=_has_rejection)
+        self._encoder_calls = HedgedCalls(is_lost, hedged=encoder_replicas > 1, rejected=_has_rejection)
         self._embed = MicroBatcher(
             self._call_encoder,
             max_calls=CALLS_PER_ENCODER * encoder_replicas,
@@ -148,16 +152,11 @@ class Release:
             max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
         )
         self.query_cache = QueryCache(self._embed, query_cache_bytes)
-        self._search = [
-            MicroBatcher(
-                partial(self._call_shard, shard, HedgedCalls(_is_lost, hedged=shard_replicas > 1)),
-                max_calls=CALLS_PER_SHARD * shard_replicas,
-                max_weight=MAX_BATCH_QUERIES,
-                weigh=lambda query: len(query.vectors),
-                max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
-            )
-            for shard in shards
-        ]
+        self._fan_out = FanOut(
+            dict(zip(spec.shards, shards, strict=True)),
+            replicas=shard_replicas,
+            max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
+        )
 
     @property
     def card(self) -> schema.Model:
@@ -172,40 +171,46 @@ class Release:
             return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
 
     async def search(
-        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+        self,
+        queries: Sequence[Query],
+        top_k: int,
+        filter: Mapping[str, Any] | None,
+        allow_partial: bool,
+        min_sequence: int = 0,
     ) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
         with self._counted():
-            return await self._searched(queries, top_k, filter, allow_partial)
+            return await self._searched(queries, top_k, filter, allow_partial, min_sequence)
 
     async def _searched(
-        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+        self,
+        queries: Sequence[Query],
+        top_k: int,
+        filter: Mapping[str, Any] | None,
+        allow_partial: bool,
+        min_sequence: int,
     ) -> Found:
         filters.parse(filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
         vectors = await self.query_cache(queries, deadline)
         encoded = time.perf_counter()
-        answers = await self._ask_shards(ShardQuery(vectors, top_k, filter), deadline, allow_partial)
-        present = [answer for answer in answers if answer is not None]
-        results = [merge(hits, top_k) for hits in zip(*(answer.hits for answer in present), strict=True)]
+        ranked = await self._fan_out.search(ShardQuery(vectors, top_k, filter, min_sequence), deadline, allow_partial)
         return Found(
-            results=[
-                [schema.SearchHit(id=h.id, score=h.score, text=h.text, metadata=h.metadata) for h in hits]
-                for hits in results
-            ],
+            results=ranked.results,
             model=self.card.id,
             index_version=self.card.index_version,
-            sequence=min(answer.sequence for answer in present),
+            sequence=ranked.sequence,
             timings=schema.Timings(
                 encode_ms=round(1e3 * (encoded - start), 3),
                 search_ms=round(1e3 * (time.perf_counter() - encoded), 3),
             ),
-            missing_shards=[name for name, a in zip(self.spec.shards, answers, strict=True) if a is None],
+            missing_shards=ranked.missing,
         )
 
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""
         await self._require_writable()
+        self._require_room()
         embedded = await self._embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
         return await self._append(
             Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)
@@ -219,7 +224,7 @@ class Release:
     async def document(self, id: str) -> Document | None:
         """As `Service.document`."""
         shard = self._shards[shard_of(id, len(self._shards))]
-        found: Document | None = await HedgedCalls(_is_lost)(lambda: shard("document", id), self._timeout_s)
+        found: Document | None = await HedgedCalls(is_lost)(lambda: shard("document", id), self._timeout_s)
         return found
 
     async def ready(self) -> bool:
@@ -233,26 +238,37 @@ class Release:
 
     async def fault(self) -> str | None:
         """As `Service.fault`. A shard that does not answer keeps the fault that it reported last."""
-        if self._fault_query is None or (
-            self._fault_query.done() and _now() >= self._faults_known_at + FAULT_MAX_AGE_S
-        ):
-            self._fault_query = asyncio.ensure_future(self._ask_faults())
-        await asyncio.shield(self._fault_query)  # shared: a cancelled caller must not cancel it for the others
-        known = zip(self.spec.shards, self._faults, strict=True)
-        return next((f"{shard}: {fault}" for shard, fault in known if fault), None)
+        await self._know_states()
+        known = zip(self.spec.shards, self._states, strict=True)
+        return next((f"{shard}: {state.fault}" for shard, state in known if state.fault), None)
+
+    async def changed_documents(self) -> float:
+        """Documents that differ from the index version, on average per shard."""
+        await self._know_states()
+        return self._changed / len(self._shards)
 
     async def metrics(self) -> bytes:
         """As `Service.metrics`."""
         page: bytes = await self._metrics("page")
         return page
 
-    async def _ask_faults(self) -> None:
-        await asyncio.gather(*map(self._ask_fault, range(len(self._shards))))
-        self._faults_known_at = _now()
+    @property
+    def _changed(self) -> int:
+        return sum(state.changed for state in self._states)
 
-    async def _ask_fault(self, number: int) -> None:
-        with contextlib.suppress(Exception):  # lost, full, or an older version without `fault`: /readyz still answers
-            self._faults[number] = await asyncio.wait_for(self._shards[number]("fault"), PROBE_TIMEOUT_S)
+    async def _know_states(self) -> None:
+        """Ask the shards for their states, unless they are known. A shard that does not answer keeps its last state."""
+        if self._state_query is None or (self._state_query.done() and now() >= self._states_known_at + STATE_MAX_AGE_S):
+            self._state_query = asyncio.ensure_future(self._ask_states())
+        await asyncio.shield(self._state_query)  # shared: a cancelled caller must not cancel it for the others
+
+    async def _ask_states(self) -> None:
+        await asyncio.gather(*map(self._ask_state, range(len(self._shards))))
+        self._states_known_at = now()
+
+    async def _ask_state(self, number: int) -> None:
+        with contextlib.suppress(Exception):  # lost or full: /readyz still answers
+            self._states[number] = await asyncio.wait_for(self._shards[number]("state"), PROBE_TIMEOUT_S)
 
     async def _require_writable(self) -> None:
         if not self.card.writable:
@@ -260,57 +276,31 @@ class Release:
         if fault := await self.fault():
             raise Stuck(fault)
 
+    def _require_room(self) -> None:
+        """Raise TooManyChanges if as many documents differ from the index version as may. Puts of a second can exceed that."""
+        if self._max_changed is None:
+            return
+        if self._changed >= self._max_changed:
+            raise TooManyChanges(self._changed, self._max_changed)
+        if self._changed > ALMOST_FULL * self._max_changed and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d documents differ from index version %s, and from %d on documents are refused: compact the index",
+                *(self._changed, self.card.index_version, self._max_changed),
+            )
+
     async def _append(self, changes: Iterable[Change]) -> int:
         # In a thread, because it waits for the disk.
         return await asyncio.get_running_loop().run_in_executor(None, self._log.append, list(changes))
 
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""
-        return _now() + self._timeout_s
+        return now() + self._timeout_s
 
     async def _call_encoder(
         self, items: Sequence[Inputs | list[Query]], deadline: float
     ) -> Sequence[Embedded | Exception]:
-        return await self._encoder_calls(
-            lambda: self._encoder("embed_many", items, _seconds_to(deadline)), _seconds_to(deadline)
-        )
-
-    async def _call_shard(
-        self, shard: Deployment, calls: HedgedCalls, items: Sequence[ShardQuery], deadline: float
-    ) -> Sequence[ShardAnswer | Exception]:
-        return await calls(lambda: shard("search_many", items), _seconds_to(deadline))
-
-    async def _ask_shards(self, query: ShardQuery, deadline: float, allow_partial: bool) -> list[ShardAnswer | None]:
-        """Return the answer of every shard; None for a missing one, if partial answers are allowed and another answered."""
-        if not allow_partial:
-            return list(await asyncio.gather(*(ask(query, deadline) for ask in self._search)))
-        tasks = [asyncio.ensure_future(ask(query, deadline)) for ask in self._search]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(tasks, timeout=PARTIAL_PATIENCE_S)
-            if not any(map(_succeeded, tasks)):
-                await asyncio.gather(*tasks)
-            return [task.result() if _succeeded(task) else None for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-
-
-def _now() -> float:
-    """Return the event loop's time."""
-    return asyncio.get_running_loop().time()
-
-
-def _seconds_to(deadline: float) -> float:
-    return deadline - _now()
-
-
-def _succeeded(task: asyncio.Future[ShardAnswer]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _is_lost(error: BaseException) -> bool:
-    return isinstance(error, ReplicaLost)
+        return await self._encoder_calls(lambda: self._encoder("embed_many", items, deadline - now()), deadline - now())
 
 
 def _has_rejection(answers: Iterable[Embedded | Exception]) -> bool:

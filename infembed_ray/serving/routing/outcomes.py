@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.serving.encoder.batching import EmptySequence
+from infembed_ray.serving.service import NotApplied
 
 LATENCY_BUCKETS = tuple(round(0.001 * 1.25**step, 6) for step in range(48))
 """Upper bounds of the latency histogram, 1 ms to 36 s: a quantile is known to a quarter of itself."""
@@ -20,7 +21,7 @@ _REQUESTS, _SECONDS = "infembed_release_requests", "infembed_release_seconds"
 
 
 class Outcomes:
-    """Prometheus metrics of the queries of each release. Faults of the client are not counted."""
+    """Prometheus metrics of the queries of each release. Faults of the client are not counted, nor is waiting for a change in vain."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
@@ -44,7 +45,7 @@ class Outcomes:
         start = time.perf_counter()
         try:
             yield
-        except (FilterError, EmptySequence):
+        except (FilterError, EmptySequence, NotApplied):
             raise
         except Exception:
             self._requests.labels(release, "failed").inc()

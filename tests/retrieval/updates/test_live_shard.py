@@ -14,10 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from infembed_ray.retrieval.answers import Behind, ShardAnswer, ShardQuery, ShardRanking, merge, merge_rankings
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.shards import Hit, merge
+from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.updates import live_shard
-from infembed_ray.retrieval.updates.live_shard import LiveShard, ShardQuery
+from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
 from tests.retrieval.vectors import unit_vectors
@@ -42,7 +43,7 @@ class LiveIndex(RuleBasedStateMachine):
     def publish(self, base: list[Put], shards: int) -> None:
         self.oracle = Oracle(base)
         self.facts = write_shards(self.root / "v1", base, shards)
-        self.log = ChangeLog(self.root / "changes", METADATA, DIMENSION)
+        self.log = ChangeLog(self.root / "changes", METADATA, DIMENSION, shards)
         self.open()
 
     @rule()
@@ -71,6 +72,21 @@ class LiveIndex(RuleBasedStateMachine):
             hits = merge([answer.hits[row] for answer in answers], k)
             self.oracle.check(hits, query, k, answers[0].sequence, since)
 
+    @rule(seed=st.integers(0, 10_000), k=st.integers(1, 15), changes=CHANGES)
+    def search_in_two_phases(self, seed: int, k: int, changes: list[Change]) -> None:
+        """The texts are those that were scored, although documents change between the phases."""
+        self.refresh()
+        (query,) = queries = unit_vectors(1, DIMENSION, seed)
+        answers = [shard.search_many([ShardQuery(queries, k, ranking=True)])[0] for shard in self.shards]
+        scored = self.oracle.states[-1]
+        self.change(changes)
+        self.refresh()
+        hits = two_phases(self.shards, answers, k)
+        assert [(h.text, h.metadata) for h in hits] == [
+            (scored[h.id].text, {name: scored[h.id].metadata.get(name) for name in METADATA}) for h in hits
+        ]
+        self.oracle.check(hits, query, k, answers[0].sequence)
+
     @rule(id=IDS)
     def get(self, id: str) -> None:
         self.refresh()
@@ -82,7 +98,10 @@ class LiveIndex(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        assert sum(len(shard) for shard in self.shards) == len(self.oracle.states[self.shards[0].sequence])
+        base, state = self.oracle.states[0], self.oracle.states[self.shards[0].sequence]
+        assert sum(len(shard) for shard in self.shards) == len(state)
+        differ = [id for id in base.keys() | state.keys() if base.get(id) is not state.get(id)]
+        assert sum(shard.changed for shard in self.shards) == len(differ)
 
 
 @pytest.mark.integration
@@ -90,6 +109,15 @@ def test_searches_under_puts_and_deletes_agree_with_brute_force(monkeypatch: pyt
     monkeypatch.setattr(live_shard, "_DEAD_ROWS", 6)
     monkeypatch.setattr(live_shard, "_MAX_CHUNKS", 3)
     run_state_machine_as_test(LiveIndex, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
+
+
+def two_phases(shards: list[LiveShard], rankings: list[ShardRanking], k: int) -> list[Hit]:
+    """Merge the rankings of one query, and fetch the contents of the winners."""
+    hits = []
+    for id, score, ranking, place in zip(*merge_rankings(rankings, 0, k), strict=True):
+        (content,) = shards[ranking].contents([(place, id)])
+        hits.append(Hit(id, score, *content))
+    return hits
 
 
 def one_shard(root: Path, base: list[Put]) -> LiveShard:
@@ -110,7 +138,7 @@ def found(shard: LiveShard, k: int = 100, **filter: Any) -> list[str]:
 @pytest.mark.integration
 def test_searches_while_changes_are_applied_answer_one_state_each(tmp_path: Path) -> None:
     base = [document(f"d{n}", n, 2018 + n % 5) for n in range(60)]
-    oracle, log = Oracle(base), log_of(tmp_path)
+    oracle, log = Oracle(base), ChangeLog(tmp_path / "changes", METADATA, DIMENSION, 2)
     shards = open_live(tmp_path / "v1", write_shards(tmp_path / "v1", base, 2), tmp_path / "changes")
     queries = unit_vectors(4, DIMENSION, seed=1)
     answers: list[tuple[int, int, tuple[int, list[Hit]]]] = []
@@ -141,8 +169,9 @@ def test_searches_while_changes_are_applied_answer_one_state_each(tmp_path: Path
         if all(answer.sequence == by_shard[0][0].sequence for shard in by_shard for answer in shard):
             for n, parts in enumerate(zip(*by_shard, strict=True)):
                 for row in range(2):
-                    hits = merge([part.hits[row] for part in parts], 8)
-                    answers.append((parts[0].sequence, since, (2 * n + row, hits)))
+                    answers.append(
+                        (parts[0].sequence, since, (2 * n + row, merge([part.hits[row] for part in parts], 8)))
+                    )
 
     threads = [guarded(refresh), guarded(refresh), *(guarded(search) for _ in range(3))]
     rng = np.random.default_rng(0)
@@ -260,8 +289,46 @@ def test_requests_are_answered_together_as_they_are_alone(tmp_path: Path) -> Non
         assert not isinstance(alone, Exception)
         assert not isinstance(answer, Exception)
         assert len(answer.hits) == len(query.vectors)
-        assert [[h.id for h in hits] for hits in answer.hits] == [[h.id for h in hits] for hits in alone.hits]
+        assert answer.hits == alone.hits
         assert answer.sequence == 1
+
+
+def test_a_request_waits_for_its_sequence_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    query = unit_vectors(1, DIMENSION)
+    early, late = shard.search_many([ShardQuery(query, 5), ShardQuery(query, 5, min_sequence=1)])
+    assert isinstance(early, ShardAnswer)
+    assert isinstance(late, Behind)
+    assert late.args == (0,)
+    log_of(tmp_path).append([document("b", 2)])
+    (answer,) = shard.search_many([ShardQuery(query, 5, min_sequence=1)])  # reads the log itself
+    assert isinstance(answer, ShardAnswer)
+    assert ({hit.id for hit in answer.hits[0]}, answer.sequence) == (set("ab"), 1)
+    log_of(tmp_path).append([document("c", 3)])
+    (log_of(tmp_path).directory / f"{2:012d}.arrow").write_bytes(b"damaged")
+    (answer,) = shard.search_many([ShardQuery(query, 5, min_sequence=2)])
+    assert isinstance(answer, Behind)
+
+
+def test_texts_of_replaced_deleted_and_dropped_documents_come_from_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 4)
+    shard = one_shard(tmp_path, [document("a", 1)])
+    log_of(tmp_path).append([document("b", 2), document("c", 3), document("d", 4)])
+    behind = LiveShard(shard.base, log_of(tmp_path), 0, 0, until=0)  # another replica
+    shard.refresh()
+    (answer,) = shard.search_many([ShardQuery(unit_vectors(1, DIMENSION), 9, ranking=True)])
+    assert isinstance(answer, ShardRanking)
+    for n in range(5):
+        log_of(tmp_path).append([document("b", 20 + n), Delete("c"), Delete("a")])
+    shard.refresh()
+    for replica in (shard, behind):
+        hits = two_phases([replica], [answer], 9)
+        assert {hit.id: hit.text for hit in hits} == {"a": "a of 1", "b": "b of 2", "c": "c of 3", "d": "d of 4"}
+    (log_of(tmp_path).directory / f"{1:012d}.arrow").unlink()
+    with pytest.raises(LogFault, match="change 1 is missing"):
+        behind.contents([(-1, "b")])
 
 
 def test_an_invalid_request_fails_alone(tmp_path: Path) -> None:
@@ -305,7 +372,8 @@ def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatc
     for n in range(40):
         log_of(tmp_path).append([document("a", n), document("z", n)])
         shard.refresh()
-        assert shard.delta <= 10
+        assert len(shard._snapshot.live) <= 10
+        assert shard.changed == 2
     assert set(found(shard)) == set("abcz")
     assert shard.get("a") == Hit("a", 0.0, "a of 39", {"year": None, "day": "2024-02-11"})
 
@@ -325,7 +393,7 @@ def test_a_damaged_change_stops_refreshing_but_not_serving(tmp_path: Path, monke
         assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
     assert shard.head == 3
     with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
-        LiveShard(shard.base, log, 0, 1, 0)  # a new replica must not serve fewer changes
+        LiveShard(shard.base, log, 0, 0)  # a new replica must not serve fewer changes
     second.write_bytes(whole)
     assert shard.refresh()
     assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
@@ -334,7 +402,7 @@ def test_a_damaged_change_stops_refreshing_but_not_serving(tmp_path: Path, monke
 def test_a_log_shorter_than_the_folded_changes_is_refused(tmp_path: Path) -> None:
     shard = one_shard(tmp_path, [document("a", 1)])
     with pytest.raises(LogFault, match=r"000000000005\.arrow is missing"):
-        LiveShard(shard.base, log_of(tmp_path), 0, 1, folded=5)
+        LiveShard(shard.base, log_of(tmp_path), 0, folded=5)
 
 
 def test_the_content_is_all_documents_by_id_with_their_vectors(tmp_path: Path) -> None:
@@ -367,7 +435,7 @@ def test_until_limits_the_changes_that_are_applied(tmp_path: Path) -> None:
     first = one_shard(tmp_path, [document("a", 1)])
     for id in "bcd":
         log_of(tmp_path).append([document(id, 2)])
-    shard = LiveShard(first.base, log_of(tmp_path), 0, 1, folded=0, until=2)
+    shard = LiveShard(first.base, log_of(tmp_path), 0, folded=0, until=2)
     assert (set(found(shard)), shard.sequence, shard.refresh()) == (set("abc"), 2, False)
 
 
@@ -396,15 +464,16 @@ def test_a_failing_change_loses_none_before_it(tmp_path: Path, monkeypatch: pyte
     shard = one_shard(tmp_path, [document("a", 1)])
     for id in "bcd":
         log_of(tmp_path).append([document(id, 2)])
-    ours = LiveShard._own
+    read = ChangeLog.read
 
-    def fails_for_c(self: LiveShard, changes: Any) -> Any:
-        if changes.column("id").to_pylist() == ["c"]:
-            raise MemoryError
-        return ours(self, changes)
+    def fails_for_c(self: ChangeLog, after: int, shard: int | None) -> Any:
+        for sequence, changes in read(self, after, shard):
+            if changes.column("id").to_pylist() == ["c"]:
+                raise MemoryError
+            yield sequence, changes
 
     with monkeypatch.context() as patch:
-        patch.setattr(LiveShard, "_own", fails_for_c)
+        patch.setattr(ChangeLog, "read", fails_for_c)
         with pytest.raises(MemoryError):
             shard.refresh()
     assert (set(found(shard)), shard.sequence) == (set("ab"), 1)

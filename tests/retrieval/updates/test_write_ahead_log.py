@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,9 @@ from obstore.exceptions import GenericError
 from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.object_store import Folder
+from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates import write_ahead_log
+from infembed_ray.retrieval.updates.segments import LocalSegments
 from infembed_ray.retrieval.updates.write_ahead_log import (
     OP,
     VECTOR,
@@ -71,15 +74,101 @@ def test_changes_are_read_as_they_were_appended(tmp_path: Path) -> None:
     assert [sequence for sequence, _ in log.read(1)] == [2]
 
 
-def test_a_long_append_fills_several_segments_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_ahead_log, "SEGMENT_BYTES", 100)
+def test_an_append_of_any_size_is_one_segment(tmp_path: Path) -> None:
     log = log_in(tmp_path)
-    made: list[Change] = [put(f"{i:03d}", i % 8) for i in range(40)]
-    made.insert(7, Put("large", "x" * 1000, VECTORS[0]))
-    last = log.append(made)
-    assert last == log.last() > 10
+    made: list[Change] = [put(f"{i:03d}", i % 8) for i in range(3000)]
+    made.insert(7, Put("large", "x" * 100_000, VECTORS[0]))
+    assert log.append(made) == 1
     assert ids_of(log) == [change.id for change in made]
-    assert max(table.nbytes for _, table in log.read(0)) < 2000  # the large change has its own segment
+    many = ChangeLog(tmp_path / "many", METADATA, 4, shards=3000)  # whose header is longer than the first read
+    assert many.append(made) == 1
+    assert sorted(ids_of(many)) == sorted(change.id for change in made)
+    for shard in (0, 1, 2999):
+        ((_, table),) = many.read(0, shard)
+        assert table.column("id").to_pylist() == [change.id for change in made if shard_of(change.id, 3000) == shard]
+
+
+def test_a_shard_reads_its_own_changes_in_their_order_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ChangeLog(tmp_path, METADATA, 4, shards=5)
+    made = [[put(f"{i}-{n}", n, year=i) for n in range(8)] + [Delete(f"{i}-3")] for i in range(20)]
+    made.append([Put(f"large-{n}", "x" * 50_000, VECTORS[0]) for n in range(8)])
+    for changes in made:
+        log.append(changes)
+    read: list[int] = []
+    bytes_of = LocalSegments.read
+
+    def counted(self: LocalSegments, sequence: int, start: int, length: int | None) -> bytes | None:
+        found = bytes_of(self, sequence, start, length)
+        read.append(len(found or b""))
+        return found
+
+    monkeypatch.setattr(LocalSegments, "read", counted)
+    for shard in range(5):
+        segments = list(log.read(0, shard))
+        assert [sequence for sequence, _ in segments] == list(range(1, 22))  # also those that do not touch it
+        for (_, table), changes in zip(segments, made, strict=True):
+            assert table.column("id").to_pylist() == [c.id for c in changes if shard_of(c.id, 5) == shard]
+            assert table.schema == log.schema
+    large = (tmp_path / f"{21:012d}.arrow").stat().st_size
+    assert sum(read) < 2.5 * large + 5 * 20 * 20_000
+
+
+def old_segment(log: ChangeLog, changes: list[Change]) -> bytes:
+    """A segment as earlier versions of this package wrote it."""
+    body = log._section([log._row(change) for change in changes])
+    return body + hashlib.sha256(body).digest()
+
+
+def test_segments_of_earlier_versions_are_read_between_new_ones(tmp_path: Path) -> None:
+    log = ChangeLog(tmp_path, METADATA, 4, shards=3)
+    log.append([put("a"), put("b")])
+    (tmp_path / f"{2:012d}.arrow").write_bytes(old_segment(log, [put(f"o{n}", n) for n in range(8)]))
+    assert log.append([put("c")]) == 3
+    for shard in range(3):
+        found = [id for _, table in log.read(0, shard) for id in table.column("id").to_pylist()]
+        everything = ["a", "b", *(f"o{n}" for n in range(8)), "c"]
+        assert found == [id for id in everything if shard_of(id, 3) == shard]
+    before = log.digest(0, 3)
+    (tmp_path / f"{2:012d}.arrow").write_bytes(old_segment(log, [put("o1", 2)]))
+    assert log.digest(0, 3) != before
+    damaged(tmp_path / f"{2:012d}.arrow", "one bit")
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+        list(log.read(0, 0))
+
+
+def test_segments_of_a_writer_with_other_shards_are_read_whole(tmp_path: Path) -> None:
+    ChangeLog(tmp_path, METADATA, 4, shards=1).append([put(f"{n}") for n in range(8)])
+    log = ChangeLog(tmp_path, METADATA, 4, shards=3)
+    for shard in range(3):
+        ((_, table),) = log.read(0, shard)
+        assert table.column("id").to_pylist() == [f"{n}" for n in range(8) if shard_of(f"{n}", 3) == shard]
+
+
+@pytest.mark.parametrize("place", ["magic", "count", "section", "checksum"])
+def test_a_damaged_header_stops_every_shard(tmp_path: Path, place: str) -> None:
+    log = ChangeLog(tmp_path, METADATA, 4, shards=3)
+    log.append([put(f"{n}") for n in range(8)])
+    file = tmp_path / f"{1:012d}.arrow"
+    content = bytearray(file.read_bytes())
+    size = 16 + content[12] * 52  # of the header without its checksum
+    content[{"magic": 2, "count": 15, "section": 20, "checksum": size + 5}[place]] ^= 1
+    file.write_bytes(content)
+    for shard in (0, 1, 2, None):
+        with pytest.raises(LogFault, match=r"000000000001\.arrow is corrupted"):
+            list(log.read(0, shard))
+
+
+def test_a_damaged_section_stops_its_own_shard(tmp_path: Path) -> None:
+    log = ChangeLog(tmp_path, METADATA, 4, shards=3)
+    log.append([put(f"{n}") for n in range(8)])
+    file = tmp_path / f"{1:012d}.arrow"
+    file.write_bytes(file.read_bytes()[:-1])  # of the last shard
+    for shard in (2, None):
+        with pytest.raises(LogFault, match=r"000000000001\.arrow is corrupted"):
+            list(log.read(0, shard))
+    assert len(list(log.read(0, 0))) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,16 +227,17 @@ def test_a_missing_segment_is_not_the_end_of_the_log(tmp_path: Path) -> None:
     log.check(0)
 
 
-def test_folded_segments_except_the_last_may_be_deleted(tmp_path: Path) -> None:
+def test_pruning_keeps_the_last_folded_segment_and_those_after_it(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     for id in "abcd":
         log.append([put(id)])
-    for sequence in (1, 2):
-        (tmp_path / f"{sequence:012d}.arrow").unlink()
+    assert (log.prune(0), log.prune(3), log.prune(3)) == (0, 2, 0)
     log_in(tmp_path).check(3)
+    assert ids_of(log_in(tmp_path), after=2) == ["c", "d"]
     with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
         log_in(tmp_path).check(0)
-    for sequence in (3, 4):
+    assert log_in(tmp_path).append([put("e")]) == 5
+    for sequence in (3, 4, 5):
         (tmp_path / f"{sequence:012d}.arrow").unlink()
     with pytest.raises(LogFault, match=r"000000000003\.arrow is missing"):
         log_in(tmp_path).check(3)  # the next append would start at 1 again, unread
@@ -341,6 +431,8 @@ def test_a_log_in_an_object_store_is_the_same_log(tmp_path: Path, bucket: str) -
     with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
         list(other.read(0))
     assert other.append([put("c")]) == 4
+    assert other.prune(3) == 2
+    assert set(folder.entries()) == {f"{sequence:012d}.arrow" for sequence in (3, 4)}
 
 
 def test_two_writers_of_a_log_in_an_object_store_take_different_numbers(bucket: str) -> None:
@@ -367,6 +459,6 @@ def test_a_store_that_does_not_answer_is_a_fault_of_the_log(bucket: str, monkeyp
     monkeypatch.setattr(Folder, "create", fails)
     with pytest.raises(LogFault, match=r"cannot be written \(connection refused\).*make the change again"):
         log.append([put("a")])
-    monkeypatch.setattr(Folder, "read_versioned", fails)
+    monkeypatch.setattr(Folder, "read_range", fails)
     with pytest.raises(LogFault, match=r"000000000001\.arrow cannot be read \(connection refused\)"):
         list(log.read(0))

@@ -20,9 +20,18 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.routing import blue_green, hedging
+from infembed_ray.serving.routing import blue_green, fan_out, hedging
 from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
-from infembed_ray.serving.service import Document, Query, ReadOnly, ReplicaLost, Service, Stuck
+from infembed_ray.serving.service import (
+    Document,
+    Query,
+    ReadOnly,
+    ReplicaLost,
+    Service,
+    ShardState,
+    Stuck,
+    TooManyChanges,
+)
 
 DIMENSION = 8
 PASSAGES = {f"p{i}": f"text {i}" for i in range(60)}
@@ -74,8 +83,10 @@ class OneShard:
             self.live.refresh()
         except LogFault as error:
             fault = str(error)
-        if method == "fault":
-            return fault
+        if method == "state":
+            return ShardState(fault, self.live.changed)
+        if method == "contents_many":
+            return pickle.loads(pickle.dumps([self.live.contents(keys) for keys in arguments[0]]))
         if method == "search_many":
             return pickle.loads(pickle.dumps(self.live.search_many(*arguments)))
         if method == "document":
@@ -86,7 +97,7 @@ class OneShard:
 
 class World:
     def __init__(self, root: Path, writable: bool = True) -> None:
-        log = ChangeLog(root / "changes", {"year": "integer"}, DIMENSION)
+        log = ChangeLog(root / "changes", {"year": "integer"}, DIMENSION, SHARDS)
         self.encoder, self.shards = Encoder(), []
         for number in range(SHARDS):
             ids = [id for id in PASSAGES if shard_of(id, SHARDS) == number]
@@ -94,7 +105,7 @@ class World:
             vectors = np.stack([vector(text) for text in texts])
             years = {"year": [int(id[1:]) for id in ids]}
             facts = Shard.write(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"})
-            self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, SHARDS, 0)))
+            self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, 0)))
         card = schema.Model(
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
             vocabulary=9, metadata={"year": "integer"}, writable=writable,
@@ -103,9 +114,11 @@ class World:
             fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card
         )
 
-    def play(self, scenario: Callable[[Release], Coroutine[Any, Any, None]], timeout_s: float = 20) -> None:
+    def play(
+        self, scenario: Callable[[Release], Coroutine[Any, Any, None]], timeout_s: float = 20, **options: Any
+    ) -> None:
         async def run() -> None:
-            await scenario(Release(self.spec, self.encoder, self.shards, self.encoder, timeout_s=timeout_s))
+            await scenario(Release(self.spec, self.encoder, self.shards, self.encoder, timeout_s=timeout_s, **options))
 
         asyncio.run(run())
 
@@ -220,7 +233,7 @@ def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> N
 
 
 def test_with_a_missing_shard_only_partial_searches_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blue_green, "PARTIAL_PATIENCE_S", 0.1)
+    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.1)
 
     async def scenario(release: Release) -> None:
         world.shards[2].failing = [ReplicaLost()] * 1000
@@ -296,7 +309,7 @@ def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch
 def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blue_green, "FAULT_MAX_AGE_S", 0.0)
+    monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
     document = {"id": "new", "text": "text new"}
 
     async def scenario(release: Release) -> None:
@@ -326,7 +339,7 @@ def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
 def test_a_shard_that_does_not_answer_keeps_its_last_reported_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blue_green, "FAULT_MAX_AGE_S", 0.0)
+    monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
 
     async def scenario(release: Release) -> None:
         await release.delete(["p1"])
@@ -339,3 +352,51 @@ def test_a_shard_that_does_not_answer_keeps_its_last_reported_fault(
             await release.delete(["p1"])
 
     world.play(scenario)
+
+
+def test_documents_beyond_the_limit_are_refused_and_deletions_are_not(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
+
+    async def scenario(release: Release) -> None:
+        await release.put([Document(f"n{i}", "text") for i in range(6)])
+        await release.put([Document(f"n{i}", "again") for i in range(6)])  # the same documents
+        assert await release.changed_documents() == 6 / SHARDS
+        await release.put([Document("m1", "text")])
+        await release.put([Document("m2", "text")])
+        assert caplog.text.count("documents differ from index version v1, and from 9 on documents are refused") == 1
+        await release.delete([f"p{i}" for i in range(5)])
+        with pytest.raises(TooManyChanges) as refusal:
+            await release.put([Document("n1", "text")])
+        assert refusal.value.args == (13, 9)
+        await release.delete([f"n{i}" for i in range(6)])  # which the version does not have
+        assert await release.changed_documents() == 7 / SHARDS
+        await release.put([Document("m3", "text")])
+
+    world.play(scenario, max_changed_documents=3)
+
+
+def test_over_http_a_put_beyond_the_limit_names_the_remedies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
+
+    async def scenario(release: Release) -> None:
+        app = create_app(cast(Service, release), "d", ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            documents = {"documents": [{"id": f"n{i}", "text": "text"} for i in range(9)]}
+            put = await client.put("/v1/documents", json=documents)
+            assert put.status_code == 200
+            answer = await client.put("/v1/documents", json=documents)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (507, "too_many_changes")
+            assert "9 documents differ from the index version, and at most 9 may" in error["message"]
+            assert "infembed index compact" in error["message"]
+            body = {"query": "text", "top_k": 9, "min_sequence": put.json()["sequence"]}
+            found = (await client.post("/v1/search", json=body)).json()
+            assert found["sequence"] == put.json()["sequence"] == 1
+            late = await client.post("/v1/search", json=body | {"min_sequence": 2})
+            assert (late.status_code, late.json()["error"]["param"]) == (503, "min_sequence")
+            assert "has applied the changes up to 1 only" in late.json()["error"]["message"]
+            assert late.headers["retry-after"] == "1"
+
+    world.play(scenario, timeout_s=1, max_changed_documents=3)

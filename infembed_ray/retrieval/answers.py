@@ -1,0 +1,150 @@
+"""Answers of shards to a search, and their merge.
+
+A shard answers hits with their texts, or a ranking: ids and scores in arrays, without a Python object per hit. Of many shards or
+many hits the merge drops most, so the texts of the winners are fetched after it, by key. A key names one state of a document
+for ever: a row of the immutable base, or the change that put the document. So the text that is fetched is the one that was
+scored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infembed_ray.retrieval.shards import Hit
+
+Key = tuple[int, str]
+"""One state of a document in a shard of one version: its place and its id. The place is its row in the base; or, negative,
+minus the sequence of the change that put it.
+"""
+_BEST_FIRST = [("score", "descending"), ("id", "descending")]
+
+
+@dataclass(frozen=True)
+class ShardQuery:
+    """A search request to a shard.
+
+    Attributes:
+        vectors: (n, d) float32 unit vectors.
+        k: most hits per vector.
+        filter: metadata filter, as in JSON.
+        min_sequence: least sequence of the answer; a shard that is behind answers `Behind`.
+        ranking: answer a `ShardRanking` instead of a `ShardAnswer`.
+    """
+
+    vectors: np.ndarray
+    k: int
+    filter: Mapping[str, Any] | None = None
+    min_sequence: int = 0
+    ranking: bool = False
+
+
+@dataclass(frozen=True)
+class ShardAnswer:
+    """The answer of a shard to one request.
+
+    Attributes:
+        hits: for each vector, by (score, id), descending.
+        sequence: the answer includes all changes up to this one, and none after it.
+    """
+
+    hits: list[list[Hit]]
+    sequence: int
+
+    def part(self, start: int, end: int) -> ShardAnswer:
+        """The answer to the vectors from `start` to `end`."""
+        return ShardAnswer(self.hits[start:end], self.sequence)
+
+
+@dataclass(frozen=True)
+class ShardRanking:
+    """The answer of a shard to one request, without texts: m hits, those of each vector by (score, id), descending.
+
+    Attributes:
+        ends: end of the hits of each vector.
+        ids: m ids.
+        scores: (m,) float32.
+        places: (m,) int64, as in `Key`.
+        sequence: as in `ShardAnswer`.
+    """
+
+    ends: Sequence[int]
+    ids: pa.Array
+    scores: np.ndarray
+    places: np.ndarray
+    sequence: int
+
+    def hits_of(self, vector: int) -> slice:
+        """The hits of a vector."""
+        return slice(self.ends[vector - 1] if vector else 0, self.ends[vector])
+
+    def part(self, start: int, end: int) -> ShardRanking:
+        """The answer to the vectors from `start` to `end`."""
+        first = self.ends[start - 1] if start else 0
+        ends = [last - first for last in self.ends[start:end]]
+        hits = np.arange(first, first + (ends[-1] if ends else 0))
+        ids = self.ids.take(pa.array(hits))  # a slice would be pickled with the rest
+        return ShardRanking(ends, ids, self.scores[hits], self.places[hits], self.sequence)
+
+
+class Behind(Exception):
+    """A shard has not applied the changes that a search asks for; the argument is its sequence."""
+
+
+class Merged(NamedTuple):
+    """The best hits of one vector over several rankings, by (score, id), descending.
+
+    Attributes:
+        ids, scores: of k hits.
+        rankings, places: the ranking of each hit, and its place, as in `Key`.
+    """
+
+    ids: list[str]
+    scores: list[float]
+    rankings: list[int]
+    places: list[int]
+
+
+def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
+    """Merge the hits of several shards for one vector: the best `k` by (score, id), descending."""
+    return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
+
+
+def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int) -> Merged:
+    """As `merge`, of rankings."""
+    parts = [ranking.hits_of(vector) for ranking in rankings]
+    both = list(zip(rankings, parts, strict=True))
+    scores = np.concatenate([ranking.scores[part] for ranking, part in both])
+    places = np.concatenate([ranking.places[part] for ranking, part in both])
+    ids = pa.concat_arrays([ranking.ids[part] for ranking, part in both])
+    chosen = best(scores, k, ids)
+    ends = np.cumsum([part.stop - part.start for part in parts])
+    numbers = np.searchsorted(ends, chosen, side="right")
+    names = ids.take(pa.array(chosen)).to_pylist()
+    return Merged(names, scores[chosen].tolist(), numbers.tolist(), places[chosen].tolist())
+
+
+def best(scores: np.ndarray, k: int, ids: pa.Array) -> np.ndarray:
+    """Positions of the best `k` by (score, id), descending.
+
+    Args:
+        scores: (m,) finite numbers.
+        k: most positions.
+        ids: m ids.
+    """
+    chosen = np.arange(len(scores))
+    if len(scores) > k:
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        chosen = np.flatnonzero(scores >= least)
+    chosen = chosen[np.argsort(-scores[chosen], kind="stable")]
+    ordered = scores[chosen]
+    if (ordered[1:] == ordered[:-1]).any():
+        table = pa.table({"score": ordered, "id": ids.take(pa.array(chosen))})
+        chosen = chosen[pc.sort_indices(table, sort_keys=_BEST_FIRST).to_numpy()]
+    return chosen[:k]

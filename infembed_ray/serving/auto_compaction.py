@@ -1,0 +1,132 @@
+"""Automatic compaction: `infembed serve` compacts the index that it serves when many documents have changed.
+
+The compaction runs in the background, as tasks of the cluster, while the API serves. Then the API switches to the next version
+(blue/green). Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
+left alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from infembed_ray.config.retrieval import CompactSettings
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.places import address, place_of
+from infembed_ray.progress import say
+from infembed_ray.serving import startup
+from infembed_ray.serving.address import served_fingerprint
+from infembed_ray.serving.plan import Plan
+from infembed_ray.storage import find_input
+
+LOOK_S = 10.0
+"""Seconds between two counts of the changed documents."""
+RETRY_S = 600.0
+"""Seconds until the next attempt after one that failed."""
+KEPT_VERSIONS = 2
+
+
+def compacted(settings: CompactSettings) -> str:
+    """Compact an index; return the place of the next version."""
+    from infembed_ray.retrieval.distributed import compact  # imports torch
+
+    return compact(settings).address
+
+
+class AutoCompaction:
+    """Compacts the index of a plan, and of the plans that follow from it.
+
+    Args:
+        plan: what is served.
+        changed: returns the mean number of documents per shard that differ from the served version.
+        switch: switches the API to another plan.
+        compact: publishes the next version and returns its place.
+
+    Attributes:
+        plan: what is served now.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        changed: Callable[[], float],
+        switch: Callable[[Plan], None],
+        compact: Callable[[CompactSettings], str] = compacted,
+    ) -> None:
+        self.plan = plan
+        self._changed = changed
+        self._compact = compact
+        self._switch = switch
+        self._next_look = time.monotonic() + LOOK_S
+        self._running: threading.Thread | None = None
+        self._published: str | None = None
+
+    def look(self) -> None:
+        """Start a compaction if one is due; switch the API once it has ended. Call this about every second."""
+        try:
+            if self._running is None:
+                self._start_if_due()
+            elif not self._running.is_alive():
+                self._running = None
+                self._switch_to_published()
+        except Exception as error:  # any: the API goes on as it is
+            self._failed("the API was not switched", error)
+
+    def _start_if_due(self) -> None:
+        limit = self.plan.settings.compact_at
+        if limit is None or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_S
+        if not self._serves() or (changed := self._changed()) < limit:
+            return
+        base = self.plan.index.index
+        latest = find_input(address(place_of(base).parent), "index")
+        if latest.name != place_of(base).name:  # publishing the next version would replace it
+            raise InputError(f"index={base}: {latest.name} is the latest; run `infembed serve` to switch to it")
+        say(f"serve: {changed:.0f} documents per shard have changed: compacting the index (compact_at={limit})")
+        self._running = threading.Thread(target=self._run, args=(base,), name="compaction", daemon=True)
+        self._running.start()
+
+    def _run(self, base: str) -> None:
+        startup.lower_priority()
+        settings = self.plan.settings
+        try:
+            self._published = self._compact(
+                CompactSettings(index=base, cpus_per_shard=settings.cpus_per_shard, keep_versions=KEPT_VERSIONS)
+            )
+        except Exception as error:
+            self._failed("the compaction failed", error)
+
+    def _switch_to_published(self) -> None:
+        published, self._published = self._published, None
+        if published is None or not self._serves():
+            return
+        settings = self.plan.settings.model_copy(update={"index": published})
+        plan = startup.in_background(lambda: Plan.resolve(settings))
+        self._switch(plan)
+        self.plan = plan
+
+    def _serves(self) -> bool:
+        """Whether the API still serves the plan: another command may have replaced it."""
+        return served_fingerprint(self.plan.url) == self.plan.release.fingerprint
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._next_look = time.monotonic() + RETRY_S
+        reason = str(error) if isinstance(error, InputError) else in_one_line(error)
+        say(f"serve: {what} ({reason}); the API goes on with the served version, next attempt in {RETRY_S:.0f} s")
+
+
+def wait_for_interrupt(each_second: Callable[[], None]) -> None:
+    """Wait for SIGINT or SIGTERM; call a function about every second meanwhile."""
+    interrupted = threading.Event()
+    previous = {
+        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not interrupted.wait(1):  # handlers run here, also for a signal that another thread received
+            each_second()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,228 @@
+"""Fan-out of a search to the shards of an index, in one phase or two, and the merge of their answers. No Ray.
+
+In one phase every shard answers its hits with their texts. Of many shards or many hits the merge drops most of them, so in two
+phases the shards answer ids and scores, and those that have winners are asked for their texts. Texts are cached by `Key`, which
+names one state of a document for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from infembed_ray.retrieval.answers import Behind, Key, Merged, ShardQuery, merge, merge_rankings
+from infembed_ray.retrieval.shards import Content
+from infembed_ray.serving.routing.hedging import HedgedCalls
+from infembed_ray.serving.routing.micro_batching import MicroBatcher
+from infembed_ray.serving.schema import Metadata, SearchHit
+from infembed_ray.serving.service import NotApplied, ReplicaLost
+
+T = TypeVar("T")
+
+MAX_BATCH_QUERIES = 64
+"""Queries in one call to a shard."""
+MAX_BATCH_KEYS = 1024
+"""Documents in one call to a shard."""
+CALLS_PER_SHARD = 2
+"""Calls in flight per replica of a shard."""
+CONTENTS_PER_CALL = 900
+"""Texts that cost the ingress as much CPU as one more call to a shard, 1.45 ms (benchmarks/fan_out.py): two phases pay if they
+leave out more for each call."""
+CACHED_CHARACTERS = 1 << 25
+"""Most characters of cached texts in an ingress replica."""
+PARTIAL_PATIENCE_S = 1.0
+"""How long a search that may be partial waits for the other shards after the first has answered."""
+BEHIND_PAUSE_S = 0.05
+"""Pause before a shard that has not applied `min_sequence` is asked again."""
+
+
+class Deployment(Protocol):
+    """Calls a method of one of a deployment's replicas.
+
+    Raises `ReplicaLost` if the replica is lost, `QueueFull` if all replicas are full, else what the method raised.
+    """
+
+    def __call__(self, method: str, *arguments: Any) -> Awaitable[Any]: ...
+
+
+class Ranked(NamedTuple):
+    """The merged hits of every vector of a query, the least sequence of the answers, and the shards that did not answer."""
+
+    results: list[list[SearchHit]]
+    sequence: int
+    missing: list[str]
+
+
+class FanOut:
+    """Searches the shards of one index version. All calls come from one event loop.
+
+    Args:
+        shards: by name; each has `search_many(list[ShardQuery])` and `contents_many(list[list[Key]])`, which return one
+            answer or exception per item.
+        replicas: largest number of replicas per shard; with two or more, slow calls are hedged.
+        max_wait_s: see `MicroBatcher`.
+    """
+
+    def __init__(self, shards: Mapping[str, Deployment], *, replicas: int, max_wait_s: float) -> None:
+        self._names = list(shards)
+        self._cached = _Cache(CACHED_CHARACTERS)
+
+        def batched(shard: Deployment, method: str, most: int, weigh: Callable[[Any], int]) -> MicroBatcher[Any, Any]:
+            calls = HedgedCalls(is_lost, hedged=replicas > 1)
+            return MicroBatcher(
+                partial(_call, calls, shard, method),
+                max_calls=CALLS_PER_SHARD * replicas,
+                max_weight=most,
+                weigh=weigh,
+                max_wait_s=max_wait_s,
+            )
+
+        self._search = [
+            batched(shard, "search_many", MAX_BATCH_QUERIES, lambda query: len(query.vectors))
+            for shard in shards.values()
+        ]
+        self._fetch = [batched(shard, "contents_many", MAX_BATCH_KEYS, len) for shard in shards.values()]
+
+    async def search(self, query: ShardQuery, deadline: float, allow_partial: bool) -> Ranked:
+        """Search all shards and merge their hits.
+
+        Args:
+            query: its `ranking` is set here.
+            deadline: by the event loop's time.
+            allow_partial: answer without shards that do not, if at least one does.
+
+        Raises:
+            NotApplied: a shard has not applied `min_sequence` by the deadline.
+            Exception: of a shard that did not answer.
+        """
+        query = replace(query, ranking=self._in_two_phases(query))
+        calls = {number: self._search_shard(number, query, deadline) for number in range(len(self._names))}
+        answers, error = await _ask(calls, allow_partial)
+        while answers:
+            lost: set[int] = set()
+            if query.ranking:
+                merged = [merge_rankings(list(answers.values()), n, query.k) for n in range(len(query.vectors))]
+                results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
+            else:
+                by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
+                results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
+            if not lost:
+                missing = [name for number, name in enumerate(self._names) if number not in answers]
+                return Ranked(results, min(answer.sequence for answer in answers.values()), missing)
+            answers = {number: answer for number, answer in answers.items() if number not in lost}
+        raise error or ReplicaLost()
+
+    def _in_two_phases(self, query: ShardQuery) -> bool:
+        shards, wanted = len(self._names), len(query.vectors) * query.k
+        return wanted * (shards - 1) > CONTENTS_PER_CALL * min(shards, wanted)
+
+    async def _search_shard(self, number: int, query: ShardQuery, deadline: float) -> Any:
+        """Search one shard; wait until it has applied the sequence that the query asks for."""
+        while True:
+            try:
+                return await self._search[number](query, deadline)
+            except Behind as behind:
+                if now() + BEHIND_PAUSE_S > deadline:
+                    raise NotApplied(query.min_sequence, self._names[number], behind.args[0]) from behind
+                await asyncio.sleep(BEHIND_PAUSE_S)
+
+    async def _hits(
+        self, shards: Sequence[int], merged: Sequence[Merged], deadline: float, allow_partial: bool
+    ) -> tuple[list[list[SearchHit]], set[int], Exception | None]:
+        """Fetch the winners' texts: the hits; or the shards that did not give theirs, and the error of one."""
+        contents: dict[tuple[int, Key], Content | None] = {}
+        asked: dict[int, list[Key]] = {}
+        for of_query in merged:
+            for winner in _keys(shards, of_query):
+                contents[winner] = self._cached.get(winner)
+        for (shard, key), content in contents.items():
+            if content is None:
+                asked.setdefault(shard, []).append(key)
+        fetched, error = await _ask(
+            {shard: self._fetch[shard](keys, deadline) for shard, keys in asked.items()}, allow_partial
+        )
+        for shard, found in fetched.items():
+            for key, content in zip(asked[shard], found, strict=True):
+                contents[shard, key] = content
+                self._cached.put((shard, key), content)
+        if lost := asked.keys() - fetched.keys():
+            return [], lost, error
+        results = []
+        for of_query in merged:
+            ranking = zip(of_query.ids, of_query.scores, _keys(shards, of_query), strict=True)
+            results.append([_hit(id, score, *contents[winner]) for id, score, winner in ranking])  # type: ignore[misc]
+        return results, set(), None
+
+
+class _Cache:
+    """Least recently used texts and metadata of documents, up to a number of characters."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._size = 0
+        self._entries: OrderedDict[tuple[int, Key], Content] = OrderedDict()
+
+    def get(self, key: tuple[int, Key]) -> Content | None:
+        """Return an entry, if it is there."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: tuple[int, Key], content: Content) -> None:
+        """Add an entry; the least recently used ones make room."""
+        if key not in self._entries:
+            self._entries[key] = content
+            self._size += len(content[0])
+        while self._size > self._most:
+            _, (text, _) = self._entries.popitem(last=False)
+            self._size -= len(text)
+
+
+def now() -> float:
+    """Return the event loop's time."""
+    return asyncio.get_running_loop().time()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an exception means that a replica was lost."""
+    return isinstance(error, ReplicaLost)
+
+
+async def _call(calls: HedgedCalls, shard: Deployment, method: str, items: Sequence[Any], deadline: float) -> Any:
+    return await calls(lambda: shard(method, items), deadline - now())
+
+
+async def _ask(calls: Mapping[int, Awaitable[T]], allow_partial: bool) -> tuple[dict[int, T], Exception | None]:
+    """Answers by shard. If partial answers are allowed, those of the shards that answered, and an error of the others."""
+    if not allow_partial:
+        return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True)), None
+    tasks = {number: asyncio.ensure_future(call) for number, call in calls.items()}
+    if not tasks:
+        return {}, None
+    try:
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks.values(), timeout=PARTIAL_PATIENCE_S)
+        errors = [task.exception() for task in tasks.values() if task.done() and not task.cancelled()]
+        answered = {n: task.result() for n, task in tasks.items() if _succeeded(task)}
+        return answered, next((error for error in errors if isinstance(error, Exception)), None)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+
+
+def _succeeded(task: asyncio.Future[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _keys(shards: Sequence[int], merged: Merged) -> Iterator[tuple[int, Key]]:
+    """The shard and the key of each winner."""
+    for ranking, place, id in zip(merged.rankings, merged.places, merged.ids, strict=True):
+        yield shards[ranking], (place, id)
+
+
+def _hit(id: str, score: float, text: str, metadata: Mapping[str, Metadata]) -> SearchHit:
+    return SearchHit(id=id, score=score, text=text, metadata=metadata)

@@ -1,0 +1,233 @@
+"""Searches over many shards in one phase and in two, against brute force."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
+from infembed_ray.serving.encoder.batching import QueueFull
+from infembed_ray.serving.routing import fan_out
+from infembed_ray.serving.routing.fan_out import FanOut, Ranked
+from infembed_ray.serving.service import NotApplied, ReplicaLost
+from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.vectors import unit_vectors
+
+SHARDS = 4
+BASE = [document(f"d{n}", n, 2018 + n % 5) for n in range(80)]
+QUERIES = unit_vectors(3, DIMENSION, seed=1)
+
+
+class Deployment:
+    """Replicas of one shard; raises `failing` at the methods that it names."""
+
+    def __init__(self, live: LiveShard) -> None:
+        self.live = live
+        self.calls: Counter[str] = Counter()
+        self.failing: dict[str, Exception] = {}
+        self.before: Callable[[str], None] = lambda method: None
+
+    async def __call__(self, method: str, items: Any) -> Any:
+        self.calls[method] += 1
+        await asyncio.sleep(0)
+        self.before(method)
+        if method in self.failing:
+            raise self.failing[method]
+        if method == "search_many":
+            answers: Any = self.live.search_many(items)
+        else:
+            answers = [self.live.contents(keys) for keys in items]
+        return pickle.loads(pickle.dumps(answers))
+
+
+class World:
+    def __init__(self, root: Path) -> None:
+        self.oracle = Oracle(BASE)
+        self.log = ChangeLog(root / "changes", METADATA, DIMENSION, SHARDS)
+        shards = open_live(root / "v1", write_shards(root / "v1", BASE, SHARDS), root / "changes")
+        self.shards = [Deployment(shard) for shard in shards]
+
+    def change(self, *changes: Any) -> None:
+        self.oracle.apply(changes)
+        self.log.append(changes)
+
+    def refresh(self) -> None:
+        for shard in self.shards:
+            shard.live.refresh()
+
+    def calls(self, method: str) -> int:
+        return sum(shard.calls[method] for shard in self.shards)
+
+    def play(self, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        async def run() -> None:
+            named = {f"s{n}": shard for n, shard in enumerate(self.shards)}
+            fan = FanOut(named, replicas=1, max_wait_s=5)
+
+            async def search(k: int = 10, partial: bool = False, timeout_s: float = 5, **options: Any) -> Ranked:
+                return await fan.search(ShardQuery(QUERIES, k, **options), fan_out.now() + timeout_s, partial)
+
+            await scenario(search)
+
+        asyncio.run(run())
+
+    def check(self, ranked: Ranked, k: int, sequence: int | None = None) -> None:
+        for hits, query in zip(ranked.results, QUERIES, strict=True):
+            self.oracle.check(hits, query, k, ranked.sequence if sequence is None else sequence)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def two_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan_out, "CONTENTS_PER_CALL", 0)
+
+
+@pytest.mark.parametrize("contents_per_call", [0, 10**9])
+def test_both_ways_give_the_best_of_all_shards(
+    world: World, monkeypatch: pytest.MonkeyPatch, contents_per_call: int
+) -> None:
+    monkeypatch.setattr(fan_out, "CONTENTS_PER_CALL", contents_per_call)
+    world.change(*(document(f"d{n}", 500 + n, 2020) for n in range(0, 100, 3)), Delete("d1"))
+    world.refresh()
+
+    async def scenario(search: Any) -> None:
+        for k in (1, 7, 40, 1000):
+            ranked = await search(k)
+            world.check(ranked, k)
+            assert (ranked.sequence, ranked.missing) == (1, [])
+
+    world.play(scenario)
+    assert (world.calls("contents_many") > 0) == (contents_per_call == 0)
+
+
+def test_few_hits_of_few_shards_take_one_phase_and_many_take_two(world: World) -> None:
+    async def scenario(search: Any) -> None:
+        await search(10)
+        assert world.calls("contents_many") == 0
+        await search(1000)
+        assert world.calls("contents_many") == SHARDS
+
+    world.play(scenario)
+
+
+@pytest.mark.usefixtures("two_phases")
+def test_winners_seen_before_are_not_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(search: Any) -> None:
+        first = await search(10)
+        fetched = world.calls("contents_many")
+        assert (await search(10)).results == first.results
+        assert world.calls("contents_many") == fetched
+        winner = first.results[0][0].id
+        world.change(document(winner, 999, text="replaced"))
+        world.refresh()
+        world.check(await search(80), 80)  # the cached text of its earlier state is not used
+
+    world.play(scenario)
+    monkeypatch.setattr(fan_out, "CACHED_CHARACTERS", 20)  # the text of two documents
+    world.play(scenario_of_a_small_cache(world))
+
+
+def scenario_of_a_small_cache(world: World) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    async def scenario(search: Any) -> None:
+        for _ in range(3):
+            world.check(await search(10), 10)
+
+    return scenario
+
+
+@pytest.mark.usefixtures("two_phases")
+def test_texts_are_those_that_were_scored_although_documents_change_between_the_phases(world: World) -> None:
+    world.change(*(document(f"d{n}", 500 + n, 2020) for n in range(40)))
+    world.refresh()
+
+    def change(method: str) -> None:
+        if method == "contents_many" and len(world.oracle.states) == 2:
+            world.change(*(document(f"d{n}", 900 + n, 2021) for n in range(30)), Delete("d35"), Delete("d70"))
+            world.refresh()
+
+    for shard in world.shards:
+        shard.before = change
+
+    async def scenario(search: Any) -> None:
+        ranked = await search(80)
+        assert (ranked.sequence, len(world.oracle.states)) == (1, 3)
+        world.check(ranked, 80)
+        world.check(await search(80), 80, sequence=2)
+
+    world.play(scenario)
+
+
+@pytest.mark.usefixtures("two_phases")
+def test_a_shard_lost_between_the_phases_is_treated_as_one_lost_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.2)
+
+    async def scenario(search: Any) -> None:
+        world.shards[2].failing = {"search_many": QueueFull(1.0)}
+        before = await search(10, partial=True)
+        world.shards[2].failing = {"contents_many": QueueFull(1.0)}
+        with pytest.raises(QueueFull):
+            await search(10)
+        between = await search(10, partial=True)
+        assert between.missing == before.missing == ["s2"]
+        assert between.results == before.results
+        assert [len(hits) for hits in between.results] == [10] * len(QUERIES)
+        for shard in world.shards:
+            shard.failing = {"contents_many": QueueFull(1.0)}
+        with pytest.raises(QueueFull):
+            await search(80, partial=True)
+
+    world.play(scenario)
+
+
+def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World) -> None:
+    async def scenario(search: Any) -> None:
+        waiting = asyncio.ensure_future(search(10, min_sequence=2))
+        await asyncio.sleep(0.1)
+        world.change(document("d1", 600))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        world.change(document("new", 601))
+        ranked = await asyncio.wait_for(waiting, 5)
+        assert ranked.sequence >= 2
+        world.check(ranked, 10)
+        with pytest.raises(NotApplied) as refusal:
+            await search(10, min_sequence=9, timeout_s=0.3)
+        assert (refusal.value.args[0], refusal.value.args[2]) == (9, 2)
+
+    world.play(scenario)
+
+
+def test_a_shard_that_is_behind_is_missing_in_a_partial_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.2)
+    world.change(document("d1", 600))
+
+    async def scenario(search: Any) -> None:
+        monkeypatch.setattr(world.shards[1].live, "refresh", lambda: False)
+        ranked = await search(10, partial=True, min_sequence=1)
+        assert (ranked.missing, ranked.sequence) == (["s1"], 1)
+        world.shards[1].failing = {"search_many": ReplicaLost()}
+
+    world.play(scenario)
+
+
+def test_the_score_of_a_hit_is_a_plain_number(world: World) -> None:
+    async def scenario(search: Any) -> None:
+        ranked = await search(3)
+        assert all(type(hit.score) is float for hits in ranked.results for hit in hits)
+        assert np.all(np.diff([hit.score for hit in ranked.results[0]]) <= 0)
+
+    world.play(scenario)

@@ -1,0 +1,139 @@
+"""Automatic compaction with a stand-in API; `test_distributed` runs it on a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infembed_ray.config.retrieval import CompactSettings
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.serving import auto_compaction
+from infembed_ray.serving.auto_compaction import AutoCompaction
+from infembed_ray.serving.plan import Plan
+from infembed_ray.storage import Step
+
+
+class Api:
+    """What the commands of a machine see of an API: which version it serves, and how many documents changed."""
+
+    def __init__(self, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.output = output
+        self.changed = 0.0
+        self.compacted: list[CompactSettings] = []
+        self.fault: Exception | None = None
+        first = self.publish("one")
+        self.served = first.name
+        monkeypatch.setattr(auto_compaction, "served_fingerprint", lambda url: self.served)
+        monkeypatch.setattr(Plan, "resolve", lambda settings: plan_of(settings))
+        monkeypatch.setattr(auto_compaction, "LOOK_S", 0.0)
+        self.automatic = AutoCompaction(
+            plan_of(ServeSettings(index=str(first), compact_at=10)), lambda: self.changed, self.switch, self.compact
+        )
+
+    def publish(self, content: str) -> Path:
+        step = Step("index", ServeSettings(index=""), str(self.output), {}, {"content": content})
+        with step.publish():
+            pass
+        return step.path
+
+    def compact(self, settings: CompactSettings) -> str:
+        self.compacted.append(settings)
+        if self.fault is not None:
+            raise self.fault
+        return str(self.publish(f"compacted {len(self.compacted)}"))
+
+    def switch(self, plan: Any) -> None:
+        self.served = plan.release.fingerprint
+        self.changed = 0
+
+    def look_until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not done():
+            assert time.monotonic() < deadline
+            self.automatic.look()
+            time.sleep(0.01)
+
+
+def plan_of(settings: ServeSettings) -> Any:
+    name = Path(settings.index).name
+    return SimpleNamespace(
+        settings=settings,
+        index=SimpleNamespace(index=settings.index),
+        release=SimpleNamespace(fingerprint=name),
+        url="http://127.0.0.1:1",
+    )
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Api:
+    return Api(tmp_path / "index", monkeypatch)
+
+
+def test_the_api_switches_to_the_compacted_version_once_enough_documents_have_changed(api: Api) -> None:
+    first = api.served
+    api.changed = 9.5
+    for _ in range(5):
+        api.automatic.look()
+    assert (api.compacted, api.served) == ([], first)
+    api.changed = 10
+    api.look_until(lambda: api.served != first)
+    (asked,) = api.compacted
+    assert (Path(asked.index).name, asked.keep_versions, asked.cpus_per_shard) == (first, 2, 0.1)
+    assert api.automatic.plan.release.fingerprint == api.served
+    second = api.served
+    api.changed = 10
+    api.look_until(lambda: api.served != second)
+    assert Path(api.compacted[1].index).name == second
+
+
+def test_a_failure_is_reported_and_tried_again_later(
+    api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(auto_compaction, "RETRY_S", 0.2)
+    first, api.changed = api.served, 10
+    api.fault = InputError("recall_floor=0.95: too high")
+    api.look_until(lambda: len(api.compacted) == 2)
+    assert "serve: the compaction failed (recall_floor=0.95: too high); the API goes on" in capsys.readouterr().out
+    assert api.served == first
+    api.fault = None
+    api.look_until(lambda: api.served != first)
+
+
+def test_a_failed_switch_leaves_the_api_as_it_is(
+    api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(plan: Any) -> None:
+        raise RuntimeError("no resources")
+
+    first, api.changed = api.served, 10
+    monkeypatch.setattr(api.automatic, "_switch", fails)
+    api.look_until(lambda: "the API was not switched" in capsys.readouterr().out)
+    assert (api.served, api.automatic.plan.release.fingerprint) == (first, first)
+
+
+def test_another_release_or_a_newer_latest_version_is_left_alone(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.changed = 10
+    first, api.served = api.served, "that of another command"
+    for _ in range(3):
+        api.automatic.look()
+    assert api.compacted == []
+    api.served = first
+    newer = api.publish("another corpus")
+    for _ in range(3):
+        api.automatic.look()
+    assert api.compacted == []
+    assert f"{newer.name} is the latest; run `infembed serve`" in capsys.readouterr().out
+
+
+def test_null_turns_it_off(api: Api) -> None:
+    api.changed = 1e9
+    api.automatic.plan = plan_of(api.automatic.plan.settings.model_copy(update={"compact_at": None}))
+    for _ in range(3):
+        api.automatic.look()
+    assert api.compacted == []
