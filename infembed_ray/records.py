@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -203,7 +204,7 @@ def _checked(file: Place, seen: set[str], row: type[Row], name: str, columns: Ma
     of_file = split_of(file) if "split" in {f.name for f in fields(row)} else None
     for number, values in enumerate(raw_rows(file, name), start=1):
         names = names or mapping(values, row, file, name, columns)
-        taken = {ours: _text(values.get(theirs)) for ours, theirs in names.items()}
+        taken = {ours: None if (v := values.get(theirs)) is None else str(v) for ours, theirs in names.items()}
         if of_file is not None and taken.get("split") is None:
             taken["split"] = of_file
         if "id" not in names:
@@ -285,16 +286,12 @@ def _required(row: type[Seed | Record | Passage]) -> list[str]:
     return [f.name for f in fields(row) if f.name not in optional]
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
+def raw_rows(path: Place, name: str, some: Iterable[bytes] | None = None, after: int = 0) -> Iterator[dict[str, Any]]:
     """Stream the rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file, in bounded memory.
 
     Args:
-        path: the file.
         name: setting of the path, for error messages.
+        some: lines of a JSONL file, after `after` others, to read in place of the file.
 
     Raises:
         InputError: unknown format, or the file is damaged; the message names the line or row.
@@ -306,7 +303,7 @@ def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
         )
     with errors_at(path, name):
         try:
-            yield from reader(path, name)
+            yield from (reader(path, name) if some is None else _json_lines(path, name, map(bytes.decode, some), after))
         except pa.ArrowException as error:
             kind = "Arrow" if path.suffix == ".arrow" else "Parquet"
             raise InputError(
@@ -346,9 +343,9 @@ def _json_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
     yield from _json_array(path, name) if array else _json_lines(path, name)
 
 
-def _json_lines(path: Place, name: str) -> Iterator[dict[str, Any]]:
-    with _open_text(path) as stream:
-        for number, line in enumerate(stream, start=1):
+def _json_lines(path: Place, name: str, some: Iterable[str] | None = None, after: int = 0) -> Iterator[dict[str, Any]]:
+    with _open_text(path) if some is None else nullcontext(some) as stream:
+        for number, line in enumerate(stream, start=after + 1):
             if not line.strip():
                 continue
             try:

@@ -301,7 +301,9 @@ class LiveShard:
         if passages.column("id").num_chunks > _MAX_CHUNKS:
             passages = passages.combine_chunks()
         vectors = put.column(VECTOR).combine_chunks().flatten().to_numpy().reshape(-1, self._log.dimension)
-        store = _extended(before.store, len(before.live), vectors)
+        store = _extended(
+            before.store, len(before.live), vectors.astype(self.base.precision)
+        )  # as compaction stores them
         return _without_dead_rows(_Snapshot(sequence, keep, passages, store, live, rows))
 
 
