@@ -128,7 +128,7 @@ def test_values_and_columns_may_be_missing(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from infembed_ray.retrieval import spool
+from infembed_ray.retrieval import pieces, spool
 spool.SPOOL_BYTES = 1 << 20
 small, large, directory = map(Path, sys.argv[1:])
 peaks = []
@@ -142,9 +142,9 @@ print(peaks[1] - peaks[0])
 @pytest.mark.integration
 def test_reading_takes_no_more_memory_for_a_larger_corpus(tmp_path: Path) -> None:
     text = "word " * 120
-    small = write_lines(tmp_path / "small.jsonl", ({"id": f"p{i}", "text": text} for i in range(5_000)))
-    large = write_lines(tmp_path / "large.jsonl", ({"id": f"p{i}", "text": text} for i in range(40_000)))
-    assert large.stat().st_size > 20 << 20
+    small = write_lines(tmp_path / "small.jsonl", ({"id": f"p{i}", "text": text} for i in range(20_000)))
+    large = write_lines(tmp_path / "large.jsonl", ({"id": f"p{i}", "text": text} for i in range(80_000)))
+    assert large.stat().st_size > 40 << 20
     command = [sys.executable, "-c", MEASURE, str(small), str(large), str(tmp_path / "spool")]
     grown = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     assert int(grown) < 12  # MiB

@@ -142,9 +142,7 @@ def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
     rows, rows_at_once = 2000, 100
     work = Work(Folder.open(f"{bucket}/chunk", "output"))
     table = pa.table({"id": [f"{i:05d}" for i in range(rows)], "text": ["x" * 1000] * rows}, schema=schema({}))
-    work.write_sorted(
-        0, table.schema, (table.slice(start, rows_at_once) for start in range(0, rows, rows_at_once)), None
-    )
+    work.write_sorted(0, table.schema, (table.slice(start, rows_at_once) for start in range(0, rows, rows_at_once)))
     read: list[int] = []
 
     class Counted:
