@@ -36,6 +36,7 @@ from infembed_ray.serving.arguments import (
 )
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
+from infembed_ray.serving.probes import read_probes
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
@@ -72,6 +73,8 @@ class Plan:
 
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)
+        if settings.canary.probes is not None:
+            read_probes(settings.canary.probes)
         index = Index.describe(settings.index)
         if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
             for shard in index.facts.shards:
