@@ -102,7 +102,7 @@ def shard(directory: Path, name: str, passages: list[str], vectors: np.ndarray) 
     if not saved.is_file():
         began = time.perf_counter()
         ids = [f"{name}-{row:07d}" for row in range(len(vectors))]
-        facts = Shard.write(directory / name, ids, passages, vectors)
+        facts = Shard.write(directory / name, ids, passages, vectors.astype(np.float16))
         print(f"{name}: {facts.factory} built in {time.perf_counter() - began:.0f} s", flush=True)
         saved.write_text(json.dumps(asdict(facts)))
     return ShardFacts.from_json(json.loads(saved.read_text()))
@@ -169,6 +169,7 @@ def main() -> None:
             "cranfield": passages,
             "large": [passages[row % len(passages)][:500] for row in range(options.passages)],
         }
+        vectors = {name: of.astype(np.float16).astype(np.float32) for name, of in vectors.items()}  # as they are stored
         collections: dict[str, Any] = {}
         for name in vectors:
             facts = shard(directory, name, of_row[name], vectors[name])

@@ -343,7 +343,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     from infembed_ray.records import data_files
     from infembed_ray.retrieval import factory, preflight
     from infembed_ray.retrieval.build import choose_build
-    from infembed_ray.retrieval.work_directory import work_root
+    from infembed_ray.retrieval.work import work_root
 
     corpus, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
@@ -361,8 +361,8 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     yield f"shards: {settings.shards} of {build.factory}, {each:,} passages each on average, {encoder.dimension} dimensions"
     assert build.factory is not None  # it was chosen, or given
     text = sum(size for file in data_files(corpus, "corpus") for size in listing(file).values())
-    shard = estimate(build.factory, encoder.dimension, each, -(-text // passages))
-    encoded = passages * encoder.dimension * _WEIGHT_BYTES
+    shard = estimate(build.factory, encoder.dimension, each, -(-text // passages), precision=settings.vectors)
+    encoded = passages * encoder.dimension * (2 if settings.vectors == "float16" else 4)
     if not more and isinstance(work, Path):
         yield require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
 

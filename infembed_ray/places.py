@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 
-from infembed_ray.object_store import Folder, convert_errors, is_uri
+from infembed_ray import durable
+from infembed_ray.object_store import Folder, convert_errors, is_uri, room
 
 _BLOCK = 1 << 20
 
@@ -45,6 +48,33 @@ def listing(place: Place) -> dict[str, int]:
         return {name: entry.size for name, entry in place.entries().items()}
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
     return {"" if file == place else file.relative_to(place).as_posix(): file.stat().st_size for file in files}
+
+
+@contextmanager
+def delivering(place: Place) -> Iterator[Path]:
+    """Give a path of this machine for a new file or directory, which is at `place` when the block ends.
+
+    In a local directory the block writes in place: with `durable.replacing`, so that a file appears whole.
+    """
+    if isinstance(place, Path):
+        if not place.parent.is_dir():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            durable.sync_directory(place.parent.parent)
+        yield place
+        return
+    with room("delivery") as directory:
+        yield directory / place.name
+        for name in listing(directory / place.name):
+            target = place / name
+            target.parent.upload(directory / place.name / name, target.name)
+
+
+def clear(place: Place) -> None:
+    """Delete all files below a directory; it need not exist."""
+    if isinstance(place, Folder):
+        place.clear()
+    else:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def place_of(value: str) -> Place:

@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -286,12 +287,12 @@ def text_of(value: Any, where: str) -> str | None:
     return None if value is None else str(value)
 
 
-def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
+def raw_rows(path: Place, name: str, some: Iterable[bytes] | None = None, after: int = 0) -> Iterator[dict[str, Any]]:
     """Stream the rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file, in bounded memory.
 
     Args:
-        path: the file.
         name: setting of the path, for error messages.
+        some: lines of a JSONL file, after `after` others, to read in place of the file.
 
     Raises:
         InputError: unknown format, or the file is damaged; the message names the line or row.
@@ -303,7 +304,7 @@ def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
         )
     with errors_at(path, name):
         try:
-            yield from reader(path, name)
+            yield from (reader(path, name) if some is None else _json_lines(path, name, map(bytes.decode, some), after))
         except pa.ArrowException as error:
             kind = "Arrow" if path.suffix == ".arrow" else "Parquet"
             raise InputError(
@@ -343,9 +344,9 @@ def _json_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
     yield from _json_array(path, name) if array else _json_lines(path, name)
 
 
-def _json_lines(path: Place, name: str) -> Iterator[dict[str, Any]]:
-    with _open_text(path) as stream:
-        for number, line in enumerate(stream, start=1):
+def _json_lines(path: Place, name: str, some: Iterable[str] | None = None, after: int = 0) -> Iterator[dict[str, Any]]:
+    with _open_text(path) if some is None else nullcontext(some) as stream:
+        for number, line in enumerate(stream, start=after + 1):
             if not line.strip():
                 continue
             try:

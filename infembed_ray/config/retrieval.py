@@ -8,6 +8,7 @@ from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
 
+Precision = Literal["float16", "float32"]
 FieldType = Literal["string", "integer", "number", "boolean", "date"]
 """Type of a metadata column; dates are ISO 8601."""
 
@@ -26,6 +27,7 @@ class IndexSettings(Settings):
     dimensions: int | None = Field(
         None, ge=1, description="dimensions of the embeddings (Matryoshka); null: the model's"
     )
+    vectors: Precision = Field("float16", description="precision of the stored vectors; float16 takes half the space")
     factory: str | None = Field(
         None,
         description="index type of all shards, as faiss.index_factory spells it; null: chosen by count, dimension and memory",
@@ -35,6 +37,9 @@ class IndexSettings(Settings):
     )
     recall_floor: float = Field(
         0.95, ge=0, le=1, description="least recall@10 against exact search; below it nothing is published"
+    )
+    reuse: bool = runtime_field(
+        True, description="take the vectors of unchanged passages from the latest version, if this encoder made them"
     )
     batch_tokens: int = runtime_field(4096, ge=64, description="padded tokens per encoding batch")
     actors: int = runtime_field(1, ge=1, description="encoding actors")

@@ -111,7 +111,7 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
     asked = refusal = None
     try:
         vectors = math.ceil(settings.passages / shards)
-        factory = factories.choose(vectors, dimension, settings.memory_gib, shards, settings.factory)
+        factory = factories.choose(vectors, dimension, settings.memory_gib, shards, settings.factory, settings.vectors)
     except InputError as error:
         refusal = str(error)
     else:
@@ -136,10 +136,11 @@ def layouts(settings: PlanIndexSettings | PlanServeSettings, dimension: int) -> 
             raise InputError(f"{name}={value}: the model has {dimension}; give as many or fewer")
     every = {settings.dimensions} if settings.dimensions else {dimension, *settings.matryoshka}
     powers = [2**power for power in range(_MAX_SHARDS.bit_length())]
+    precision = settings.vectors if isinstance(settings, PlanIndexSettings) else "float16"
     useful = [n for n in powers if n == 1 or settings.passages / n >= factories.EXACT_BELOW]
     for size in sorted(every, reverse=True):
         for shards in [settings.shards] if settings.shards else useful:
-            types = factories.candidates(math.ceil(settings.passages / shards), size)
+            types = factories.candidates(math.ceil(settings.passages / shards), size, precision)
             for factory in [settings.factory] if settings.factory else dict.fromkeys(["Flat", *types]):
                 yield factory, size, shards
 
@@ -161,7 +162,8 @@ def cheapest(options: Sequence[IndexOption]) -> int | None:
 
 
 def _option(settings: PlanIndexSettings, factory: str, dimension: int, shards: int) -> IndexOption:
-    shard = estimate(factory, dimension, math.ceil(settings.passages / shards), settings.passage_bytes)
+    vectors = math.ceil(settings.passages / shards)
+    shard = estimate(factory, dimension, vectors, settings.passage_bytes, precision=settings.vectors)
     process = cost.assumed("search_process_gib") * GIB
     need = max(shard.memory + process, shard.peak)
     obstacles = shard.obstacles(settings.recall_floor)

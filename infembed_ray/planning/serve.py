@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from infembed_ray.config.planning import PlanServeSettings
+from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.planning import cost
 from infembed_ray.planning.capacity import GIB
@@ -111,7 +112,7 @@ def plan(settings: PlanServeSettings) -> ServePlan:
     """
     if settings.gpus_per_shard:
         raise InputError(f"gpus_per_shard={settings.gpus_per_shard:g}: shards are planned on CPUs only; leave it at 0")
-    settings, measured = _with_index(settings)
+    settings, measured, precision = _with_index(settings)
     if settings.model is None:
         raise InputError("model is missing: set model=..., or index=... to a published index")
     model = EncoderShape.load(settings.model, settings.query_tokens)
@@ -121,7 +122,7 @@ def plan(settings: PlanServeSettings) -> ServePlan:
     by_kind: dict[tuple[int, str], list[ServeOption]] = {}
     for factory, dimension, shards in layouts(settings, whole):
         vectors = math.ceil(settings.passages / shards)
-        shard = estimate(factory, dimension, vectors, settings.passage_bytes, measured)
+        shard = estimate(factory, dimension, vectors, settings.passage_bytes, measured, precision)
         found = by_kind.setdefault((dimension, kind(factory)), [])
         for node, busy in itertools.product(cost.nodes(settings.node), _UTILISATIONS):
             front, search = _ingress(settings, busy), _shards(settings, busy, shard, shards, node)
@@ -132,10 +133,10 @@ def plan(settings: PlanServeSettings) -> ServePlan:
     )
 
 
-def _with_index(settings: PlanServeSettings) -> tuple[PlanServeSettings, dict[str, float]]:
-    """Take size, layout and model from the index that the settings name, and what its build measured."""
+def _with_index(settings: PlanServeSettings) -> tuple[PlanServeSettings, dict[str, float], Precision]:
+    """Take size, layout and model from the index that the settings name, what its build measured, and the vectors' precision."""
     if not settings.index:
-        return settings, {}
+        return settings, {}, "float16"
     facts = IndexFacts.read(find_input(settings.index, "index"))
     largest = max(facts.shards, key=lambda shard: shard.passages)
     own = {
@@ -145,7 +146,7 @@ def _with_index(settings: PlanServeSettings) -> tuple[PlanServeSettings, dict[st
         "factory": largest.factory,
         "model": settings.model or facts.model,
     }
-    return settings.model_copy(update=own), {**largest.search, "recall": largest.recall_at_10}
+    return settings.model_copy(update=own), {**largest.search, "recall": largest.recall_at_10}, facts.vectors
 
 
 def wait(servers: int, service: float, rate: float, tail: float) -> float:

@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
+from infembed_ray.config.retrieval import Precision
 from infembed_ray.planning.cost import assumed
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.searcher import EF_SEARCH, NEAR, NPROBE, RERANK
@@ -24,6 +27,8 @@ BUILD_THREADS = 16
 _FLOAT = 4
 _PASSAGE_OVERHEAD = 56
 """Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
+_NUMBER = {"SQfp16": 2, "SQ8": 1}
+"""Bytes of a number in FAISS's scalar quantisers."""
 _PQ_CENTROIDS = 256
 _MILLION = 10**6
 _PQ_RECALL = ((2, 0.97), (4, 0.96), (8, 0.93), (16, 0.88))
@@ -71,25 +76,32 @@ class ShardEstimate:
 
 
 def estimate(
-    factory: str, dimension: int, vectors: int, passage_bytes: int, measured: Mapping[str, float] | None = None
+    factory: str,
+    dimension: int,
+    vectors: int,
+    passage_bytes: int,
+    measured: Mapping[str, float] | None = None,
+    precision: Precision = "float16",
 ) -> ShardEstimate:
     """Estimate a shard.
 
     Args:
         passage_bytes: mean bytes of text and metadata.
         measured: `recall` and search parameters that a build found; they replace the assumptions.
+        precision: of the vectors.
 
     Raises:
         InputError: FAISS makes no such type.
     """
     found = measured or {}
-    fixed, each, has_originals, lossy = _sizes(factory, dimension)
+    fixed, each, has_originals, lossy = _sizes(factory, dimension, precision)
     memory = fixed + vectors * each
     lists = int(match[1]) if (match := re.search(r"IVF(\d+)", factory)) else 0
     rotated = re.search(r"(?:OPQ\d+_|PCAR?)(\d+)", factory)
     coded = int(rotated[1]) if rotated else dimension
     quantized, graph = "PQ" in factory, "HNSW" in factory
-    one_read = assumed("random_read_ns") + _FLOAT * coded / assumed("graph_gb_s")
+    number = next((size for name, size in _NUMBER.items() if name in factory), _FLOAT)
+    one_read = assumed("random_read_ns") + number * coded / assumed("graph_gb_s")
     graph_search = assumed("graph_reads") * math.log2(max(2, lists or vectors)) * one_read if graph else 0.0  # ns
     scanned = 0.0 if graph and not lists else vectors * each * min(1.0, found.get(NPROBE, 64) / (lists or 1))
     scan = (scanned + (0 if graph else fixed)) / assumed("pq_scan_gb_s" if quantized else "scan_gb_s")
@@ -103,7 +115,9 @@ def estimate(
         factory=factory,
         vectors=vectors,
         memory=memory,
-        disk=memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + (0 if has_originals else _FLOAT * dimension)),
+        disk=memory
+        + vectors
+        * (passage_bytes + _PASSAGE_OVERHEAD + (0 if has_originals else np.dtype(precision).itemsize * dimension)),
         recall=found.get("recall", _recall(factory, dimension, each)),
         peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
         build_hours=1e-9 * build / BUILD_THREADS / 3600,
@@ -114,11 +128,12 @@ def estimate(
 
 
 @cache  # FAISS allocates every list of an empty index
-def _sizes(factory: str, dimension: int) -> tuple[int, float, bool, bool]:
+def _sizes(factory: str, dimension: int, precision: Precision) -> tuple[int, float, bool, bool]:
     """Bytes without vectors, bytes per vector, whether it holds the vectors as they are, whether it is lossy."""
     index = factories.new(factory, dimension)
     fixed, million = (factories.index_bytes(index, count) for count in (0, _MILLION))
-    return fixed, (million - fixed) / _MILLION, factories.holds_originals(index), factories.is_lossy(index)
+    holds = factories.holds_originals(index, precision)
+    return fixed, (million - fixed) / _MILLION, holds, factories.is_lossy(index, precision)
 
 
 def _recall(factory: str, dimension: int, vector_bytes: float) -> float:
@@ -126,4 +141,4 @@ def _recall(factory: str, dimension: int, vector_bytes: float) -> float:
     if "PQ" in factory:
         code = vector_bytes - 8  # without the id
         return next((recall for most, recall in _PQ_RECALL if dimension / code <= most), 0.8)
-    return 0.97 if "IVF" in factory or "SQ" in factory else 0.98 if "HNSW" in factory else 1.0
+    return 0.97 if "IVF" in factory or "SQ8" in factory else 0.98 if "HNSW" in factory else 1.0

@@ -8,22 +8,23 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import starmap
 
 import numpy as np
 from obstore.exceptions import BaseError
 
-from infembed_ray import records
-from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.retrieval import IndexSettings, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import SCRATCH, Folder, convert_errors, is_uri, scratch
+from infembed_ray.object_store import SCRATCH, convert_errors, is_uri, scratch
 from infembed_ray.places import Place
-from infembed_ray.progress import track
+from infembed_ray.progress import say, track
 from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.corpus import BadRow, partition, partition_files, sorted_passages
+from infembed_ray.retrieval.corpus import BadRow, require_passages
 from infembed_ray.retrieval.passages import schema
+from infembed_ray.retrieval.pieces import Piece, parts_of
 from infembed_ray.retrieval.shard_files import (
     ShardFacts,
     clear_finished,
@@ -32,7 +33,8 @@ from infembed_ray.retrieval.shard_files import (
     shard_directory,
 )
 from infembed_ray.retrieval.shards import Build, build_shard
-from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of, shard_name
+from infembed_ray.retrieval.spool import partition, sorted_passages
+from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, shard_name
 
 
 @contextlib.contextmanager
@@ -61,70 +63,68 @@ def output_errors(output: str) -> Iterator[None]:
         ) from error
 
 
-def partition_corpus(corpus: Path, settings: IndexSettings, work: Work) -> list[int]:
-    """Partition the corpus, unless an interrupted run did; returns the passages of each shard."""
-    sizes = work.sizes()
-    if sizes is None:
-        work.drop_spool()
-        try:
-            with track("corpus", None) as advance, work.spool(0) as spool:
-                sizes = partition(corpus, settings.columns, settings.metadata, settings.shards, spool, advance)
-        except InputError:
-            work.delete()
-            raise
-        work.set_sizes(sizes)
+Parts = Sequence[Mapping[int, Piece]]
+Partitioned = tuple[list[int], set[str]]
+"""Passages of each shard, and the names of all columns."""
+
+
+def partition_corpus(
+    corpus: Place, settings: IndexSettings, work: Work, run: Callable[[Parts], Iterable[Partitioned]]
+) -> list[int]:
+    """Partition the corpus, unless an interrupted run did; returns the passages of each shard.
+
+    Args:
+        run: calls `partition_part` for each part, here or in tasks.
+
+    Raises:
+        InputError: see `spool.partition`; or the corpus has no rows, or none with a metadata column.
+    """
+    if (known := work.sizes()) is not None:
+        return known
+    work.delete()  # what an interrupted deletion left
+    parts = parts_of(corpus)
+    sizes, seen = [0] * settings.shards, set[str]()
+    try:
+        with track("corpus", len(parts)) as advance:
+            for counts, columns in run(parts):
+                sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
+                seen |= columns
+                advance(note=f"{sum(sizes)} passages")
+        require_passages(corpus, sizes, settings.columns, settings.metadata, seen)
+    except InputError:
+        work.delete()
+        raise
+    work.set_sizes(sizes)
     return sizes
 
 
-PARTS = 64
-"""Most parts of a corpus in an object store, which tasks read at the same time."""
+def partition_part(settings: IndexSettings, work: Work, number: int, pieces: Mapping[int, Piece]) -> Partitioned:
+    """Partition one part of a corpus; see `spool.partition`."""
+    with work.spool(number) as directory:
+        return partition(pieces, settings.columns, settings.metadata, settings.shards, directory)
 
 
-def parts_of(corpus: Folder) -> list[dict[int, Place]]:
-    """Divide the data files of a corpus in an object store; returns number -> file for each part."""
-    files = dict(enumerate(records.data_files(corpus, "corpus")))
-    parts = min(PARTS, len(files))
-    return [{number: files[number] for number in range(part, len(files), parts)} for part in range(parts)]
-
-
-def partition_part(
-    files: Mapping[int, Place], settings: IndexSettings, work: Work, part: int
-) -> tuple[list[int], set[str]]:
-    """Partition some files of a corpus.
-
-    Returns:
-        Passages of each shard, and the names of all columns.
-
-    Raises:
-        BadRow: see `partition`.
-        InputError: a file cannot be read, or a column is missing.
-    """
-    seen: set[str] = set()
-    with work.spool(part) as spool:
-        sizes = partition_files(files.items(), settings.columns, settings.metadata, settings.shards, spool, seen)
-    return sizes, seen
-
-
-def sort_shard(shard: int, files: Sequence[Place], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
-    """Sort the passages of a shard by id, unless an interrupted run did.
+def sort_shard(shard: int, parts: Parts, settings: IndexSettings, work: Work, rows_at_once: int) -> None:
+    """Sort the passages of a shard by id, and find those that the base has, unless an interrupted run did.
 
     Args:
-        files: of the corpus, for error messages.
+        parts: of the corpus, for error messages.
         rows_at_once: rows of a chunk.
 
     Raises:
         BadRow: an id is duplicate.
     """
     if not work.is_sorted(shard):
+        pieces = {number: piece for part in parts for number, piece in part.items()}
         with work.spooled(shard) as spooled:
-            tables = sorted_passages(spooled, files, settings.metadata, rows_at_once)
+            tables = sorted_passages(spooled, pieces, settings.metadata, rows_at_once)
             work.write_sorted(shard, schema(settings.metadata), tables)
 
 
 def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
     """The index type of all shards, chosen for the largest."""
     return Build(
-        factory.choose(max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory),
+        factory.choose(max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors),
         settings.memory_gib,
         settings.recall_floor,
         settings.gpus_per_shard > 0,
@@ -132,25 +132,31 @@ def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) 
     )
 
 
-def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, batch_tokens: int) -> None:
+def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings: IndexSettings) -> None:
     """Encode a chunk of a shard's passages.
 
     Raises:
         InputError: an embedding is not finite.
     """
-    rows = work.passages(chunk)
-    vectors = encoder.encode_passages(rows.column("text").to_pylist(), batch_tokens)
+    rows = work.new_passages(chunk)
+    vectors = encoder.encode_passages(rows.column("text").to_pylist(), settings.batch_tokens)
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if broken.size:
         raise InputError(
             f"model={encoder.source}: its embedding of passage {rows.column('id')[int(broken[0])]} is not finite; "
             "the weights are damaged or training diverged: give another checkpoint"
         )
-    work.write_encoded(chunk, vectors)
+    work.write_encoded(chunk, vectors.astype(settings.vectors))
 
 
 def write_shard(
-    root: Place, shard: int, work: Work, chunks: Sequence[Chunk], dimension: int, build: Build
+    root: Place,
+    shard: int,
+    work: Work,
+    chunks: Sequence[Chunk],
+    dimension: int,
+    build: Build,
+    precision: Precision,
 ) -> ShardFacts:
     """Join the vectors of a shard and build it, unless an interrupted run did.
 
@@ -162,44 +168,61 @@ def write_shard(
     if done := finished_shard(root, name):
         return done
     with shard_directory(root, name) as directory:
-        work.gather(shard, chunks, directory, dimension)
+        work.gather(shard, chunks, directory, dimension, precision)
         return mark_finished(root, name, directory, build_shard(directory, build))
 
 
-def sort_here(corpus: Path, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> None:
-    """Sort the passages of all shards by id, in this process.
+def partition_here(corpus: Place, settings: IndexSettings, work: Work) -> list[int]:
+    """Partition the corpus in this process, unless an interrupted run did; returns the passages of each shard."""
+    return partition_corpus(
+        corpus, settings, work, lambda parts: starmap(partial(partition_part, settings, work), enumerate(parts))
+    )
+
+
+def sort_here(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> list[Chunk]:
+    """Sort the passages of all shards by id, in this process; returns their chunks.
 
     Raises:
         BadRow: an id is duplicate.
     """
-    files = records.data_files(corpus, "corpus")
+    parts = parts_of(corpus)
     try:
         for shard in range(settings.shards):
-            sort_shard(shard, files, settings, work, chunk_rows(sum(sizes)))
+            sort_shard(shard, parts, settings, work, chunk_rows(sum(sizes)))
     except BadRow:
         work.delete()
         raise
     work.drop_spool()
+    return work.chunks(sizes)
+
+
+def say_reused(work: Work, chunks: Sequence[Chunk]) -> None:
+    """Say how many vectors are reused."""
+    if work.base is not None:
+        total, new = sum(chunk.count for chunk in chunks), sum(chunk.new for chunk in chunks)
+        say(
+            f"index: {new} of {total} passages are new since {work.base.root.name}; the vectors of the others are reused"
+        )
 
 
 def write_shards_here(
     encoder: InstructionEncoder,
     work: Work,
-    sizes: Sequence[int],
+    chunks: Sequence[Chunk],
     root: Place,
     build: Build,
     settings: IndexSettings,
 ) -> list[ShardFacts]:
     """Encode the sorted passages and write all shards of the index in `root`, in this process."""
-    chunks = chunks_of(sizes)
     missing = work.missing(chunks)
-    with track("encode", sum(sizes), sum(sizes) - sum(chunk.count for chunk in missing)) as advance:
+    total, left = (sum(chunk.new for chunk in some) for some in (chunks, missing))
+    with track("encode", total, total - left) as advance:
         for chunk in missing:
-            encode_chunk(encoder, work, chunk, settings.batch_tokens)
-            advance(chunk.count)
+            encode_chunk(encoder, work, chunk, settings)
+            advance(chunk.new)
     shards = []
     for shard in range(settings.shards):
         own = [chunk for chunk in chunks if chunk.shard == shard]
-        shards.append(write_shard(root, shard, work, own, encoder.dimension, build))
+        shards.append(write_shard(root, shard, work, own, encoder.dimension, build, settings.vectors))
     clear_finished(root)
     return shards

@@ -75,11 +75,12 @@ class Compaction:
         facts = IndexFacts.of_manifest(manifest, base)
         log = change_log(base, facts)
         log.check(facts.folded)
-        settings = IndexSettings.from_mapping(manifest["settings"], where=f"index={base}: settings of the build")
+        given = {**manifest["settings"], "vectors": facts.vectors}  # older versions have no such setting
+        settings = IndexSettings.from_mapping(given, where=f"index={base}: settings of the build")
         if factory not in (None, AUTO):
             factories.new(factory, facts.dimension)
-        given = {"factory": factory, "memory_gib": memory_gib, "recall_floor": recall_floor}
-        changed = {name: value if value != AUTO else None for name, value in given.items() if value is not None}
+        new = {"factory": factory, "memory_gib": memory_gib, "recall_floor": recall_floor}
+        changed = {name: value if value != AUTO else None for name, value in new.items() if value is not None}
         asked = settings.model_copy(update=changed)
         work = cls(base, manifest["identity"], facts, asked, log.last(), asked != settings)
         begun = work._begun()
@@ -156,7 +157,7 @@ class Compaction:
             columns = schema(self.facts.metadata)
             write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
             vectors = (vectors for _, vectors in live.content())
-            write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension)
+            write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension, self.facts.vectors)
             return mark_finished(root, name, directory, self._built(directory, build))
 
     def _built(self, directory: Path, build: Build) -> ShardFacts:

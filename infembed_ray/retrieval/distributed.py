@@ -1,9 +1,9 @@
 """`infembed index` and `infembed index compact` on Ray.
 
-The corpus is read once and partitioned into one file per shard, by a hash of the passage ids: by the driver, or by tasks if it
-is in an object store. Tasks sort each file by id, so the order of the rows leaves no trace. Ray Data actors encode chunks of a
-shard, each to a file of its own. One task per shard joins the vectors and builds the index. Finished files stay: an interrupted
-or failed build resumes with the missing chunks and shards, also with another index type or recall floor.
+Tasks read the corpus once, a part each, and partition it into files per shard, by a hash of the passage ids. Tasks sort each
+file by id, so the order of the rows leaves no trace. Ray Data actors encode chunks of a shard, each to a file of its own. One task
+per shard joins the vectors and builds the index. Finished files stay: an interrupted or failed build resumes with the missing
+chunks and shards, also with another index type or recall floor.
 
 For an output in an object store, tasks and actors write there; nothing passes through the driver.
 
@@ -12,42 +12,44 @@ A build starts a lineage. Changes made to the served version through the API are
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
-from infembed_ray import records
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Folder
 from infembed_ray.places import Place
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval import factory, versions
 from infembed_ray.retrieval.build import (
+    Partitioned,
+    Parts,
     choose_build,
     encode_chunk,
     output_errors,
     partition_corpus,
     partition_part,
-    parts_of,
+    say_reused,
     sort_shard,
     write_shard,
 )
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.corpus import BadRow, require_passages
+from infembed_ray.retrieval.corpus import BadRow
 from infembed_ray.retrieval.faiss_import import faiss
-from infembed_ray.retrieval.index import IndexFacts, finished, warn_of_changes
+from infembed_ray.retrieval.index import IndexFacts, counts_of, finished, reusing, warn_of_changes
+from infembed_ray.retrieval.pieces import Piece, parts_of
 from infembed_ray.retrieval.preflight import check_model, prepare
 from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_other_attempts
 from infembed_ray.retrieval.shards import Build
-from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of
-from infembed_ray.retrieval.work_directory import work_directory
+from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, work_directory
 from infembed_ray.storage import Published, find_input
 
 _MAX_BLOCKS = 4096
@@ -68,15 +70,13 @@ def run(settings: IndexSettings) -> Published:
     encoder = check_model(settings, model)
     _require_gpu_faiss("index", settings.gpus_per_shard)
     with output_errors(settings.output), work_directory(step, settings) as work:
-        if isinstance(corpus, Folder):
-            connect()
-            sizes = _partition(corpus, settings, work)
-        else:
-            sizes = partition_corpus(corpus, settings, work)
+        sizes = partition_corpus(corpus, settings, work, partial(_partition, settings, work))
         build = choose_build(settings, sizes, encoder.dimension)
         connect()
+        work = reusing(step, encoder, settings, work)
         _sort_shards(corpus, settings, work, sizes)
-        chunks = chunks_of(sizes)
+        chunks = work.chunks(sizes)
+        say_reused(work, chunks)
         with step.publish() as staging:
             root = staging.remote or staging.path.resolve()  # actors and tasks have other working directories
             what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}"
@@ -87,7 +87,7 @@ def run(settings: IndexSettings) -> Published:
             facts = IndexFacts.of_build(encoder, model, settings, shards, step.identity)
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
-            staging.counts = {"passages": facts.passages, "shards": len(shards)}
+            staging.counts = counts_of(facts, chunks)
             staging.facts = {"index": facts.as_json()}
         drop_other_attempts(step.remote, shards)
         work.delete()
@@ -132,40 +132,33 @@ def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 # ---------------------------------------------------------------------------------------------------- the corpus
 
 
-def _partition(corpus: Folder, settings: IndexSettings, work: Work) -> list[int]:
-    """Partition a corpus in an object store, one task per part, unless an interrupted run did."""
-    if (known := work.sizes()) is not None:
-        return known
-    work.drop_spool()
-    tasks = [_partition_part.remote(files, settings, work, part) for part, files in enumerate(parts_of(corpus))]
-    sizes, seen = [0] * settings.shards, set[str]()
-    try:
-        with track("corpus", len(tasks)) as advance:
-            for _, (counts, columns) in _as_completed(tasks):
-                sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
-                seen |= columns
-                advance()
-        require_passages(corpus, sizes, settings.columns, settings.metadata, seen)
-    except InputError:
-        work.delete()
-        raise
-    work.set_sizes(sizes)
-    return sizes
+def _partition(settings: IndexSettings, work: Work, parts: Parts) -> Iterator[Partitioned]:
+    """Partition the corpus, one task per part. A corpus of one part needs no cluster, so its faults are found before Ray starts."""
+    if len(parts) == 1:
+        yield partition_part(settings, work, 0, parts[0])
+        return
+    connect()
+    for _, partitioned in _as_completed([_partition_part.remote(settings, work, *part) for part in enumerate(parts)]):
+        yield partitioned
 
 
 @ray.remote(num_cpus=1)
-def _partition_part(
-    files: Mapping[int, Place], settings: IndexSettings, work: Work, part: int
-) -> tuple[list[int], set[str]]:
+def _partition_part(settings: IndexSettings, work: Work, number: int, pieces: Mapping[int, Piece]) -> Partitioned:
     with output_errors(settings.output):
-        return partition_part(files, settings, work, part)
+        unseen = next((piece.file for piece in pieces.values() if not piece.file.is_file()), None)
+        if unseen is not None:
+            raise InputError(
+                f"corpus={settings.corpus}: node {platform.node()} does not see {unseen}; give a directory that all nodes "
+                "share, or a folder of an object store"
+            )
+        return partition_part(settings, work, number, pieces)
 
 
 def _sort_shards(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> None:
     """Sort the passages of each shard by id, one task per shard."""
-    files = records.data_files(corpus, "corpus")
+    rows, parts, shared = chunk_rows(sum(sizes)), ray.put(parts_of(corpus)), ray.put(work)  # large for many files
     missing = [shard for shard in range(settings.shards) if not work.is_sorted(shard)]
-    tasks = [_sort_shard.remote(shard, files, settings, work, chunk_rows(sum(sizes))) for shard in missing]
+    tasks = [_sort_shard.remote(shard, parts, settings, shared, rows) for shard in missing]
     try:
         with track("sort", settings.shards, settings.shards - len(tasks)) as advance:
             for _ in _as_completed(tasks):
@@ -177,9 +170,9 @@ def _sort_shards(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequ
 
 
 @ray.remote(num_cpus=1)
-def _sort_shard(shard: int, files: Sequence[Place], settings: IndexSettings, work: Work, rows_at_once: int) -> None:
+def _sort_shard(shard: int, parts: Parts, settings: IndexSettings, work: Work, rows_at_once: int) -> None:
     with output_errors(settings.output):
-        sort_shard(shard, files, settings, work, rows_at_once)
+        sort_shard(shard, parts, settings, work, rows_at_once)
 
 
 # -------------------------------------------------------------------------------------------------------- vectors
@@ -188,15 +181,12 @@ def _sort_shard(shard: int, files: Sequence[Place], settings: IndexSettings, wor
 class EncodeChunk:
     """A Ray Data actor that loads the model once and encodes chunks, each to its file."""
 
-    def __init__(
-        self, work: Work, model: str, dimensions: int | None, batch_tokens: int, device: str, output: str
-    ) -> None:
+    def __init__(self, work: Work, model: str, settings: IndexSettings, device: str) -> None:
         self.work = work
-        self.batch_tokens = batch_tokens
-        self.output = output
+        self.settings = settings
         self.fault: str | None = None
         try:
-            self.encoder = InstructionEncoder.from_pretrained(model, dimensions=dimensions, device=device)
+            self.encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device=device)
         except InputError as error:  # Ray restarts an actor that raises, without end
             self.fault = str(error)
 
@@ -211,18 +201,18 @@ class EncodeChunk:
         """
         try:
             if self.fault is None:
-                with output_errors(self.output):
-                    encode_chunk(self.encoder, self.work, Chunk(**chunk), self.batch_tokens)
+                with output_errors(self.settings.output):
+                    encode_chunk(self.encoder, self.work, Chunk(**chunk), self.settings)
         except InputError as error:
             self.fault = str(error)
-        return {"passages": 0 if self.fault else int(chunk["count"]), "fault": self.fault}
+        return {"passages": 0 if self.fault else int(chunk["new"]), "fault": self.fault}
 
 
 def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSettings) -> None:
     """Encode the chunks that have no file yet."""
     missing = work.missing(chunks)
-    total = sum(chunk.count for chunk in chunks)
-    before = total - sum(chunk.count for chunk in missing)
+    total = sum(chunk.new for chunk in chunks)
+    before = total - sum(chunk.new for chunk in missing)
     with track("encode", total, before) as advance:
         if before:
             advance(0, note=f"{before} from an interrupted run")
@@ -232,7 +222,7 @@ def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSett
         items = [asdict(chunk) for chunk in missing]
         encoded = ray.data.from_items(items, override_num_blocks=min(len(items), _MAX_BLOCKS)).map(
             EncodeChunk,
-            fn_constructor_args=(work, model, settings.dimensions, settings.batch_tokens, device, settings.output),
+            fn_constructor_args=(work, model, settings, device),
             compute=ActorPoolStrategy(size=settings.actors),
             num_gpus=settings.gpus_per_actor,
         )
@@ -246,15 +236,20 @@ def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSett
 
 
 def _write_shards(
-    chunks: Sequence[Chunk], work: Work, root: Place, dimension: int, build: Build, settings: IndexSettings
+    chunks: Sequence[Chunk],
+    work: Work,
+    root: Place,
+    dimension: int,
+    build: Build,
+    settings: IndexSettings,
 ) -> list[ShardFacts]:
     """Write all shards, one task per shard; shards that an interrupted run finished stay."""
     task = _write_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
-    threads = max(1, int(settings.cpus_per_shard))
+    threads, shared = max(1, int(settings.cpus_per_shard)), ray.put(work)
     tasks = []
     for shard in range(settings.shards):
         own = [chunk for chunk in chunks if chunk.shard == shard]
-        tasks.append(task.remote(root, shard, work, own, dimension, build, threads, settings.output))
+        tasks.append(task.remote(root, shard, shared, own, dimension, build, threads, settings))
     return _collect(tasks, root)
 
 
@@ -278,11 +273,11 @@ def _write_shard(
     dimension: int,
     build: Build,
     threads: int,
-    output: str,
+    settings: IndexSettings,
 ) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
-    with output_errors(output):
-        return write_shard(root, shard, work, chunks, dimension, build)
+    with output_errors(settings.output):
+        return write_shard(root, shard, work, chunks, dimension, build, settings.vectors)
 
 
 # ----------------------------------------------------------------------------------------------------- compaction

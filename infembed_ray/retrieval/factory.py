@@ -1,8 +1,9 @@
 """Choose and build the FAISS index of a shard, by number of vectors, dimension and memory.
 
 A factory is an index type as `faiss.index_factory` spells it. The choice follows autofaiss: exact search below ten thousand
-vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and product-quantised lists
-otherwise. Candidates of quantised types are reranked by the vectors, which stay on disk.
+vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and quantised lists otherwise.
+Candidates of quantised types are reranked by the vectors, which stay on disk. Vectors of float16 are stored as they are by
+FAISS's scalar quantiser `SQfp16`, which computes scores in float32.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval.faiss_import import faiss
 
 EXACT_BELOW = 10_000
 """Vectors below which exact search is as fast as a graph."""
 HNSW_LINKS = 32
+HALF = "SQfp16"
+"""FAISS's name for vectors stored in float16."""
 EF_CONSTRUCTION = 128
 """Candidates during the construction of a graph."""
 DIMENSIONS_PER_CODE = (2, 4, 8, 16)
@@ -32,7 +36,14 @@ BLOCK = 1 << 14
 GIB = 1 << 30
 
 
-def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int = 1, given: str | None = None) -> str:
+def choose(
+    vectors: int,
+    dimension: int,
+    memory_gib: float | None,
+    shards: int = 1,
+    given: str | None = None,
+    precision: Precision = "float16",
+) -> str:
     """Choose the best type that fits the memory.
 
     Args:
@@ -40,6 +51,7 @@ def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int =
         memory_gib: most memory of a shard while it is searched; None: no limit.
         shards: of the index, for the remedies in the error message.
         given: the only type to consider; None: all.
+        precision: of the vectors.
 
     Raises:
         InputError: nothing fits.
@@ -52,7 +64,7 @@ def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int =
             f"memory_gib={memory_gib:g}: factory={given} takes {_gib(size)} GiB a shard of {vectors} vectors of {dimension} "
             "dimensions; raise memory_gib, give a smaller type, or leave factory out"
         )
-    types = candidates(vectors, dimension)
+    types = candidates(vectors, dimension, precision)
     if memory_gib is None:
         return types[0]
     sizes = {factory: memory(factory, dimension, vectors) for factory in types}
@@ -62,15 +74,15 @@ def choose(vectors: int, dimension: int, memory_gib: float | None, shards: int =
     smallest = min(sizes, key=sizes.__getitem__)
     raise InputError(
         f"memory_gib={memory_gib:g}: the smallest index of {vectors} vectors of {dimension} dimensions is {smallest} with "
-        f"{_gib(sizes[smallest])} GiB a shard; set {_what_would_fit(vectors, dimension, memory_gib, shards)}"
+        f"{_gib(sizes[smallest])} GiB a shard; set {_what_would_fit(vectors, dimension, memory_gib, shards, precision)}"
     )
 
 
-def _what_would_fit(vectors: int, dimension: int, memory_gib: float, shards: int) -> str:
+def _what_would_fit(vectors: int, dimension: int, memory_gib: float, shards: int, precision: Precision) -> str:
     """The smallest changes of settings, each of them sufficient."""
 
     def least(vectors: int, dimension: int) -> int:
-        return min(memory(factory, dimension, vectors) for factory in candidates(vectors, dimension))
+        return min(memory(factory, dimension, vectors) for factory in candidates(vectors, dimension, precision))
 
     ways = [f"memory_gib={_gib(least(vectors, dimension))}"]
     fewer = dimension // 2
@@ -92,8 +104,8 @@ def _gib(size: int) -> str:
     return f"{math.ceil(size / GIB * digits * 10) / (digits * 10):g}"
 
 
-def candidates(vectors: int, dimension: int) -> list[str]:
-    """Index types for a number of vectors, the best first, with decreasing memory."""
+def candidates(vectors: int, dimension: int, precision: Precision = "float16") -> list[str]:
+    """Index types for a number of vectors of a precision, the best first, with decreasing memory."""
     if vectors < EXACT_BELOW:
         return ["Flat"]
     lists = centroids(vectors)
@@ -102,7 +114,10 @@ def candidates(vectors: int, dimension: int) -> list[str]:
     for per_code in DIMENSIONS_PER_CODE:
         codes = max(1, dimension // per_code)
         quantised.append(f"OPQ{codes}_{codes * min(per_code, MOST_PER_CODE, dimension)},{coarse},PQ{codes}")
-    return [f"HNSW{HNSW_LINKS}", f"{coarse},Flat", *dict.fromkeys(quantised)]
+    whole = [f"HNSW{HNSW_LINKS}_{HALF}", f"{coarse},{HALF}"]
+    if precision == "float32":
+        whole = [f"HNSW{HNSW_LINKS}", f"{coarse},Flat"]
+    return [*whole, f"{coarse},SQ8", *dict.fromkeys(quantised)]
 
 
 def centroids(vectors: int) -> int:
@@ -137,6 +152,8 @@ def new(factory: str, dimension: int) -> Any:
         )
     if isinstance(inner, faiss.IndexHNSW):
         inner.hnsw.efConstruction = EF_CONSTRUCTION
+    if isinstance(inner, faiss.IndexIVF) and _is_half(inner):
+        inner.by_residual = False  # store the vectors themselves
     return index
 
 
@@ -151,17 +168,29 @@ def _transformations(index: Any) -> list[Any]:
     return [faiss.downcast_VectorTransform(index.chain.at(i)) for i in range(index.chain.size())]
 
 
-def holds_originals(index: Any) -> bool:
-    """Whether the index stores the vectors unchanged and contiguously."""
-    flat = isinstance(index, faiss.IndexFlat)
-    return flat or (
-        isinstance(index, faiss.IndexHNSW) and isinstance(faiss.downcast_index(index.storage), faiss.IndexFlat)
-    )
+def _is_half(index: Any) -> bool:
+    """Whether the codes of an index are numbers in float16."""
+    kinds = (faiss.IndexScalarQuantizer, faiss.IndexIVFScalarQuantizer)
+    return isinstance(index, kinds) and bool(index.sq.qtype == faiss.ScalarQuantizer.QT_fp16)
 
 
-def is_lossy(index: Any) -> bool:
-    """Whether scores are approximate, so that candidates are reranked by the vectors."""
-    return not (holds_originals(index) or isinstance(index, faiss.IndexIVFFlat))
+def storage(index: Any) -> Any:
+    """The index in which a graph stores its vectors; another index itself."""
+    return faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
+
+
+def holds_originals(index: Any, precision: str) -> bool:
+    """Whether the index stores vectors of this precision unchanged and contiguously."""
+    inner = storage(index)
+    flat_half = isinstance(inner, faiss.IndexScalarQuantizer) and _is_half(inner)
+    return isinstance(inner, faiss.IndexFlat) or (flat_half and precision == "float16")
+
+
+def is_lossy(index: Any, precision: str) -> bool:
+    """Whether scores of vectors of this precision are approximate, so that candidates are reranked by the vectors."""
+    if holds_originals(index, precision) or isinstance(index, faiss.IndexIVFFlat):
+        return False
+    return not (isinstance(index, faiss.IndexIVF) and _is_half(index) and precision == "float16")
 
 
 def memory(factory: str, dimension: int, vectors: int) -> int:
@@ -200,7 +229,7 @@ def build(factory: str, vectors: np.ndarray, gpu: bool = False) -> Any:
     """Train an index on a sample and add all vectors in blocks.
 
     Args:
-        vectors: (n, d) float32 unit vectors, possibly memory-mapped.
+        vectors: (n, d) unit vectors, possibly memory-mapped.
         gpu: run k-means and assignment on the GPUs of this process; graphs are built on CPUs.
 
     Raises:

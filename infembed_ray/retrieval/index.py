@@ -8,33 +8,35 @@ import secrets
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infembed_ray.config.retrieval import FieldType, IndexSettings
+from infembed_ray.config.retrieval import FieldType, IndexSettings, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
 from infembed_ray.retrieval.corpus import require_columns
+from infembed_ray.retrieval.reuse import Base
 from infembed_ray.retrieval.shard_files import ShardFacts, drop_other_attempts, verify
 from infembed_ray.retrieval.shards import Hit, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
-from infembed_ray.retrieval.work_directory import work_directory
+from infembed_ray.retrieval.work import Chunk, Work, work_directory
 from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
 METRIC = "inner_product"
-FORMAT = 2
-"""Format of the files and facts, part of a version's identity. Format 1 had unsorted rows and no search parameters."""
+FORMAT = 3
+"""Format of the files and facts, part of a version's identity. Format 2 had float32 vectors only."""
+READABLE = (2, FORMAT)
 CHANGES = "changes"
 """Directory beside the versions, with the write-ahead log of each lineage."""
 
@@ -66,6 +68,11 @@ class IndexFacts:
     folded: int = 0
     metric: str = METRIC
     format: int = FORMAT
+
+    @property
+    def vectors(self) -> Precision:
+        """Precision of the vectors."""
+        return self.shards[0].vectors
 
     @property
     def recall_at_10(self) -> float:
@@ -129,9 +136,9 @@ class IndexFacts:
         if "index" not in manifest:
             raise InputError(f"{name}={root}: the output of `{manifest['stage']}`; give one of `infembed index`")
         written = manifest["index"].get("format", 1)
-        if written != FORMAT:
+        if written not in READABLE:
             raise InputError(
-                f"{name}={root}: an index of format {written}, this version of infembed_ray reads {FORMAT}; build it again "
+                f"{name}={root}: an index of format {written}, this version of infembed_ray reads {' and '.join(map(str, READABLE))}; build it again "
                 f"with `infembed index`, or use the version that built it ({manifest.get('code_version', 'unknown')})"
             )
         try:
@@ -170,6 +177,7 @@ class Index:
         memory_gib: float | None = None,
         recall_floor: float = 0.95,
         batch_tokens: int = 4096,
+        vectors: Precision = "float16",
     ) -> Index:
         """Build an index in this process, on the encoder's device and without Ray, and open it.
 
@@ -188,6 +196,7 @@ class Index:
             memory_gib: most memory of a shard's index while it is searched (GiB); None: no limit.
             recall_floor: least recall@10 against exact search.
             batch_tokens: tokens per pass of the encoder, with padding.
+            vectors: precision of the stored vectors.
 
         Raises:
             InputError: the corpus, the settings or the directory cannot be used, or recall is below the floor. Nothing is
@@ -201,6 +210,7 @@ class Index:
         model = str(Path(encoder.source).resolve()) if Path(encoder.source).is_dir() else encoder.source
         given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
+        given["vectors"] = vectors
         with _corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
             root = path or scratch.enter_context(tempfile.TemporaryDirectory(prefix="infembed-index-"))
             given |= {"corpus": str(file), "model": model, "output": str(root)}
@@ -294,6 +304,11 @@ def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension, len(facts.shards))
 
 
+def counts_of(facts: IndexFacts, chunks: Sequence[Chunk]) -> dict[str, int]:
+    """The counts of a build for its manifest: passages, those that were encoded, and shards."""
+    return {"passages": facts.passages, "encoded": sum(chunk.new for chunk in chunks), "shards": len(facts.shards)}
+
+
 def finished(step: Step) -> Published | None:
     """The version that an earlier run of the step published, or None. A damaged one is moved aside first."""
     if step.remote is None and (step.path / MANIFEST).is_file():
@@ -320,6 +335,31 @@ def warn_of_changes(step: Step) -> None:
             )
 
 
+def reusing(step: Step, encoder: InstructionEncoder, settings: IndexSettings, work: Work) -> Work:
+    """Let a build reuse the vectors of the latest version, if this encoder made it, in this precision or a better one.
+
+    Raises:
+        InputError: the version that an interrupted run began to reuse is gone.
+    """
+    output: Place = step.root if step.remote is None else step.remote.parent
+    latest = None
+    if settings.reuse:
+        with contextlib.suppress(InputError):  # no version is published yet
+            root = find_input(address(output), "index")
+            facts = IndexFacts.read(root)
+            if facts.encoder == encoder.fingerprint() and facts.vectors in (settings.vectors, "float32"):
+                latest = root.name
+    name = work.choose_base(latest)
+    if name is None:
+        return work
+    try:
+        return replace(work, base=Base(output / name, tuple(IndexFacts.read(output / name).shards)))
+    except InputError as error:
+        raise InputError(
+            f"{error}; an interrupted build reuses its vectors: delete {work.root} to begin again"
+        ) from error
+
+
 def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettings) -> str:
     """Publish an index of a corpus, unless it is there; returns its directory or URI."""
     from infembed_ray.retrieval import build as steps  # late: opening an index needs no torch
@@ -332,15 +372,17 @@ def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettin
         return place
     warn_of_changes(step)
     with steps.output_errors(settings.output), work_directory(step, settings) as work:
-        sizes = steps.partition_corpus(corpus, settings, work)
+        sizes = steps.partition_here(corpus, settings, work)
         build = steps.choose_build(settings, sizes, encoder.dimension)
-        steps.sort_here(corpus, settings, work, sizes)
+        work = reusing(step, encoder, settings, work)
+        chunks = steps.sort_here(corpus, settings, work, sizes)
+        steps.say_reused(work, chunks)
         with step.publish() as staging:
             root = staging.remote or staging.path.resolve()
-            shards = steps.write_shards_here(encoder, work, sizes, root, build, settings)
+            shards = steps.write_shards_here(encoder, work, chunks, root, build, settings)
             staging.resumed |= {shard.name for shard in shards}
             facts = IndexFacts.of_build(encoder, settings.model, settings, shards, step.identity)
-            staging.counts = {"passages": facts.passages, "shards": len(shards)}
+            staging.counts = counts_of(facts, chunks)
             staging.facts = {"index": facts.as_json()}
         drop_other_attempts(step.remote, shards)
         work.delete()

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
@@ -70,12 +71,16 @@ def open_passages(file: Path) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
+def position(passages: pa.Table, id: str) -> int:
+    """The row at which an id is, or would be."""
+    ids = passages.column("id")
+    wanted = id.encode(errors="surrogatepass")
+    return bisect.bisect_left(range(len(ids)), wanted, key=lambda row: ids[row].as_buffer().to_pybytes())
+
+
 def row_of(passages: pa.Table, id: str) -> int | None:
     """The row of a passage; None if there is none."""
-    ids = passages.column("id")
-    row = bisect.bisect_left(
-        range(len(ids)), id.encode(errors="surrogatepass"), key=lambda r: ids[r].as_buffer().to_pybytes()
-    )
+    row, ids = position(passages, id), passages.column("id")
     return row if row < len(ids) and ids[row].as_py() == id else None
 
 
@@ -111,18 +116,18 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
         ValueError: ids do not ascend, or one is duplicate.
         OSError: the disk is full.
     """
-    last: bytes | None = None
+    last = pa.array([], TEXT)
     columns = [_Texts(file.parent) if field.type == TEXT else _Values(field.type) for field in schema]
     rows = 0
     for table in tables:
-        ids = table.column("id").cast(pa.large_binary()).to_pylist()
-        for id in ids:
-            if last is not None and id <= last:
-                raise ValueError(f"ids must be unique and ascend: {id.decode()!r} comes after {last.decode()!r}")
-            last = id
+        ids = pa.concat_arrays([last, *table.column("id").cast(TEXT).chunks])
+        wrong = pc.index(pc.less_equal(ids[1:], ids[:-1]), True).as_py()
+        if wrong >= 0:
+            raise ValueError(f"ids must be unique and ascend: {str(ids[wrong + 1])!r} comes after {str(ids[wrong])!r}")
+        last = ids[len(ids) - 1 :] if len(ids) else last
         for column, field in zip(columns, schema, strict=True):
             column.append(table.column(field.name).cast(field.type).combine_chunks())
-        rows += len(ids)
+        rows += len(table)
     batch = pa.RecordBatch.from_arrays([column.array(rows) for column in columns], schema=schema)
     with durable.replacing(file) as stream, pa.ipc.new_file(stream, schema) as writer:
         writer.write_batch(batch)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_originals, is_lossy, leaf, on_gpus
+from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_originals, is_lossy, leaf, on_gpus, storage
 from infembed_ray.retrieval.faiss_import import faiss
 
 AIM = 0.99
@@ -49,7 +49,7 @@ class Searcher:
 
     Args:
         index: FAISS inner-product index.
-        originals: (n, d) float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
+        originals: (n, d) float16 or float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
         parameters: of `calibrate`.
         gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
     """
@@ -63,8 +63,8 @@ class Searcher:
     ) -> None:
         self.index = index
         self._leaf = leaf(index)
-        self._lossy = is_lossy(index)
         self.originals = _stored(index) if originals is None else originals
+        self.lossy = is_lossy(index, str(self.originals.dtype))
         self.parameters: dict[str, int] = {}
         self.use(parameters or {})
         self._on_gpus = on_gpus(index) if gpu and not isinstance(self._leaf, faiss.IndexHNSW) else None
@@ -164,11 +164,11 @@ class Searcher:
 
     def _best(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Rerank candidates of lossy types and keep the best `k`; row -1 is padding."""
-        if self._lossy:
+        if self.lossy:
             scores = np.full_like(scores, -np.inf)
             for query, candidates in enumerate(rows):
                 found = candidates >= 0
-                scores[query, found] = self.originals[candidates[found]] @ vectors[query]
+                scores[query, found] = self.vectors(candidates[found]) @ vectors[query]
         scores, rows = _ordered(scores, rows)
         return scores[:, :k], rows[:, :k]
 
@@ -215,7 +215,7 @@ class Searcher:
             dense = 2 * len(some) > len(
                 keep[start : start + BLOCK]
             )  # then copying the kept rows costs more than computing the others
-            block = self.originals[start : start + BLOCK] if dense else self.originals[some]
+            block = np.asarray(self.originals[slice(start, start + BLOCK) if dense else some], dtype=np.float32)
             products = vectors @ block.T
             products = products[:, some - start] if dense else products
             best = np.argpartition(products, -k, axis=1)[:, -k:] if k < len(some) else np.arange(len(some))[None]
@@ -230,11 +230,15 @@ class Searcher:
 
 def _stored(index: Any) -> np.ndarray:
     """A view of the (n, d) vectors that an index stores; valid as long as the index."""
-    if not holds_originals(index):
+    if not holds_originals(index, "float16"):
         raise ValueError("this index does not store its vectors; pass them as originals")
-    flat = index if isinstance(index, faiss.IndexFlat) else faiss.downcast_index(index.storage)
+    flat = storage(index)
+    half = not isinstance(flat, faiss.IndexFlat)
     if flat.ntotal == 0:
-        return np.empty((0, flat.d), dtype=np.float32)
+        return np.empty((0, flat.d), np.float16 if half else np.float32)
+    if half:
+        codes = faiss.rev_swig_ptr(flat.codes.data(), flat.ntotal * flat.code_size)
+        return codes.view("<f2").reshape(flat.ntotal, flat.d)
     view = faiss.rev_swig_ptr(flat.get_xb(), flat.ntotal * flat.d)
     return view.reshape(flat.ntotal, flat.d)
 
@@ -274,7 +278,7 @@ def calibrate(searcher: Searcher, aim: float = AIM) -> tuple[dict[str, int], flo
         ladders[EF_SEARCH] = _ladder(LEAST_EF_SEARCH, n)
     elif isinstance(inner, faiss.IndexIVF):
         ladders[NPROBE] = _ladder(math.isqrt(inner.nlist), int(inner.nlist))
-    if is_lossy(searcher.index):
+    if searcher.lossy:
         ladders[RERANK] = _ladder(LEAST_RERANK, min(MAX_RERANK, max(1, n // NEAR)))
     parameters = {name: ladder[-1] for name, ladder in ladders.items()}
     for name, ladder in ladders.items():
@@ -298,7 +302,7 @@ class Neighbours:
     """Exact nearest neighbours of some vectors, and of synthetic queries made from them.
 
     Args:
-        vectors: (n, d) float32, n > 1, possibly memory-mapped.
+        vectors: (n, d), n > 1, possibly memory-mapped.
         rows: vectors to use as queries.
     """
 

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from infembed_ray import durable
+from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, convert_errors, room, scratch
 from infembed_ray.places import Place, open_binary
@@ -42,6 +43,7 @@ class ShardFacts:
         recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
         bytes: size of all files.
         checksums: file name -> its checksums; in older indexes `storage.fingerprint` of the whole file.
+        vectors: their precision.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ShardFacts:
     recall_at_10: float
     bytes: int
     checksums: Mapping[str, FileChecksums | str]
+    vectors: Precision = "float32"
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ShardFacts:

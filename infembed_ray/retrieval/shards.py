@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray import durable
-from infembed_ray.config.retrieval import FieldType
+from infembed_ray.config.retrieval import FieldType, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place
 from infembed_ray.retrieval import factory as factories
@@ -65,6 +65,13 @@ def shard_of(passage_id: str, shards: int) -> int:
     return int.from_bytes(digest, "big") % shards
 
 
+def shards_of(ids: pa.ChunkedArray, shards: int) -> np.ndarray:
+    """The shards of passages, as `shard_of`: (n,) int64."""
+    encoded = ids.cast(pa.large_binary()).to_pylist()
+    digests = b"".join([hashlib.blake2b(id, digest_size=8).digest() for id in encoded])
+    return (np.frombuffer(digests, ">u8") % shards).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Build:
     """How to build the index of a shard.
@@ -87,10 +94,12 @@ class Shard:
 
     Attributes:
         passages: memory-mapped table of n rows (id, text, metadata), by id ascending; row i belongs to vector i.
+        precision: of the vectors; `Flat` stores those of float16 in float32.
     """
 
-    def __init__(self, searcher: Searcher, passages: pa.Table) -> None:
+    def __init__(self, searcher: Searcher, passages: pa.Table, precision: Precision = "float32") -> None:
         self._searcher = searcher
+        self.precision = precision
         self.passages = passages
         (self._batch,) = passages.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], passages.schema)]
 
@@ -112,7 +121,7 @@ class Shard:
         Args:
             directory: of the shard; created.
             ids, texts: n passages, in any order.
-            vectors: (n, d) float32 finite unit vectors; n may be 0.
+            vectors: (n, d) float16 or float32 finite unit vectors; n may be 0.
             metadata: column -> n values of the type in `types`.
 
         Raises:
@@ -126,7 +135,8 @@ class Shard:
         table = pa.table({n: [v[row] for row in order] for n, v in columns.items()}, schema=schema(types or {}))
         directory.mkdir(parents=True, exist_ok=True)
         write_passages(directory / PASSAGES_FILE, table.schema, batches(table, _ROWS_AT_ONCE))
-        write_vectors(directory / VECTORS_FILE, [vectors[order]] if order else [], len(ids), vectors.shape[1])
+        of_rows = [vectors[order]] if order else []
+        write_vectors(directory / VECTORS_FILE, of_rows, len(ids), vectors.shape[1], str(vectors.dtype))
         return build_shard(directory, build)
 
     @classmethod
@@ -148,7 +158,7 @@ class Shard:
         except (OSError, RuntimeError, ValueError):
             verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
             raise
-        return cls(Searcher(index, originals, facts.search, gpu), passages)
+        return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors)
 
     def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
         """Find the passages of each query with the largest inner products, by (score, id), descending.
@@ -218,21 +228,25 @@ def _columns(passages: pa.RecordBatch, rows: np.ndarray) -> tuple[np.ndarray, np
     return ids.to_numpy(zero_copy_only=False), texts.to_numpy(zero_copy_only=False), metadata
 
 
-def write_vectors(file: Path, blocks: Iterable[np.ndarray], count: int, dimension: int) -> None:
-    """Write (count, dimension) float32 vectors from blocks to a NumPy file, atomically.
+def write_vectors(
+    file: Path, blocks: Iterable[np.ndarray], count: int, dimension: int, precision: str = "float32"
+) -> None:
+    """Write (count, dimension) vectors from blocks to a NumPy file, atomically, rounded to a precision.
 
     Raises:
         ValueError: their number differs from `count`, or one is not finite.
         OSError: the disk is full.
     """
-    header = {"descr": "<f4", "fortran_order": False, "shape": (count, dimension)}
+    dtype = np.dtype(precision).newbyteorder("<")
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count, dimension)}
     written = 0
     with durable.replacing(file) as stream:
         np.lib.format.write_array_header_1_0(stream, header)
         for block in blocks:
-            if block.ndim != 2 or block.shape[1] != dimension or not np.isfinite(block).all():
+            rounded = np.ascontiguousarray(block, dtype=dtype)
+            if block.ndim != 2 or block.shape[1] != dimension or not np.isfinite(rounded).all():
                 raise ValueError(f"vectors from {written} on: must be finite, {dimension} numbers each")
-            stream.write(np.ascontiguousarray(block, dtype="<f4").data)
+            stream.write(rounded.data)
             written += len(block)
         if written != count:
             raise ValueError(f"{written} vectors instead of {count}")
@@ -250,11 +264,12 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     """
     passages = open_passages(directory / PASSAGES_FILE).num_rows
     vectors = np.load(directory / VECTORS_FILE, mmap_mode="r")
+    precision: Precision = "float16" if vectors.dtype == np.float16 else "float32"
     if len(vectors) != passages:
         raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must have the same length")
     factory = "Flat"
     if passages:
-        factory = factories.choose(passages, vectors.shape[1], build.memory_gib, build.shards, build.factory)
+        factory = factories.choose(passages, vectors.shape[1], build.memory_gib, build.shards, build.factory, precision)
     index = factories.build(factory, vectors, build.gpu)
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)
@@ -267,7 +282,7 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     with durable.replacing(directory / INDEX_FILE) as stream:  # FAISS's own writer ignores a full disk
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
     names = [INDEX_FILE, PASSAGES_FILE, VECTORS_FILE]
-    if factories.holds_originals(index):
+    if factories.holds_originals(index, precision):
         (directory / VECTORS_FILE).unlink()
         names.remove(VECTORS_FILE)
     return ShardFacts(
@@ -278,4 +293,5 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
         recall_at_10=recall,
         bytes=sum((directory / name).stat().st_size for name in names),
         checksums={name: FileChecksums.measure(directory / name) for name in names},
+        vectors=precision,
     )

@@ -24,7 +24,7 @@ from tests.support.files import write_jsonl
 def settings(minilm, tmp_path_factory):
     root = tmp_path_factory.mktemp("mine")
     encoder = InstructionEncoder.from_pretrained(minilm)
-    index = Index.build(PASSAGES, encoder, root / "index", factory="Flat")
+    index = Index.build(PASSAGES, encoder, root / "index", factory="Flat", vectors="float32")
     rows = [{"query": passage[12:40], "positives": [passage]} for passage in PASSAGES]
     file = write_jsonl(root / "tuples.jsonl", rows)
     return MineSettings(records=str(file), index=str(index.path), output=str(root / "out"), depth=4, negatives=3)

@@ -34,7 +34,11 @@ def encoder(minilm):
 @pytest.fixture(scope="module")
 def index(encoder, tmp_path_factory):
     """An index in which one passage stands twice."""
-    return str(Index.build([*PASSAGES, PASSAGES[3]], encoder, tmp_path_factory.mktemp("index"), factory="Flat").path)
+    return str(
+        Index.build(
+            [*PASSAGES, PASSAGES[3]], encoder, tmp_path_factory.mktemp("index"), factory="Flat", vectors="float32"
+        ).path
+    )
 
 
 @pytest.fixture(scope="module")

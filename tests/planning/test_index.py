@@ -27,8 +27,8 @@ def test_the_cheapest_that_fits_is_chosen(billion):
     assert best.shard.dimension == 3584
     assert best.shard.recall >= 0.95
     assert best.shards * best.shard.vectors >= 10**9
-    whole = [o for o in billion.options if o.shard.factory == "HNSW32"]
-    assert min(o.shard.memory * o.shards for o in whole) == pytest.approx(14.6e12, rel=0.01)
+    whole = [o for o in billion.options if o.shard.factory == "HNSW32_SQfp16"]
+    assert min(o.shard.memory * o.shards for o in whole) == pytest.approx(7.44e12, rel=0.01)
 
 
 def test_encoding_is_tokens_over_rate(billion):

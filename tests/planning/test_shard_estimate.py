@@ -34,7 +34,11 @@ def test_sizes_of_a_seven_b_model_by_hand():
     assert graph.disk == pytest.approx(graph.memory + 10**7 * 456, rel=0.002)
     codes = estimate("OPQ448_1792,IVF65536_HNSW32,PQ448", 3584, 10**9, 400)
     assert codes.memory == pytest.approx(10**9 * 456, rel=0.01)
-    assert codes.disk > 4 * 3584 * 10**9  # the vectors, for reranking
+    assert codes.disk == pytest.approx(codes.memory + 10**9 * (456 + 2 * 3584))  # the vectors, for reranking
+    half = estimate("HNSW32_SQfp16", 3584, 10**7, 400)
+    assert half.memory == pytest.approx(graph.memory - 10**7 * 2 * 3584)
+    assert half.disk == pytest.approx(half.memory + 10**7 * 456, rel=0.002)
+    assert half.search_seconds < graph.search_seconds
     sample = factories.TRAINING_POINTS * 65536
     assert codes.peak == pytest.approx(codes.memory + 4 * (3584 + 1792) * sample)
 

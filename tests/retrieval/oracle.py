@@ -54,7 +54,9 @@ class Oracle:
         assert [(h.score, h.id) for h in hits] == sorted(((h.score, h.id) for h in hits), reverse=True)
 
 
-def write_shards(root: Path, documents: Sequence[Put], shards: int, factory: str | None = None) -> list[ShardFacts]:
+def write_shards(
+    root: Path, documents: Sequence[Put], shards: int, factory: str | None = None, precision: str = "float32"
+) -> list[ShardFacts]:
     """The documents as the shards of an index."""
     facts = []
     for number in range(shards):
@@ -64,7 +66,7 @@ def write_shards(root: Path, documents: Sequence[Put], shards: int, factory: str
                 root / f"shard-{number:05d}",
                 [document.id for document in mine],
                 [document.text for document in mine],
-                np.array([document.vector for document in mine], np.float32).reshape(-1, DIMENSION),
+                np.array([document.vector for document in mine], precision).reshape(-1, DIMENSION),
                 {name: [_typed(name, document.metadata) for document in mine] for name in METADATA},
                 METADATA,
                 Build(factory),

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from obstore.exceptions import GenericError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder
-from infembed_ray.retrieval.build import output_errors, partition_part, parts_of, sort_shard
+from infembed_ray.retrieval import pieces
+from infembed_ray.retrieval.build import output_errors, partition_here, partition_part, sort_shard
 from infembed_ray.retrieval.corpus import BadRow
-from infembed_ray.retrieval.work import chunks_of
-from infembed_ray.retrieval.work_directory import WorkDirectory
+from infembed_ray.retrieval.pieces import Piece, parts_of
+from infembed_ray.retrieval.work import Work
 from tests.support.files import write_jsonl
 
 
@@ -36,7 +36,9 @@ def test_only_file_system_errors_name_the_output() -> None:
         raise TimeoutError("a task took long")
 
 
-def test_a_corpus_in_an_object_store_is_partitioned_in_parts(bucket: str, tmp_path: Path) -> None:
+def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = Folder.open(f"{bucket}/partitioned", "corpus")
     rows = [{"id": f"p{n}", "text": f"text {n}", "year": n} for n in range(100)]
     for number in range(5):
@@ -44,17 +46,15 @@ def test_a_corpus_in_an_object_store_is_partitioned_in_parts(bucket: str, tmp_pa
     corpus.write("README.md", "not data")
     corpus.write(".hidden.jsonl", "not data")
     settings = IndexSettings(corpus=corpus.uri, model="m", output="o", shards=2, metadata={"year": "integer"})
-    files = [corpus / f"deep/{number}.jsonl" for number in range(5)]
-    assert parts_of(corpus) == [{number: file} for number, file in enumerate(files)]
+    monkeypatch.setattr(pieces, "PART_BYTES", 1 << 20)  # the least that a file counts
+    parts = parts_of(corpus)
+    assert parts == [{number: Piece(corpus / f"deep/{number}.jsonl", 0, None)} for number in range(5)]
     (tmp_path / "work").mkdir()
-    work = WorkDirectory(tmp_path / "work")
-    parts = [partition_part(some, settings, work, part) for part, some in enumerate(parts_of(corpus))]
-    assert [seen for _, seen in parts] == [{"id", "text", "year"}] * 5
-    sizes = np.sum([counts for counts, _ in parts], axis=0).tolist()
-    found = []
+    work = Work(tmp_path / "work")
+    sizes = partition_here(corpus, settings, work)
     for shard in range(2):
-        sort_shard(shard, files, settings, work, 512)
-        found += [work.passages(chunk).to_pylist() for chunk in chunks_of(sizes) if chunk.shard == shard]
+        sort_shard(shard, parts, settings, work, 512)
+    found = [work.new_passages(chunk).to_pylist() for chunk in work.chunks(sizes)]
     assert sorted((row for rows in found for row in rows), key=lambda row: row["year"]) == rows
 
 
@@ -62,12 +62,12 @@ def test_a_bad_row_of_a_corpus_in_an_object_store_is_named_by_its_uri(bucket: st
     corpus = Folder.open(f"{bucket}/bad-rows", "corpus")
     corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "b", "text": " "}\n')
     settings = IndexSettings(corpus=corpus.uri, model="m", output="o", shards=2)
-    work = WorkDirectory(tmp_path)
+    work = Work(tmp_path)
     file = corpus / "a.jsonl"
     with pytest.raises(BadRow, match=rf"^corpus={file}: row 2: column text is empty"):
-        partition_part({0: file}, settings, work, 0)
+        partition_part(settings, work, 0, {0: Piece(file)})
     corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
     with pytest.raises(BadRow, match=rf"^corpus={corpus}/a.jsonl: row 2: id a is a duplicate"):
-        partition_part({0: file}, settings, work, 0)
+        partition_part(settings, work, 0, {0: Piece(file)})
         for shard in range(2):
-            sort_shard(shard, [file], settings, work, 512)
+            sort_shard(shard, [{0: Piece(file)}], settings, work, 512)

@@ -28,7 +28,7 @@ SHARD_OPEN = Shard.open
 BASE = [document(f"d{n}", n, 2018 + n % 5) for n in range(40)]
 
 
-def publish(output: Path, documents: Sequence[Put] = BASE, **settings: Any) -> Path:
+def publish(output: Path, documents: Sequence[Put] = BASE, precision: str = "float32", **settings: Any) -> Path:
     """The first version of an index."""
     asked = IndexSettings(corpus="corpus", model="model", output=str(output), metadata=METADATA, **settings)
     step = Step("index", asked, str(output), {}, {"corpus": str(len(documents))})
@@ -40,7 +40,7 @@ def publish(output: Path, documents: Sequence[Put] = BASE, **settings: Any) -> P
             dimension=DIMENSION,
             passages=len(documents),
             metadata=METADATA,
-            shards=write_shards(staging.path, documents, asked.shards),
+            shards=write_shards(staging.path, documents, asked.shards, precision=precision),
             lineage=step.identity,
         )
         staging.facts = {"index": facts.as_json()}
@@ -96,6 +96,22 @@ def test_the_next_version_equals_a_fresh_build(tmp_path: Path) -> None:
     fresh = write_shards(tmp_path / "fresh", list(oracle.states[8].values()), 2)
     assert [shard.checksums for shard in index.facts.shards] == [shard.checksums for shard in fresh]
     assert sorted(path.name for path in second.iterdir()) == ["manifest.json", "shard-00000", "shard-00001"]
+
+
+@pytest.mark.parametrize("precision", ["float16", "float32"])
+@pytest.mark.parametrize("factory", ["Flat", "IVF2,PQ3x4"])
+def test_compaction_keeps_the_precision_and_the_answers(tmp_path: Path, precision: str, factory: str) -> None:
+    output = tmp_path / "index"
+    publish(output, precision=precision)
+    log_of(output).append(changes(1, 30))
+    live = Index.open(output)
+    before = [{hit.id: hit.score for hit in hits} for hits in live.search(QUERIES, 100)]
+    fold(Compaction.open(str(output), factory))
+    index = Index.open(output)
+    assert index.path != live.path
+    assert index.facts.vectors == live.facts.vectors == precision
+    for hits, expected in zip(index.search(QUERIES, 100), before, strict=True):
+        assert {hit.id: hit.score for hit in hits} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.integration

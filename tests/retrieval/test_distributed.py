@@ -67,7 +67,7 @@ def test_an_index_holds_every_passage_and_agrees_with_the_encoder(
     made: Published, settings: IndexSettings, ray_cluster: None
 ) -> None:
     assert made.fresh
-    assert made.manifest["counts"] == {"passages": len(PASSAGES), "shards": 3}
+    assert made.manifest["counts"] == {"passages": len(PASSAGES), "encoded": len(PASSAGES), "shards": 3}
     encoder = InstructionEncoder.from_pretrained(settings.model, dimensions=128)
     index = Index.open(made.path, encoder.fingerprint())
     assert (index.facts.dimension, index.facts.dimensions, index.facts.metadata) == (128, 128, settings.metadata)
@@ -79,18 +79,21 @@ def test_an_index_holds_every_passage_and_agrees_with_the_encoder(
     here = Index.build(rows_of(PASSAGES), encoder, shards=3, metadata={"topic": "string", "words": "integer"})
     for ours, theirs in zip(here.search(query, 40)[0], index.search(query, 40)[0], strict=True):
         assert (ours.id, ours.text, ours.metadata) == (theirs.id, theirs.text, theirs.metadata)
-        assert ours.score == pytest.approx(theirs.score, abs=1e-6)
+        assert ours.score == pytest.approx(theirs.score, abs=1e-4)
     facts = [
         [replace(s, checksums={PASSAGES_FILE: s.checksums[PASSAGES_FILE]}) for s in built.facts.shards]
         for built in (here, index)  # their vectors may differ by rounding
     ]
     assert facts[0] == facts[1]
-    ids, vectors = list(PASSAGES), encoder.encode_passages(list(PASSAGES.values())).astype(np.float64)
+    ids, vectors = (
+        list(PASSAGES),
+        encoder.encode_passages(list(PASSAGES.values())).astype(np.float16).astype(np.float64),
+    )
     exact = dict(zip(ids, vectors @ query[0], strict=True))
     hits = index.search(query, len(PASSAGES))[0]
     assert {hit.id: hit.text for hit in hits} == PASSAGES
     assert all(hit.metadata == {"topic": hit.id[:3], "words": len(hit.text.split())} for hit in hits)
-    np.testing.assert_allclose([hit.score for hit in hits], [exact[hit.id] for hit in hits], atol=1e-5)
+    np.testing.assert_allclose([hit.score for hit in hits], [exact[hit.id] for hit in hits], atol=1e-4)
     assert hits[0].id.startswith("esp")
     assert {hit.id[:3] for hit in index.search(query, 3, {"topic": "tax"})[0]} == {"tax"}
     assert sorted(p.name for p in made.path.iterdir()) == ["manifest.json"] + [f"shard-0000{n}" for n in range(3)]
@@ -142,7 +145,7 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
         if place.name == work.ENCODED:
             place.touch()
         else:
-            place.mkdir()
+            place.mkdir(parents=True)
         with pytest.raises(InputError, match=r"^output=\S+: cannot be written \(.+\); free space there") as refusal:
             run(settings)
         assert "\n" not in str(refusal.value)
@@ -154,7 +157,8 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     assert len(sent) == len(everything) >= 8
     encoded = {file.relative_to(room).as_posix() for file in room.glob("*/*/*.npy")}
     sent.clear()
-    blocked(room / "shard-00002" / "vectors.npy")
+    (partial,) = output.glob(".*.partial")
+    blocked(partial / "shard-00002" / "vectors.npy")
     assert set(sent) == everything - encoded
 
     as_completed = distributed._as_completed

@@ -19,21 +19,27 @@ def test_without_a_memory_limit_small_shards_are_exact_and_large_ones_graphs() -
     assert [choose(n, 384, None) for n in (0, EXACT_BELOW - 1, EXACT_BELOW, 10**9)] == [
         "Flat",
         "Flat",
-        "HNSW32",
-        "HNSW32",
+        "HNSW32_SQfp16",
+        "HNSW32_SQfp16",
     ]
+    assert choose(EXACT_BELOW, 384, None, precision="float32") == "HNSW32"
 
 
 def test_less_memory_drops_the_graph_then_the_vectors_then_precision() -> None:
     """Ten million passages of a 7B model's dimension, in ever less memory."""
-    chosen = [choose(10_000_000, 3584, gib) for gib in (200, 136, 40, 15, 8, 4)]
+    chosen = [choose(10_000_000, 3584, gib) for gib in (200, 69, 50, 20, 15, 8, 4)]
     assert chosen == [
-        "HNSW32",
-        "IVF65536_HNSW32,Flat",
+        "HNSW32_SQfp16",
+        "IVF65536_HNSW32,SQfp16",
+        "IVF65536_HNSW32,SQ8",
         "OPQ1792_3584,IVF65536_HNSW32,PQ1792",
         "OPQ896_3584,IVF65536_HNSW32,PQ896",
         "OPQ448_1792,IVF65536_HNSW32,PQ448",
         "OPQ224_896,IVF65536_HNSW32,PQ224",
+    ]
+    assert [choose(10_000_000, 3584, gib, precision="float32") for gib in (200, 136)] == [
+        "HNSW32",
+        "IVF65536_HNSW32,Flat",
     ]
 
 
@@ -94,7 +100,18 @@ def test_a_given_type_must_fit_the_memory() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "name", ["Flat", "HNSW32", "HNSW8_SQ8", "IVF64,Flat", "IVF64_HNSW16,Flat", "PCAR16,IVF16,PQ4x6", "IVF16,SQ8"]
+    "name",
+    [
+        "Flat",
+        "HNSW32",
+        "HNSW8_SQ8",
+        "IVF64,Flat",
+        "IVF64_HNSW16,Flat",
+        "PCAR16,IVF16,PQ4x6",
+        "IVF16,SQ8",
+        "HNSW8_SQfp16",
+        "IVF8,SQfp16",
+    ],
 )
 def test_memory_is_the_size_of_the_file_that_faiss_writes(name: str, tmp_path: Path) -> None:
     n, d = 4000, 32
@@ -145,7 +162,7 @@ def test_adding_in_blocks_from_a_file_gives_the_same_index(tmp_path: Path, monke
     assert (faiss.serialize_index(whole) == faiss.serialize_index(pieces)).all()
 
 
-@pytest.mark.parametrize("name", ["IVF16,Flat", "PCAR8,IVF16,SQ8"])
+@pytest.mark.parametrize("name", ["IVF16,Flat", "PCAR8,IVF16,SQ8", "IVF16,SQfp16"])
 def test_assigning_on_gpus_gives_the_index_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU does the part of the GPU here: exact search over the centroids."""
     vectors = unit_vectors(2000, 16)

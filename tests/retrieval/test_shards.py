@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,15 +19,15 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards
 from infembed_ray.retrieval.factory import EXACT_BELOW
 from infembed_ray.retrieval.shard_files import ShardFacts
-from infembed_ray.retrieval.shards import Build, Shard, hits_of, shard_of
+from infembed_ray.retrieval.shards import Build, Shard, hits_of, shard_of, shards_of
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
 
 TYPES: dict[str, FieldType] = {"year": "integer", "day": "date", "lang": "string"}
 
 
-def write(root: Path, n: int, d: int = 8, **options: Any) -> tuple[ShardFacts, np.ndarray]:
+def write(root: Path, n: int, d: int = 8, precision: str = "float32", **options: Any) -> tuple[ShardFacts, np.ndarray]:
     """A shard of passages p0, p1, ..., unsorted."""
-    vectors = unit_vectors(n, d)
+    vectors = unit_vectors(n, d).astype(precision)
     ids, texts = [f"p{i}" for i in range(n)], [f"text {i}" for i in range(n)]
     return Shard.write(root / "shard-00000", ids, texts, vectors, **options), vectors
 
@@ -97,30 +98,47 @@ def test_texts_with_any_characters_round_trip(tmp_path: Path) -> None:
     assert {hit.id: hit.text for hit in hits} == dict(zip("abcd", texts, strict=True))
 
 
-KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "PCAR6,IVF4,PQ2x4", "HNSW8_SQ8"]
+KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "PCAR6,IVF4,PQ2x4", "HNSW8_SQ8", "HNSW8_SQfp16", "IVF4,SQfp16"]
 
 
+@pytest.mark.parametrize("precision", ["float16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: str) -> None:
-    facts, vectors = write(tmp_path, 300, build=Build(kind))
+def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: str, precision: str) -> None:
+    facts, vectors = write(tmp_path, 300, precision=precision, build=Build(kind))
     assert facts.factory == kind
     assert set(facts.checksums) - {"vectors.npy"} == {"index.faiss", "passages.arrow"}
-    assert ("vectors.npy" in facts.checksums) == (kind not in ("Flat", "HNSW8"))
+    whole = ("Flat", "HNSW8", "HNSW8_SQfp16") if precision == "float16" else ("Flat", "HNSW8")
+    assert ("vectors.npy" in facts.checksums) == (kind not in whole)
     files = {path.name: path.stat().st_size for path in (tmp_path / facts.name).iterdir()}
     assert set(files) == set(facts.checksums)
     assert facts.bytes == sum(files.values())
+    if kind not in whole:
+        assert files["vectors.npy"] == 128 + vectors.nbytes
     shard = Shard.open(tmp_path, ShardFacts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))))
-    queries = vectors[::10]
+    queries = unit_vectors(30, 8, seed=1)
     keep = np.arange(300) % 3 != 0
     ids = shard.passages.column("id").to_pylist()
-    exact = queries.astype(np.float64) @ shard.vectors(slice(None)).T.astype(np.float64)
+    stored = shard.vectors(slice(None))
+    np.testing.assert_array_equal(stored, vectors[[int(id[1:]) for id in ids]])  # as they were rounded
+    exact = queries.astype(np.float64) @ stored.T.astype(np.float64)
     for mask in (None, keep):
         kept = exact if mask is None else np.where(mask, exact, -2)
-        shares = [
-            len({hit.id for hit in hits} & {ids[row] for row in np.argsort(-scores)[:10]}) / 10
-            for hits, scores in zip(shard.search(queries, 10, mask), kept, strict=True)
-        ]
+        shares = []
+        for hits, scores in zip(shard.search(queries, 10, mask), kept, strict=True):
+            found = [scores[ids.index(hit.id)] for hit in hits]
+            np.testing.assert_allclose([hit.score for hit in hits], found, atol=1e-6)  # no score is approximate
+            shares.append(len({hit.id for hit in hits} & {ids[row] for row in np.argsort(-scores)[:10]}) / 10)
         assert np.mean(shares) >= 0.95
+
+
+@settings(max_examples=50)
+@given(d=st.integers(1, 200), seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-9, 1))
+def test_float16_changes_a_score_by_less_than_its_bound(d: int, seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    vector, query = rng.standard_normal((2, d)) * rng.choice([scale, 1], (2, d))
+    vector, query = (x / np.linalg.norm(x) for x in (vector, query))
+    change = abs(query @ vector - query @ vector.astype(np.float16).astype(np.float64))
+    assert change <= 2.0**-11 + np.sqrt(d) * 2.0**-25  # as in docs/guides/index-a-corpus.md
 
 
 @settings(max_examples=25)
@@ -187,8 +205,8 @@ def test_too_little_memory_is_refused_before_anything_is_built(tmp_path: Path) -
 def test_a_large_shard_is_a_graph_with_its_recall_measured(tmp_path: Path) -> None:
     vectors = clustered_vectors(EXACT_BELOW, 16)
     ids = [f"p{i:05d}" for i in range(len(vectors))]
-    facts = Shard.write(tmp_path / "shard-00000", ids, ids, vectors)
-    assert facts.factory == "HNSW32"
+    facts = Shard.write(tmp_path / "shard-00000", ids, ids, vectors.astype(np.float16))
+    assert facts.factory == "HNSW32_SQfp16"
     assert set(facts.search) == {"efSearch"}
     hits = Shard.open(tmp_path, facts).search(vectors[:200], 10)
     exact = np.argsort(-(vectors[:200] @ vectors.T), axis=1)[:, :10]
@@ -197,14 +215,23 @@ def test_a_large_shard_is_a_graph_with_its_recall_measured(tmp_path: Path) -> No
     assert facts.recall_at_10 >= 0.98
 
 
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=20), st.integers(1, 300))
+def test_shards_of_many_passages_are_those_of_each(ids: list[str], shards: int) -> None:
+    assert shards_of(pa.chunked_array([pa.array(ids, pa.large_string())]), shards).tolist() == [
+        shard_of(id, shards) for id in ids
+    ]
+
+
 def test_passages_are_spread_evenly_over_shards() -> None:
     assert np.bincount([shard_of(f"passage-{i}", 7) for i in range(1000)], minlength=7).min() > 1000 / 7 * 0.7
 
 
 def test_vectors_are_written_in_blocks_as_a_numpy_file(tmp_path: Path) -> None:
     vectors = unit_vectors(100, 8)
-    shards.write_vectors(tmp_path / "v.npy", (vectors[i : i + 7] for i in range(0, 100, 7)), 100, 8)
-    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), vectors)
+    for precision in ("float16", "float32"):
+        blocks = (vectors[i : i + 7] for i in range(0, 100, 7))
+        shards.write_vectors(tmp_path / "v.npy", blocks, 100, 8, precision)
+        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), vectors.astype(precision), strict=True)
     with pytest.raises(ValueError, match="100 vectors instead of 101"):
         shards.write_vectors(tmp_path / "w.npy", [vectors], 101, 8)
     assert not (tmp_path / "w.npy").exists()

@@ -342,6 +342,7 @@ class LiveShard:
         if passages.column("id").num_chunks > _MAX_CHUNKS:
             passages = passages.combine_chunks()
         vectors = put.column(VECTOR).combine_chunks().flatten().to_numpy().reshape(-1, self._log.dimension)
+        vectors = vectors.astype(self.base.precision)  # as compaction stores them
         store = _extended(before.store, len(before.live), vectors)
         return _without_dead_rows(_Snapshot(sequence, keep, passages, store, live, put_at, rows))
 

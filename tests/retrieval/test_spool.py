@@ -15,9 +15,11 @@ import pytest
 
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import corpus as corpus_module
-from infembed_ray.retrieval.corpus import partition, sorted_passages, spool_file
+from infembed_ray.retrieval import spool
+from infembed_ray.retrieval.corpus import require_columns, require_passages
+from infembed_ray.retrieval.pieces import parts_of
 from infembed_ray.retrieval.shards import shard_of
+from infembed_ray.retrieval.spool import partition, sorted_passages, spool_file
 
 TYPES: dict[str, FieldType] = {"year": "integer", "lang": "string"}
 
@@ -36,10 +38,21 @@ def rows_of(n: int) -> list[dict[str, Any]]:
 def read(corpus: Path, shards: int, directory: Path, **settings: Any) -> list[list[dict[str, Any]]]:
     """The passages of each shard as they are written."""
     types = settings.setdefault("metadata", TYPES)
-    sizes = partition(corpus, settings.pop("columns", {}), types, shards, directory / "spool")
+    columns = settings.pop("columns", {})
+    require_columns(columns, types)
+    parts = parts_of(corpus)
+    counts, seen = [], set()
+    for number, part in enumerate(parts):
+        of_part, columns_of_part = partition(part, columns, types, shards, directory / f"spool-{number}")
+        counts.append(of_part)
+        seen |= columns_of_part
+    sizes = [sum(of_shard) for of_shard in zip(*counts, strict=True)]
+    require_passages(corpus, sizes, columns, types, seen)
+    every = {number: piece for part in parts for number, piece in part.items()}
     found = []
     for shard, size in enumerate(sizes):
-        tables = list(sorted_passages([spool_file(directory / "spool", shard)], [corpus], types, rows_at_once=37))
+        spooled = [directory / f"spool-{number}" / spool_file(shard) for number in range(len(parts))]
+        tables = list(sorted_passages(spooled, every, types, rows_at_once=37))
         assert all(len(table) == 37 for table in tables[:-1])
         found.append([row for table in tables for row in table.to_pylist()])
         assert len(found[-1]) == size
@@ -50,7 +63,7 @@ def read(corpus: Path, shards: int, directory: Path, **settings: Any) -> list[li
 def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
     tmp_path: Path, spool_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "SPOOL_BYTES", spool_bytes)
+    monkeypatch.setattr(spool, "SPOOL_BYTES", spool_bytes)
     rows = rows_of(500)
     shards = read(write_lines(tmp_path / "corpus.jsonl", rows), 3, tmp_path)
     for number, found in enumerate(shards):
@@ -115,12 +128,12 @@ def test_values_and_columns_may_be_missing(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from infembed_ray.retrieval import corpus
-corpus.SPOOL_BYTES = 1 << 20
-small, large, spool = map(Path, sys.argv[1:])
+from infembed_ray.retrieval import pieces, spool
+spool.SPOOL_BYTES = 1 << 20
+small, large, directory = map(Path, sys.argv[1:])
 peaks = []
 for file in (small, large):
-    corpus.partition(file, {}, {}, 8, spool)
+    spool.partition({0: pieces.Piece(file)}, {}, {}, 8, directory)
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 print(peaks[1] - peaks[0])
 """
@@ -129,9 +142,9 @@ print(peaks[1] - peaks[0])
 @pytest.mark.integration
 def test_reading_takes_no_more_memory_for_a_larger_corpus(tmp_path: Path) -> None:
     text = "word " * 120
-    small = write_lines(tmp_path / "small.jsonl", ({"id": f"p{i}", "text": text} for i in range(5_000)))
-    large = write_lines(tmp_path / "large.jsonl", ({"id": f"p{i}", "text": text} for i in range(40_000)))
-    assert large.stat().st_size > 20 << 20
+    small = write_lines(tmp_path / "small.jsonl", ({"id": f"p{i}", "text": text} for i in range(20_000)))
+    large = write_lines(tmp_path / "large.jsonl", ({"id": f"p{i}", "text": text} for i in range(80_000)))
+    assert large.stat().st_size > 40 << 20
     command = [sys.executable, "-c", MEASURE, str(small), str(large), str(tmp_path / "spool")]
     grown = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     assert int(grown) < 12  # MiB

@@ -9,13 +9,13 @@ import pytest
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import listing, open_binary
 from infembed_ray.retrieval import work as chunks
-from infembed_ray.retrieval.corpus import partition_files, sorted_passages
 from infembed_ray.retrieval.passages import open_passages, schema
+from infembed_ray.retrieval.pieces import Piece
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
-from infembed_ray.retrieval.stored_work import StoredWork
-from infembed_ray.retrieval.work import Work, chunks_of
-from infembed_ray.retrieval.work_directory import WorkDirectory, work_directory
+from infembed_ray.retrieval.spool import partition, sorted_passages
+from infembed_ray.retrieval.work import Work, work_directory
 from infembed_ray.storage import Step
 from tests.support.files import write_jsonl
 
@@ -25,9 +25,9 @@ def work(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
     if request.param == "directory":
         (tmp_path / "work").mkdir()
-        return WorkDirectory(tmp_path / "work")
+        return Work(tmp_path / "work")
     bucket = request.getfixturevalue("bucket")
-    return StoredWork(Folder.open(f"{bucket}/{tmp_path.name}/.work.encoded", "output"))
+    return Work(Folder.open(f"{bucket}/{tmp_path.name}/.work.encoded", "output"))
 
 
 def fill(work: Work, corpus: Path, rows: int, shards: int) -> list[int]:
@@ -37,32 +37,29 @@ def fill(work: Work, corpus: Path, rows: int, shards: int) -> list[int]:
     sizes = np.zeros(shards, int)
     for part, file in enumerate(files):
         with work.spool(part) as spool:
-            sizes += partition_files([(part, file)], {}, {"year": "integer"}, shards, spool, set())
+            sizes += partition({part: Piece(file)}, {}, {"year": "integer"}, shards, spool)[0]
     work.set_sizes(sizes.tolist())
     for shard in range(shards):
         with work.spooled(shard) as spooled:
-            tables = sorted_passages(spooled, files, {"year": "integer"}, chunks.CHUNK_PASSAGES)
+            tables = sorted_passages(spooled, {}, {"year": "integer"}, chunks.CHUNK_PASSAGES)
             work.write_sorted(shard, schema({"year": "integer"}), tables)
     work.drop_spool()
     return sizes.tolist()
 
 
 def encode(work: Work, chunk: chunks.Chunk) -> None:
-    passages = work.passages(chunk)
-    assert len(passages) == chunk.count
+    passages = work.new_passages(chunk)
+    assert len(passages) == chunk.new
     work.write_encoded(chunk, np.array([[int(id[1:]), 1] for id in passages.column("id").to_pylist()], np.float32))
 
 
-def test_chunks_cover_the_shards_and_grow_with_the_corpus() -> None:
-    found = chunks_of([0, 1300])
-    assert [(chunk.shard, chunk.number, chunk.start, chunk.count) for chunk in found] == [
-        (1, 0, 0, 512),
-        (1, 1, 512, 512),
-        (1, 2, 1024, 276),
-    ]
-    assert len({chunk.name for chunk in found}) == 3
-    assert {chunk.count for chunk in chunks_of([16_384 * 10_000])} == {8192}
-    assert chunks_of([0]) == []
+def test_chunks_cover_the_shards_and_grow_with_the_corpus(tmp_path: Path) -> None:
+    work = Work(tmp_path / "work")
+    sizes = fill(work, tmp_path / "corpus", 1300, 1)
+    found = [(chunk.shard, chunk.number, chunk.start, chunk.count, chunk.new) for chunk in work.chunks(sizes)]
+    assert found == [(0, 0, 0, 512, 512), (0, 1, 512, 512, 512), (0, 2, 1024, 276, 276)]
+    assert len({chunk.name for chunk in work.chunks(sizes)}) == 3
+    assert [chunks.chunk_rows(total) for total in (0, 10**6, 16_384 * 10_000)] == [512, 512, 8192]
 
 
 def test_passages_and_vectors_survive_for_the_shards(
@@ -74,7 +71,7 @@ def test_passages_and_vectors_survive_for_the_shards(
     sizes = fill(work, tmp_path / "corpus", 25, 2)
     assert work.sizes() == sizes
     assert all(map(work.is_sorted, range(2)))
-    every = chunks_of(sizes)
+    every = work.chunks(sizes)
     assert work.missing(every) == every
     for chunk in every[1:]:
         encode(work, chunk)
@@ -85,7 +82,7 @@ def test_passages_and_vectors_survive_for_the_shards(
     for shard in range(2):
         directory = tmp_path / f"shard-{shard}"
         directory.mkdir()
-        work.gather(shard, [chunk for chunk in every if chunk.shard == shard], directory, 2)
+        work.gather(shard, [chunk for chunk in every if chunk.shard == shard], directory, 2, "float32")
         passages = open_passages(directory / PASSAGES_FILE)
         assert passages.column("id").to_pylist() == sorted(passages.column("id").to_pylist())
         vectors = np.load(directory / VECTORS_FILE)
@@ -100,7 +97,7 @@ def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
-    work = StoredWork(Folder.open(f"{bucket}/interrupted-deletion", "output"))
+    work = Work(Folder.open(f"{bucket}/interrupted-deletion", "output"))
     sizes = fill(work, tmp_path / "corpus", 25, 2)
     deleted, delete = [], Folder.delete
 
@@ -118,7 +115,7 @@ def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
     assert fill(work, tmp_path / "corpus", 25, 2) == sizes
     work.delete()
     work.delete()  # as after a corpus without passages
-    assert work.folder.entries() == {}
+    assert listing(work.root) == {}
 
 
 def test_a_store_and_a_directory_give_the_same_files(
@@ -127,13 +124,14 @@ def test_a_store_and_a_directory_give_the_same_files(
     monkeypatch.setattr(chunks, "CHUNK_PASSAGES", 4)
     (tmp_path / "work").mkdir()
     written = []
-    for work in (WorkDirectory(tmp_path / "work"), StoredWork(Folder.open(f"{bucket}/same-files", "output"))):
-        every = chunks_of(fill(work, tmp_path / "corpus", 25, 1))
+    for number, root in enumerate((tmp_path / "work", Folder.open(f"{bucket}/same-files", "output"))):
+        work = Work(root)
+        every = work.chunks(fill(work, tmp_path / "corpus", 25, 1))
         for chunk in every:
             encode(work, chunk)
-        directory = tmp_path / type(work).__name__
+        directory = tmp_path / f"gathered-{number}"
         directory.mkdir()
-        work.gather(0, every, directory, 2)
+        work.gather(0, every, directory, 2, "float32")
         written.append([(directory / name).read_bytes() for name in (PASSAGES_FILE, VECTORS_FILE)])
     assert written[0] == written[1]
 
@@ -142,11 +140,10 @@ def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, rows_at_once = 2000, 100
-    work = StoredWork(Folder.open(f"{bucket}/chunk", "output"))
+    work = Work(Folder.open(f"{bucket}/chunk", "output"))
     table = pa.table({"id": [f"{i:05d}" for i in range(rows)], "text": ["x" * 1000] * rows}, schema=schema({}))
     work.write_sorted(0, table.schema, (table.slice(start, rows_at_once) for start in range(0, rows, rows_at_once)))
     read: list[int] = []
-    opened = Folder.open_input
 
     class Counted:
         def __init__(self, file: pa.NativeFile) -> None:
@@ -159,8 +156,8 @@ def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
             read.append(len(content))
             return content
 
-    monkeypatch.setattr(Folder, "open_input", lambda self, name: pa.PythonFile(Counted(opened(self, name)), "r"))
-    found = work.passages(chunks.Chunk(0, 7, 7 * rows_at_once, rows_at_once))
+    monkeypatch.setattr(chunks, "open_binary", lambda place: pa.PythonFile(Counted(open_binary(place)), "r"))
+    found = work.new_passages(chunks.Chunk(0, 7, 7 * rows_at_once, rows_at_once, rows_at_once))
     assert found.column("id").to_pylist() == [f"{i:05d}" for i in range(700, 800)]
     assert 100_000 < sum(read) < 200_000
 
