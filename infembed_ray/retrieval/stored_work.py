@@ -104,9 +104,10 @@ class StoredWork:
                 pa.Table.from_batches([batches.get_batch(number)]) for number in range(batches.num_record_batches)
             )
             count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        write_vectors(directory / VECTORS_FILE, map(self._vectors, chunks), count, dimension)
+        write_vectors(directory / VECTORS_FILE, map(self.vectors, chunks), count, dimension)
 
-    def _vectors(self, chunk: Chunk) -> np.ndarray:
+    def vectors(self, chunk: Chunk) -> np.ndarray:
+        """As `Work.vectors`."""
         with self.folder.open_input(chunk.name) as file:
             vectors: np.ndarray = np.load(io.BytesIO(file.read()))
         return vectors

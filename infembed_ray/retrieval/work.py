@@ -86,6 +86,9 @@ class Work(Protocol):
     def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
         """Write the vectors of a chunk."""
 
+    def vectors(self, chunk: Chunk) -> np.ndarray:
+        """Read the vectors of a chunk, (n, d) float32."""
+
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks that are not encoded yet."""
 

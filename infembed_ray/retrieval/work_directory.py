@@ -90,6 +90,14 @@ class WorkDirectory:
         file.parent.mkdir(exist_ok=True)
         write_vectors(file, [vectors], *vectors.shape)
 
+    def vectors(self, chunk: Chunk) -> np.ndarray:
+        """As `Work.vectors`."""
+        joined = self._shard(chunk.shard) / VECTORS_FILE
+        if joined.is_file():  # by an interrupted build of a FAISS index in this directory
+            return np.load(joined, mmap_mode="r")[chunk.start : chunk.start + chunk.count]
+        vectors: np.ndarray = np.load(self.root / chunk.name)
+        return vectors
+
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """As `Work.missing`."""
         joined = {shard for shard in {c.shard for c in chunks} if (self._shard(shard) / VECTORS_FILE).is_file()}
@@ -102,7 +110,7 @@ class WorkDirectory:
         vectors = work / VECTORS_FILE
         if not vectors.is_file():
             count = open_passages(work / PASSAGES_FILE).num_rows
-            write_vectors(vectors, (np.load(self.root / chunk.name) for chunk in chunks), count, dimension)
+            write_vectors(vectors, map(self.vectors, chunks), count, dimension)
         shutil.rmtree(work / ENCODED, ignore_errors=True)
         for name in (PASSAGES_FILE, VECTORS_FILE):
             (directory / name).unlink(missing_ok=True)
