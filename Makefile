@@ -54,7 +54,7 @@ $(PRODUCT): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV): $(PRODUCT)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,dev]' milvus-lite
 	@touch $@
 
 clean:
