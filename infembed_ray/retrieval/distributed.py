@@ -12,8 +12,9 @@ A build starts a lineage. Changes made to the served version through the API are
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -43,12 +44,15 @@ from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.corpus import BadRow, require_passages
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import IndexFacts, finished, warn_of_changes
-from infembed_ray.retrieval.preflight import check_model, prepare
+from infembed_ray.retrieval.preflight import check_model, prepare, prepare_engine
 from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_other_attempts
 from infembed_ray.retrieval.shards import Build
+from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.stores.store import Address, Engine
+from infembed_ray.retrieval.stores.store import connect as connect_store
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of
 from infembed_ray.retrieval.work_directory import work_directory
-from infembed_ray.storage import Published
+from infembed_ray.storage import Published, Staging
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -61,6 +65,8 @@ def run(settings: IndexSettings) -> Published:
         InputError: corpus, model, index type or output cannot be used; an embedding is not finite; no type fits the
             memory or reaches the recall floor; or the disk is full. Nothing is published then.
     """
+    if is_address(settings.output):
+        return _run_in_engine(settings)
     corpus, model, step = prepare(settings)
     if done := finished(step):
         return done
@@ -68,11 +74,7 @@ def run(settings: IndexSettings) -> Published:
     encoder = check_model(settings, model)
     _require_gpu_faiss("index", settings.gpus_per_shard)
     with output_errors(settings.output), work_directory(step, settings) as work:
-        if isinstance(corpus, Folder):
-            connect()
-            sizes = _partition(corpus, settings, work)
-        else:
-            sizes = partition_corpus(corpus, settings, work)
+        sizes = _sizes(corpus, settings, work)
         build = choose_build(settings, sizes, encoder.dimension)
         connect()
         _sort_shards(corpus, settings, work, sizes)
@@ -92,6 +94,60 @@ def run(settings: IndexSettings) -> Published:
         drop_other_attempts(step.remote, shards)
         work.delete()
     return step.published()
+
+
+def _run_in_engine(settings: IndexSettings) -> Published:
+    """As `run`, into a new collection of an external engine, which its alias names in the end."""
+    engine, local = prepare_engine(settings)
+    corpus, model, step = prepare(local)
+    if done := next((version for version in engine.versions() if version.id == step.identity), None):
+        engine.use(step.identity)
+        return Published(step.path, done.manifest, fresh=False, uri=settings.output)
+    started = time.monotonic()
+    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    with output_errors(local.output), work_directory(step, local) as work:
+        engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
+        sizes = _sizes(corpus, local, work)
+        connect()
+        _sort_shards(corpus, local, work, sizes)
+        chunks = chunks_of(sizes)
+        say(f"index: {counted(sum(sizes), 'passage')} to {settings.output}, {model}")
+        _encode(chunks, work, model, local)
+        _insert(engine, step.identity, chunks, work)
+        facts = replace(IndexFacts.of_build(encoder, model, settings, [], step.identity), passages=sum(sizes))
+        made = Staging(step.partial, counts={"passages": facts.passages}, facts={"index": facts.as_json()})
+        manifest = step.manifest(made, time.monotonic() - started)
+        engine.finish(step.identity, manifest)
+        work.delete()
+    say(f"index: {engine.address} names this version; `infembed index use` names another")
+    return Published(step.path, manifest, fresh=True, uri=settings.output)
+
+
+def _sizes(corpus: Place, settings: IndexSettings, work: Work) -> list[int]:
+    """Partition the corpus into shards; returns the passages of each."""
+    if isinstance(corpus, Folder):
+        connect()
+        return _partition(corpus, settings, work)
+    return partition_corpus(corpus, settings, work)
+
+
+def _insert(engine: Engine, identity: str, chunks: Sequence[Chunk], work: Work) -> None:
+    """Insert all chunks into a new collection: one task per shard, or one task if the engine takes one writer."""
+    parts: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        parts.setdefault(0 if engine.one_writer else chunk.shard, []).append(chunk)
+    tasks = [_insert_chunks.remote(engine.address, identity, part, work) for part in parts.values()]
+    with track("insert", sum(chunk.count for chunk in chunks)) as advance:
+        for _, count in _as_completed(tasks):
+            advance(count)
+
+
+@ray.remote(num_cpus=1, max_retries=0)  # a second attempt would insert twice
+def _insert_chunks(address: Address, identity: str, chunks: Sequence[Chunk], work: Work) -> int:
+    engine = connect_store(address)
+    for chunk in chunks:
+        engine.insert(identity, work.passages(chunk), work.vectors(chunk))
+    return sum(chunk.count for chunk in chunks)
 
 
 def _require_gpu_faiss(verb: str, gpus: float) -> None:
