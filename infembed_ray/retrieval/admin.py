@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.store import Address, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.storage import find_input
 
 
@@ -46,7 +49,7 @@ def _list(directory: str) -> None:
     _print(rows)
 
 
-def _print(rows: list[tuple[str, ...]]) -> None:
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -48,8 +48,8 @@ from infembed_ray.retrieval.preflight import check_model, prepare, prepare_engin
 from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_other_attempts
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.stores.engines import connect as connect_store
 from infembed_ray.retrieval.stores.store import Address, Engine
-from infembed_ray.retrieval.stores.store import connect as connect_store
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, chunks_of
 from infembed_ray.retrieval.work_directory import work_directory
 from infembed_ray.storage import Published, Staging

@@ -17,7 +17,8 @@ from infembed_ray.places import Place, errors_at, open_binary
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
-from infembed_ray.retrieval.stores.store import Address, Engine, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address, Engine
 from infembed_ray.storage import Step, find_input
 
 SAMPLE = 10_000

@@ -26,7 +26,8 @@ from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.store import Address, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving import schema
 from infembed_ray.serving.arguments import (
     APPLICATION,

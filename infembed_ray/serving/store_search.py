@@ -10,7 +10,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.stores.store import Address, StoreFault, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address, StoreFault
 from infembed_ray.retrieval.updates.live_shard import ShardAnswer, ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import Change
 from infembed_ray.serving.arguments import IndexArguments

@@ -19,7 +19,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import distributed as building
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.index import Index, IndexFacts
-from infembed_ray.retrieval.stores.store import Address, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.retrieval.updates.live_shard import ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
 from infembed_ray.serving.arguments import IndexArguments

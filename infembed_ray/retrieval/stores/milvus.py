@@ -43,23 +43,11 @@ PATIENCE_S = 5.0
 """Seconds in which to connect: after a lost connection, gRPC refuses calls for a second or two, and the client gives up at once."""
 LEAST_LITE = (3, 2, 1)
 """Milvus Lite 3.2.0 repeats and drops rows in iterations."""
-INDEX_TYPES = (
-    "AUTOINDEX",
-    "FLAT",
-    "HNSW",
-    "HNSW_SQ",
-    "HNSW_PQ",
-    "HNSW_PRQ",
-    "IVF_FLAT",
-    "IVF_SQ8",
-    "IVF_PQ",
-    "IVF_RABITQ",
-)
-INDEX_TYPES += ("SCANN", "DISKANN")
+INDEX_TYPES = ["AUTOINDEX", "FLAT", "HNSW", "HNSW_SQ", "HNSW_PQ", "HNSW_PRQ", "IVF_FLAT", "IVF_SQ8", "IVF_PQ"]
+INDEX_TYPES += ["IVF_RABITQ", "SCANN", "DISKANN"]
 """Index types of dense vectors. Lite accepts any name, and searches without an index if it does not know it."""
-EFFORT = {"HNSW": "ef", "IVF": "nprobe"}
-"""Beginning of an index type -> its search parameter, set to `LEAST_EFFORT` or the number of hits."""
-LEAST_EFFORT = 256
+EF, NPROBE = 256, 64
+"""Effort of a search: candidates of a graph, at least one a hit, and inverted lists."""
 _OPERATORS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"})
 _ID, _TEXT, _VECTOR = "id", "text", "vector"
@@ -192,7 +180,7 @@ class MilvusStore:
     ) -> tuple[list[list[Hit]], int]:
         """As `Store.search`."""
         parsed = filters.parse(filter, self.facts.metadata)
-        effort = {name: max(LEAST_EFFORT, k) for kind, name in EFFORT.items() if self._type.startswith(kind)}
+        effort = {"HNSW": {"ef": max(EF, k)}, "IVF": {"nprobe": NPROBE}}.get(self._type.split("_")[0], {})
         sequence = _now_ms() - (0 if fresh else self._stale_ms)
         with _errors(self._address):
             found = self._client.search(
@@ -325,7 +313,7 @@ def _connect(address: Address, timeout_s: float) -> tuple[Any, bool]:
     """Connect; returns the client, and whether the server is Milvus Lite.
 
     Raises:
-        StoreFault: see `store.connect`.
+        StoreFault: see `engines.connect`.
     """
     try:
         import pymilvus

@@ -173,17 +173,3 @@ class Engine(Protocol):
 
     def open(self, identity: str) -> Store:
         """Open a finished version; raises StoreFault if there is none."""
-
-
-def connect(address: Address, timeout_s: float = 60.0) -> Engine:
-    """Connect to the engine at an address.
-
-    Args:
-        timeout_s: time-out of a call.
-
-    Raises:
-        StoreFault: its client is not installed, it does not answer, it has another version, or it refuses the token.
-    """
-    from infembed_ray.retrieval.stores.milvus import Milvus  # late: the client is optional
-
-    return Milvus(address, timeout_s)

@@ -5,7 +5,8 @@ from uuid import uuid4
 
 import pytest
 
-from infembed_ray.retrieval.stores.store import Address, Engine, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address, Engine
 from tests.support.milvus import milvus_lite
 
 

@@ -22,7 +22,8 @@ from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.stores import milvus as module
-from infembed_ray.retrieval.stores.store import Address, Engine, Store, StoreFault, connect
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address, Engine, Store, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Delete, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document
 from tests.retrieval.test_filters import SCHEMA, conditions, nothing_is_between
