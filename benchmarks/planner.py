@@ -130,10 +130,8 @@ def planned(model: str, run: str, number: int) -> int:
 
     from infembed_ray.planning.activations import saved
     from infembed_ray.planning.backbones import load
-    from infembed_ray.planning.capacity import step_memory
-    from infembed_ray.planning.train import activations, backward_passes, weights_of
+    from infembed_ray.planning.train import tensor_memory, weights_of
     from infembed_ray.planning.workload import Workload
-    from infembed_ray.training.deepspeed_config import deepspeed_config
 
     settings = settings_of(model, run)
     encoder = load(settings)
@@ -156,9 +154,7 @@ def planned(model: str, run: str, number: int) -> int:
         whole_epoch=False,
     )
     kept = saved(encoder, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
-    held = activations(work, kept, settings.activation_checkpointing)
-    config = deepspeed_config(settings)
-    return round(step_memory(weights, held, WORKERS, config, backward_passes(work, settings)).total)
+    return round(tensor_memory(settings, work, weights, kept, WORKERS).total)
 
 
 def free_port() -> int:
@@ -206,7 +202,8 @@ def table() -> str:
                 cells.append(", ".join(f"{p.memory.total / GIB:.0f}" + "*" * bool(p.obstacles) for p in pair))
             assert report.chosen is not None
             best = report.plans[report.chosen]
-            ending = f"{best.step_seconds:.2f} | {report.hours(best):.2f} | {report.usd(best):.0f}"
+            totals = report.totals(best)
+            ending = f"{best.step_seconds:.2f} | {totals['hours']:.2f} | {totals['usd']:.0f}"
             lines.append(f"| {size} | {nodes} | {' | '.join(cells)} | `{best.overrides}` | {ending} |")
     return "\n".join(lines)
 
@@ -233,7 +230,7 @@ def recipes() -> str:
         memory = ", ".join(f"{option.memory.total / GIB:.1f}" for option in options)
         lines.append(
             f"| {path.stem} | {reports[0].weights.parameters / 1e9:.2f} B | {settings} | {memory} | {tokens:,.0f} | "
-            f"{tokens / options[0].step_seconds:,.0f} | {reports[0].hours(options[0]):.2f} |"
+            f"{tokens / options[0].step_seconds:,.0f} | {reports[0].totals(options[0])['hours']:.2f} |"
         )
     return "\n".join(lines)
 

@@ -29,7 +29,6 @@ from pathlib import Path
 
 import material
 
-from infembed_ray.records import columns_of
 from infembed_ray.training.observability.metrics import read_metrics
 
 WARM_UP = 10
@@ -99,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         records = Path(directory, "records.jsonl")
         chosen, source = material.records(RECORDS)
-        records.write_text("".join(json.dumps(columns_of(record)) + "\n" for record in chosen), encoding="utf-8")
+        records.write_text("".join(json.dumps(vars(record)) + "\n" for record in chosen), encoding="utf-8")
         for number in range(options.rounds):
             for launcher in list(runs)[:: -1 if number % 2 else 1]:
                 run = train(launcher, options, records, Path(directory, f"{launcher}-{number}"))

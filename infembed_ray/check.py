@@ -107,8 +107,7 @@ def _synthesize(settings: SynthesizeSettings) -> Iterator[str]:
     except InputError as error:
         check_all(partial(_raise, error), lambda: preflight.check_settings(settings, prices.load(settings.prices)))
         raise
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     job = preflight.resolve(settings, seeds, table)
     yield f"seeds: {job.survey.seeds:,} of {seeds.path}" + (
@@ -160,8 +159,7 @@ def _analyze(settings: AnalyzeSettings) -> Iterator[str]:
     from infembed_ray.analysis import report
 
     files, step = report.prepare(settings)
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     found, _, others, evaluations = report.read(settings, files)
     yield f"records: {len(found.kept):,} kept, {len(found.rejected):,} rejected, {len(found.dead_letter):,} dead letters"
@@ -173,8 +171,7 @@ def _clean(settings: CleanSettings) -> Iterator[str]:
     from infembed_ray.analysis import distributed
 
     files, step = distributed.prepare(settings)
-    yield from state(step)
-    if not step.found():
+    if not (yield from state(step)):
         yield from (f"{name}: {number:,} {what}" for name, number, what in distributed.count(files))
 
 
@@ -182,8 +179,7 @@ def _agreement(settings: AgreementSettings) -> Iterator[str]:
     from infembed_ray.agreement import raters
 
     step = raters.prepare(settings)
-    yield from state(step)
-    if not step.found():
+    if not (yield from state(step)):
         study = raters.resolve(settings)
         yield f"items: {len(study.items):,}, answered by {counted(len(study.references), 'reference rater')}"
         yield f"calls: {len(study.items) * len(settings.raters):,} at most, if no answer is malformed or journaled"
@@ -197,8 +193,7 @@ def _mine(settings: MineSettings) -> Iterator[str]:
     from infembed_ray.mining.miner import read
 
     inputs, step = distributed.prepare(settings)
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     index = inputs.index
     yield f"tuples: {sum(1 for _ in read(settings, inputs.records)):,} of {inputs.records}"
@@ -213,8 +208,7 @@ def _train(settings: TrainSettings) -> Iterator[str]:
     from infembed_ray.training.checkpoints.manager import CheckpointManager
 
     inputs, step = launch.prepare(settings)
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory(dir=step.root) as directory:  # a copy of the records, as the run makes it
@@ -252,8 +246,7 @@ def _export(settings: ExportSettings) -> Iterator[str]:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
     found, step = onnx.prepare(settings)
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
     onnx.require_exportable(encoder, settings.model)
@@ -270,8 +263,7 @@ def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
 
     found = inputs.resolve(settings, share_corpora=False)
     step = found.step(settings)
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     yield from _tasks(found)
     for model in found.models:
@@ -290,10 +282,8 @@ def _report(settings: ReportSettings) -> Iterator[str]:
     from infembed_ray.evaluation.paper import report
 
     paths, step = report.prepare(settings)
-    yield from state(step)
-    if not step.found():
-        collection, _, papers, *_ = report.compose(settings, paths)
-        yield f"results: {report.summary(collection, papers)}"
+    if not (yield from state(step)):
+        yield f"results: {report.compose(settings, paths).summary}"
 
 
 # ---------------------------------------------------------------------------------------------------------- sweep
@@ -305,8 +295,7 @@ def _sweep(settings: SweepSettings) -> Iterator[str]:
     from infembed_ray.sweeps.trials import prepare
 
     planned, step = prepare(settings)
-    yield from state(step)
-    if step.found():
+    if (yield from state(step)):
         return
     designs = {(t.row, t.model): t for t in planned if t.train is not None and t.seed == settings.seeds[0]}
     seeds = len(settings.seeds)
@@ -362,8 +351,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
         return
     corpus, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
-    yield from state(step, work)
-    if step.found():
+    if (yield from state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
     if settings.gpus_per_shard and not on_a_cluster():
@@ -399,7 +387,8 @@ def _index_in_engine(settings: IndexSettings) -> Iterator[str]:
 
 def _serve(settings: ServeSettings) -> Iterator[str]:
     from infembed_ray.ray_cluster import on_a_cluster
-    from infembed_ray.serving import distributed
+    from infembed_ray.serving.address import require_free_port, served_fingerprint
+    from infembed_ray.serving.distributed import require_cluster
     from infembed_ray.serving.plan import Plan
 
     plan = Plan.resolve(settings)
@@ -412,13 +401,13 @@ def _serve(settings: ServeSettings) -> Iterator[str]:
     if settings.config_file is not None:
         yield f"output {settings.config_file}: a config file for `serve deploy`; nothing would be started"
         return
-    served = distributed.served_fingerprint(plan.url)
+    served = served_fingerprint(plan.url)
     if served == plan.release.fingerprint:
         yield f"API {plan.url}: serves this index with these settings, so there is nothing to do"
     else:
-        distributed.require_cluster(settings, served is not None and not on_a_cluster())
+        require_cluster(settings, served is not None and not on_a_cluster())
         if served is None:
-            distributed.require_free_port(settings.host, settings.port)
+            require_free_port(settings.host, settings.port)
         yield f"API {plan.url}: {'new' if served is None else 'another release is served, and this one replaces it'}"
 
 

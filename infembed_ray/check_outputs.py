@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from infembed_ray.config.base import Settings
@@ -32,11 +32,14 @@ def no_new_directories(settings: Settings) -> Iterator[None]:
                 path.rmdir()
 
 
-def state(step: Step, *reused: Place) -> Iterator[str]:
+def state(step: Step, *reused: Place) -> Generator[str, None, bool]:
     """Say where the output will be, and whether it exists.
 
     Args:
         reused: what an interrupted run leaves besides `step.partial`.
+
+    Returns:
+        Whether an earlier run published it, so that nothing is left to check.
     """
     place = step.remote.base if step.remote else step.path
     if done := step.found():
@@ -45,6 +48,7 @@ def state(step: Step, *reused: Place) -> Iterator[str]:
         yield f"output {place}: an interrupted run is there, and this run resumes it"
     else:
         yield f"output {place}: new"
+    return done is not None
 
 
 def require_space(step: Step, needed: float, *reused: Path) -> str:

@@ -36,8 +36,8 @@ class Verb:
         loaded: type[Settings] = _load(f"config.{self.settings_class}")
         return loaded
 
-    def run(self, settings: Settings, **options: Any) -> Any:
-        return _load(self.function)(settings, **options)
+    def run(self, settings: Settings) -> Any:
+        return _load(self.function)(settings)
 
 
 VERBS = {
@@ -58,7 +58,7 @@ VERBS = {
     "index": Verb("checkpoint + corpus -> FAISS shards", "retrieval.distributed:run", "retrieval:IndexSettings"),
     "serve": Verb("checkpoint + index -> HTTP API", "serving.distributed:run", "serving:ServeSettings"),
 }
-"""Stages. Each has a script and a settings file in jobs/."""
+"""Stages. Each has a script and a settings file in jobs/, and a check in module `check`."""
 
 MAINTENANCE = {
     "index compact": Verb(
@@ -68,27 +68,13 @@ MAINTENANCE = {
 """Verbs of two words; they run through the job script of the first word."""
 
 PLANS = {
-    "train": Verb("memory, time and cost of a training", "planning.train:run", "planning:PlanTrainSettings"),
-    "index": Verb("types, memory, disk, time and cost of an index", "planning.index:run", "planning:PlanIndexSettings"),
-    "serve": Verb("replicas, nodes and monthly cost of an API", "planning.serve:run", "planning:PlanServeSettings"),
+    "train": Verb("memory, time and cost of a training", "planning.train:plan", "planning:PlanTrainSettings"),
+    "index": Verb(
+        "types, memory, disk, time and cost of an index", "planning.index:plan", "planning:PlanIndexSettings"
+    ),
+    "serve": Verb("replicas, nodes and monthly cost of an API", "planning.serve:plan", "planning:PlanServeSettings"),
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
-
-CHECKED = (
-    "synthesize",
-    "analyze",
-    "clean",
-    "agreement",
-    "mine",
-    "train",
-    "export",
-    "evaluate",
-    "sweep",
-    "report",
-    "index",
-    "serve",
-)
-"""Verbs of `infembed check`, in module `check`."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
 INPUTS |= {"path", "records", "replay", "results", "seeds", "sheet"}
@@ -195,7 +181,8 @@ def _run_plan(options: argparse.Namespace) -> None:
     verb = PLANS[options.what]
     settings = verb.settings.load(options.config, options.overrides)
     if not _shown(options, settings):
-        verb.run(settings, as_json=options.json)
+        made = verb.run(settings)
+        print(_load(f"planning.{options.what}:{'as_json' if options.json else 'as_text'}")(made))
 
 
 def _run_check(options: argparse.Namespace) -> None:
@@ -266,7 +253,7 @@ def print_completion(shell: str) -> None:
 def _following() -> dict[str, list[str]]:
     """Return verb -> the words that can follow it."""
     names, found = _load("settings_help:names"), {}
-    verbs = _settings_verbs() | {f"check {name}": VERBS[name] for name in CHECKED}
+    verbs = _settings_verbs() | {f"check {name}": VERBS[name] for name in VERBS}
     for words, verb in verbs.items():
         found[words] = ["--help", "--config", "--print-config", *(f"{name}=" for name in names(verb.settings))]
     (action,) = _parser()._subparsers._group_actions  # type: ignore[union-attr]
@@ -278,9 +265,9 @@ def _following() -> dict[str, list[str]]:
     return found
 
 
-def create_key(name: str, file: str) -> None:
+def create_key(name: str, file: str, scopes: str, rate: float | None) -> None:
     """Print a new API key; its hash goes to a file."""
-    print(_load("serving.http.auth:new_key")(name, file))
+    print(_load("serving.http.auth:new_key")(name, file, scopes, rate))
     print(
         f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
     )
@@ -327,12 +314,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, verb in (VERBS | MAINTENANCE).items():
         run = _add_settings(verbs, name, verb)
         run.set_defaults(run=_run_verb)
-        if name in CHECKED:
+        if name in VERBS:
             run.add_argument("--dry-run", action="store_true", help="as `infembed check`: check, start nothing")
     check = add("check", "", "check settings and inputs, and print what a run would do and cost; starts nothing")
     checks = check.add_subparsers(dest="what", required=True, metavar="VERB")
-    for name in CHECKED:
-        checked = _add_settings(checks, name, VERBS[name])
+    for name, verb in VERBS.items():
+        checked = _add_settings(checks, name, verb)
         checked.set_defaults(run=_run_check)
         if name == "synthesize":
             checked.add_argument(
@@ -382,6 +369,8 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     key = add("key", "cli:create_key", "create an API key for `infembed serve`: print it and store its hash in a file")
     key.add_argument("name", metavar="NAME", help="name of its user or purpose")
     key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; created if missing")
+    key.add_argument("--scopes", default="read", help="some of read,write,admin; default: read")
+    key.add_argument("--rate", type=float, metavar="N", help="most requests per second; default: no limit")
     mteb = add("mteb", "evaluation.mteb_adapter:run", "run mteb's tasks: mteb run -m CHECKPOINT -t TASK")
     mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help")
     schema = add("schema", "cli:print_schema", "print the JSON Schema of a verb's settings file, for editors")

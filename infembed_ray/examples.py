@@ -7,7 +7,7 @@ passage or a list; a column map may name several columns for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -17,7 +17,17 @@ import pyarrow as pa
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place
-from infembed_ray.records import KEPT_FILE, MADE_ID, Record, data_files, raw_rows, split_of, stream_files
+from infembed_ray.records import (
+    KEPT_FILE,
+    MADE_ID,
+    UNKNOWN,
+    Record,
+    data_files,
+    raw_rows,
+    split_of,
+    stream_files,
+    text_of,
+)
 from infembed_ray.storage import MANIFEST
 
 
@@ -35,7 +45,7 @@ class Example:
     positive_scores: tuple[float, ...] = ()
     """Scores of the positives by a teacher, for distillation; empty if there are none."""
     negative_scores: tuple[float, ...] = ()
-    source: str = "unknown"
+    source: str = UNKNOWN
     split: str | None = None
 
 
@@ -109,16 +119,20 @@ def single(columns: Columns) -> dict[str, str]:
 
 def _rows(file: Place, seen: set[str], name: str, columns: Columns) -> Iterator[Example]:
     """Stream the examples of one file; add their ids to `seen`."""
-    found: dict[str, list[str]] = {}
+    present: dict[str, Any] = {}
     of_file = split_of(file)
     for number, values in enumerate(raw_rows(file, name), start=1):
-        found = found or _found(values, f"{name}={file}", columns)
+        if (
+            not present or not values.keys() <= present.keys()
+        ):  # a row of JSON may have columns that the ones before lack
+            present |= values
+            found = _found(present, f"{name}={file}", columns)
         where = f"{name}={file}: row {number}"
         yield _example(values, found, where, of_file, seen)
 
 
-def _found(first: Mapping[str, Any], where: str, columns: Columns) -> dict[str, list[str]]:
-    """Map our columns to those of a file, for all of ours that it has."""
+def _found(present: Collection[str], where: str, columns: Columns) -> dict[str, list[str]]:
+    """Map our columns to those that a file has."""
     for key in columns:
         if key not in COLUMNS:
             raise InputError(f"columns.{key}: unknown column of a training tuple: {nearest(key, COLUMNS)}")
@@ -126,11 +140,11 @@ def _found(first: Mapping[str, Any], where: str, columns: Columns) -> dict[str, 
     for own in COLUMNS:
         given = columns.get(own)
         names = [given] if isinstance(given, str) else list(given or ())
-        candidates = names or [name for name in (own, *ALIASES.get(own, ())) if name in first][:1]
-        missing = [name for name in candidates if name not in first]
+        candidates = names or [name for name in (own, *ALIASES.get(own, ())) if name in present][:1]
+        missing = [name for name in candidates if name not in present]
         if missing or (own in ("query", "positives") and not candidates):
             raise InputError(
-                f"{where}: no column {', '.join(missing) or own} (found: {', '.join(map(str, first))}); "
+                f"{where}: no column {', '.join(missing) or own} (found: {', '.join(map(str, present))}); "
                 f"set columns.{own}=<its name>"
             )
         found[own] = candidates
@@ -143,8 +157,12 @@ def _found(first: Mapping[str, Any], where: str, columns: Columns) -> dict[str, 
 def _example(
     values: Mapping[str, Any], found: Mapping[str, Sequence[str]], where: str, split: str | None, seen: set[str]
 ) -> Example:
-    texts = {own: values.get(names[0]) for own, names in found.items() if names and own not in (*_PASSAGES, *_SCORES)}
-    text = {own: str(value) for own, value in texts.items() if value is not None and str(value).strip()}
+    text = {}
+    for own, names in found.items():
+        if names and own not in (*_PASSAGES, *_SCORES):
+            value = text_of(values.get(names[0]), f"{where}: column {names[0]}")
+            if value is not None and value.strip():
+                text[own] = value
     text.setdefault("id", f"{MADE_ID}{len(seen) + 1}")
     if text["id"] in seen:
         raise InputError(f"{where}: duplicate id {text['id']}; ids must be unique")
@@ -190,11 +208,11 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _passage(value: Any, where: str) -> str:
-    if isinstance(value, Mapping):
-        value = " ".join(filter(None, (value.get("title"), value.get("text"))))
-    if not isinstance(value, str) or not value.strip():
+    parts = [value.get("title"), value.get("text")] if isinstance(value, Mapping) else [value]
+    texts = [part for part in parts if part]
+    if not all(isinstance(text, str) for text in texts) or not " ".join(texts).strip():
         raise InputError(f"{where} has {value!r} as a passage; give texts, or mappings with `text`")
-    return value
+    return " ".join(texts)
 
 
 def _score(value: Any, where: str) -> float:

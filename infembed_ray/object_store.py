@@ -159,7 +159,7 @@ class Folder:
                 "in the environment, because logs show the URI"
             )
         with convert_errors(folder.base, setting):
-            system, path = folder._open()
+            system, path = folder.file_system()
             bucket = path.split("/", 1)[0]
             if system.get_file_info(bucket).type == filesystems.FileType.NotFound:
                 raise InputError(f"{setting}={folder.base}: no bucket {bucket}; create it, or check the endpoint")
@@ -196,26 +196,23 @@ class Folder:
     def __truediv__(self, name: str) -> Folder:
         return replace(self, base=f"{self.base}/{quote(name, safe='/=:@+,;~')}") if name else self
 
-    def _open(self) -> tuple[Any, str]:
-        return file_system(self.base, self.query)
-
     def is_file(self) -> bool:
         """Whether this is one object, as of a `Path`."""
-        system, path = self._open()
+        system, path = self.file_system()
         return bool(system.get_file_info(path).type == filesystems.FileType.File)
 
     def file_system(self) -> tuple[Any, str]:
         """Return pyarrow's file system of the store, and the path of this folder in it."""
-        return self._open()
+        return file_system(self.base, self.query)
 
     def exists(self) -> bool:
         """Whether this is an object, or the beginning of the name of one."""
-        system, path = self._open()
+        system, path = self.file_system()
         return bool(system.get_file_info(path).type != filesystems.FileType.NotFound)
 
     def entries(self) -> dict[str, Entry]:
         """List the objects below this folder by relative name; "" is the folder itself, if it is an object."""
-        system, path = self._open()
+        system, path = self.file_system()
         found = system.get_file_info(filesystems.FileSelector(path, recursive=True, allow_not_found=True))
         if not found:
             found = [system.get_file_info(path)]
@@ -227,13 +224,13 @@ class Folder:
 
     def folders(self) -> list[str]:
         """List the names of the folders directly in this one."""
-        system, path = self._open()
+        system, path = self.file_system()
         found = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
         return [info.base_name for info in found if info.type == filesystems.FileType.Directory]
 
     def read(self, name: str) -> str | None:
         """Read the text of an object; None if it does not exist."""
-        system, path = self._open()
+        system, path = self.file_system()
         try:
             with system.open_input_stream(f"{path}/{name}") as stream:
                 return str(stream.read().decode("utf-8"))
@@ -242,7 +239,7 @@ class Folder:
 
     def write(self, name: str, text: str) -> None:
         """Write a small object."""
-        system, path = self._open()
+        system, path = self.file_system()
         with system.open_output_stream(f"{path}/{name}") as stream:
             stream.write(text.encode("utf-8"))
 
@@ -300,31 +297,26 @@ class Folder:
 
     def _control(self, name: str) -> tuple[Any, str]:
         """Return the obstore client of the bucket, and the key of an object."""
-        system, path = self._open()
+        system, path = self.file_system()
         bucket, _, key = path.partition("/")
         region = system.region if isinstance(system, filesystems.S3FileSystem) else ""  # pyarrow asks the bucket
         return control_client(self.base, self.query, bucket, region), f"{key}/{name}".strip("/")
 
-    def open_input(self, name: str) -> Any:
-        """Open an object for reading at any position: a pyarrow file."""
-        system, path = self._open()
-        return system.open_input_file(f"{path}/{name}")
-
     def open_output(self, name: str) -> Any:
         """Open a new object for writing: a pyarrow stream. The object appears when the stream is closed."""
-        system, path = self._open()
+        system, path = self.file_system()
         return system.open_output_stream(f"{path}/{name}")
 
     def upload(self, file: Path, name: str) -> None:
         """Copy a local file to the store."""
-        system, path = self._open()
+        system, path = self.file_system()
         filesystems.copy_files(
             str(file), f"{path}/{name}", filesystems.LocalFileSystem(), system, chunk_size=_CHUNK, use_threads=False
         )
 
     def download(self, name: str, file: Path) -> None:
         """Copy an object to a local file, atomically."""
-        system, path = self._open()
+        system, path = self.file_system()
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.partial")
         filesystems.copy_files(
@@ -334,7 +326,7 @@ class Folder:
 
     def delete(self, name: str) -> None:
         """Delete an object."""
-        system, path = self._open()
+        system, path = self.file_system()
         system.delete_file(f"{path}/{name}")
 
     def clear(self) -> None:

@@ -35,7 +35,7 @@ def read_text(file: Place) -> str | None:
     """Read the text of a whole file; None if it does not exist."""
     try:
         return read_binary(file).decode("utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -23,7 +23,7 @@ def say(line: str) -> None:
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: 1 worker, 2 workers."""
-    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -28,6 +28,10 @@ SCENARIOS = ("positive", "negative_instruction", "negative_query")
 """Scenarios of the judge. They also name the three candidates: each is the correct answer of its scenario."""
 
 
+UNKNOWN = "unknown"
+"""Source of a row without one."""
+
+
 @dataclass(frozen=True)
 class Seed:
     """A (query, relevant passage) pair from which a record is made. `topic` and `split` are copied to the record."""
@@ -35,7 +39,7 @@ class Seed:
     id: str
     query: str
     passage: str
-    source: str = "unknown"
+    source: str = UNKNOWN
     topic: str | None = None
     split: str | None = None
     language: str | None = None
@@ -56,7 +60,7 @@ class Record:
     """The answer to (instruction_negative, query_positive)."""
     hard_negative_document_2: str
     """The answer to (instruction_positive, query_negative)."""
-    source: str = "unknown"
+    source: str = UNKNOWN
     topic: str | None = None
     split: str | None = None
     language: str | None = None
@@ -100,16 +104,8 @@ _RECORD_FIELDS = [(f.name, _TEXT) for f in fields(Record)]
 
 RECORD = pa.schema([*_RECORD_FIELDS, ("provenance", PROVENANCE)])
 REJECTED = pa.schema([*_RECORD_FIELDS, ("step", _TEXT), ("reason", _TEXT), ("provenance", PROVENANCE)])
-DEAD_LETTER = pa.schema(
-    [
-        ("id", _TEXT),
-        ("source", _TEXT),
-        ("step", _TEXT),
-        ("error", _TEXT),
-        ("request_hash", _TEXT),
-        ("provenance", PROVENANCE),
-    ]
-)
+_DEAD_LETTER_FIELDS = [(name, _TEXT) for name in ("id", "source", "step", "error", "request_hash")]
+DEAD_LETTER = pa.schema([*_DEAD_LETTER_FIELDS, ("provenance", PROVENANCE)])
 COMPLEMENT = pa.schema(
     [
         ("id", _TEXT),  # the record's
@@ -122,7 +118,6 @@ COMPLEMENT = pa.schema(
     ]
 )
 """The dual view of a kept record: an instruction under which the hard negative becomes the positive."""
-PASSAGE = pa.schema([(f.name, _TEXT) for f in fields(Passage)])
 
 MADE_ID = "row-"
 """Prefix of the ids that are generated for records without one."""
@@ -130,6 +125,8 @@ MADE_ID = "row-"
 _SHARD = re.compile(r"(?P<split>\w+)-\d{5}-of-\d{5}")
 """File names on the Hugging Face hub: `train-00000-of-00007`."""
 
+_CACHED = "cache-*.arrow"
+"""Results that `datasets` caches beside the data of a saved data set."""
 _ROWS_AT_ONCE = 1024
 ROW_GROUP = 10_000
 """Most rows of a row group that `write` makes: a reader of one row holds one group of each column."""
@@ -198,22 +195,25 @@ def stream_files(
 
 def _checked(file: Place, seen: set[str], row: type[Row], name: str, columns: Mapping[str, str]) -> Iterator[Row]:
     """Stream the rows of one file; add their ids to `seen`."""
-    names: dict[str, str] = {}
+    present: dict[str, Any] = {}
     required = _required(row)
     of_file = split_of(file) if "split" in {f.name for f in fields(row)} else None
     for number, values in enumerate(raw_rows(file, name), start=1):
-        names = names or mapping(values, row, file, name, columns)
-        taken = {ours: _text(values.get(theirs)) for ours, theirs in names.items()}
+        if (
+            not present or not values.keys() <= present.keys()
+        ):  # a row of JSON may have columns that the ones before lack
+            present |= values
+            names = mapping(present, row, file, name, columns)
+        where = f"{name}={file}: row {number}"
+        taken = {ours: text_of(values.get(theirs), f"{where}: column {theirs}") for ours, theirs in names.items()}
         if of_file is not None and taken.get("split") is None:
             taken["split"] = of_file
         if "id" not in names:
             taken["id"] = f"{MADE_ID}{len(seen) + 1}"
-        for column in required:
-            if not (taken[column] or "").strip():
-                theirs = names.get(column, column)
-                raise InputError(f"{name}={file}: row {number}: column {theirs} is empty; fill it or drop the row")
+        if empty := [names.get(column, column) for column in required if not (taken[column] or "").strip()]:
+            raise InputError(f"{where}: column {empty[0]} is empty; fill it or drop the row")
         if taken["id"] in seen:
-            raise InputError(f"{name}={file}: row {number}: duplicate id {taken['id']}; ids must be unique")
+            raise InputError(f"{where}: duplicate id {taken['id']}; ids must be unique")
         seen.add(str(taken["id"]))
         yield row(**{k: v for k, v in taken.items() if v is not None})
 
@@ -235,13 +235,16 @@ def data_files(path: Place, name: str, split: str | None = None) -> list[Path] |
     """
     if path.is_file():
         return [path]
-    visible = [file for file in sorted(map(PurePosixPath, listing(path))) if not hidden(file)]
+    visible = [
+        file for file in sorted(map(PurePosixPath, listing(path))) if not hidden(file) and not file.match(_CACHED)
+    ]
     for suffix in FORMATS:
         files = [path / str(file) for file in visible if file.suffix == suffix]
         if files:
             taken = [file for file in files if split is None or split_of(file) in (None, split)]
             if not taken:
-                raise InputError(f"split={split}: {name}={path} has none; found {', '.join(sorted(_splits(files)))}")
+                splits = {found for found in map(split_of, files) if found is not None}
+                raise InputError(f"split={split}: {name}={path} has none; found {', '.join(sorted(splits))}")
             return taken
     raise InputError(f"{name}={path}: no data files in this directory; give {', '.join(FORMATS)}")
 
@@ -254,18 +257,9 @@ def split_of(file: Place) -> str | None:
     return found["split"] if found else None
 
 
-def _splits(files: Iterable[Place]) -> set[str]:
-    return {split for split in map(split_of, files) if split is not None}
-
-
 def hidden(path: PurePath) -> bool:
     """Whether a file or one of its directories begins with a dot."""
     return any(part.startswith(".") for part in path.parts)
-
-
-def columns_of(row: Seed | Record | Passage) -> dict[str, Any]:
-    """Convert a row to a dict of its columns."""
-    return {f.name: getattr(row, f.name) for f in fields(row)}
 
 
 def write(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -285,7 +279,10 @@ def _required(row: type[Seed | Record | Passage]) -> list[str]:
     return [f.name for f in fields(row) if f.name not in optional]
 
 
-def _text(value: Any) -> str | None:
+def text_of(value: Any, where: str) -> str | None:
+    """Return the text of a cell, None for null; InputError, which begins with `where`, for a list, a mapping or NaN."""
+    if isinstance(value, list | dict) or value != value:
+        raise InputError(f"{where} has {value!r}; give one text, or null")
     return None if value is None else str(value)
 
 
@@ -413,12 +410,12 @@ FORMATS = tuple(_READERS)
 
 
 def mapping(
-    first: Mapping[str, Any], row: type[Seed | Record | Passage], path: Place, name: str, columns: Mapping[str, str]
+    present: Collection[str], row: type[Seed | Record | Passage], path: Place, name: str, columns: Mapping[str, str]
 ) -> dict[str, str]:
     """Map our column names to those of a file, for all our columns that the file has.
 
     Args:
-        first: a row of the file.
+        present: columns of the file.
         row: type of the rows.
         path: the file.
         name: setting of the path, for error messages.
@@ -435,16 +432,14 @@ def mapping(
     missing: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
-        found = [candidate for candidate in candidates if candidate in first]
+        found = [candidate for candidate in candidates if candidate in present]
         if found:
             found_as[own] = found[0]
         elif own in columns or own in _required(row):
             missing[own] = candidates[0]
     if missing:
-        are = "columns {} are" if len(missing) > 1 else "column {} is"
         raise InputError(
-            f"{name}={path}: {are.format(', '.join(missing.values()))} missing (found: {', '.join(map(str, first))}); "
-            f"rename {'them' if len(missing) > 1 else 'it'} or set "
+            f"{name}={path}: no column {', '.join(missing.values())} (found: {', '.join(map(str, present))}); set "
             + ", ".join(f"columns.{own}=<its name>" for own in missing)
         )
     return found_as

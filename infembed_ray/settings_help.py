@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from infembed_ray.config.base import Settings, nearest, settings_class
+from infembed_ray.config.base import Settings, nearest, settings_classes
 from infembed_ray.errors import InputError
 
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
@@ -26,8 +26,8 @@ def overview(settings: type[Settings], prefix: str = "", holder: Any = None) -> 
     """
     for name, field in settings.model_fields.items():
         yield f"  {prefix + name:<22} {field.description} ({_default(name, field, holder)})"
-        if inner := settings_class(field.annotation):
-            yield from overview(inner, f"{prefix}{name}.{_label(field.annotation)}", field.default)
+        if inner := settings_classes(field.annotation):
+            yield from overview(inner[0], f"{prefix}{name}.{_label(field.annotation)}", field.default)
 
 
 def section(settings: type[Settings], verb: str, name: str) -> str:
@@ -99,15 +99,8 @@ def names(settings: type[Settings], prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all settings that have a fixed name."""
     for name, field in settings.model_fields.items():
         yield f"{prefix}{name}"
-        if (inner := settings_class(field.annotation)) and not _label(field.annotation):
-            yield from names(inner, f"{prefix}{name}.")
-
-
-def settings_classes(annotation: Any) -> list[type[Settings]]:
-    """Return the settings classes in a type annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    return [cls for inner in get_args(annotation) for cls in settings_classes(inner)]
+        if (inner := settings_classes(field.annotation)) and not _label(field.annotation):
+            yield from names(inner[0], f"{prefix}{name}.")
 
 
 def describe_type(

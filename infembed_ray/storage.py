@@ -32,7 +32,7 @@ from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
 from infembed_ray.leases import lease
 from infembed_ray.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
-from infembed_ray.places import Place, errors_at, fingerprint_files
+from infembed_ray.places import Place, errors_at, fingerprint_files, read_text
 from infembed_ray.progress import say
 
 MANIFEST = "manifest.json"
@@ -58,6 +58,12 @@ def local_path(value: str, name: str) -> Path:
 def open_place(value: str, name: str) -> Place:
     """Open the directory or the folder of an object store that a setting names; InputError as both."""
     return Folder.open(value, name) if is_uri(value) else local_path(value, name)
+
+
+def folder_of(settings: Any, name: str) -> Place:
+    """Return the place that the setting `name` names, or if it is empty, the folder of this name in the output."""
+    given = getattr(settings, name)
+    return open_place(given, name) if given else open_place(settings.output, "output") / name
 
 
 def find_input(value: str, name: str) -> Place:
@@ -107,8 +113,7 @@ def _download(uri: str, name: str, parts: Collection[str] | None, without: Calla
     folder = open_input(uri, name)
     with convert_errors(folder.base, name):
         entries = {file: entry for file, entry in folder.entries().items() if file.split("/")[0] != STATES}
-        key = hashlib.sha256(f"{folder.uri}\0{listing_digest(entries)}".encode()).hexdigest()[:16]
-        root = scratch() / "inputs" / key
+        root = scratch() / "inputs" / _hashed(f"{folder.uri}\0{listing_digest(entries)}")
         root.mkdir(parents=True, exist_ok=True)
         (root / _ORIGIN).write_text(folder.uri, encoding="utf-8")
         copy = root / folder.name
@@ -123,6 +128,10 @@ def _download(uri: str, name: str, parts: Collection[str] | None, without: Calla
                             f"{name}={folder}/{file}: has {size} of {entry.size} bytes; run again, or restore it"
                         )
     return copy
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resolve(path: Path) -> Path:
@@ -155,17 +164,14 @@ def fingerprint(path: Place) -> str:
     return fingerprint_files(files, relative_to=path)
 
 
-def read_manifest(path: Path | Folder, name: str) -> dict[str, Any]:
+def read_manifest(path: Place, name: str) -> dict[str, Any]:
     """Read the manifest of a published output that the setting `name` names, on this machine or in an object store.
 
     Raises:
         InputError: the directory is not a published output, or its manifest is damaged.
     """
-    if isinstance(path, Folder):
-        with convert_errors(path.base, name):
-            text = path.read(MANIFEST)
-    else:
-        text = (path / MANIFEST).read_text(encoding="utf-8") if (path / MANIFEST).is_file() else None
+    with errors_at(path, name):
+        text = read_text(path / MANIFEST)
     if text is None:
         raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
     try:
@@ -251,8 +257,8 @@ class Step:
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.stage = stage
-        remote = Folder.open(output, "output") if is_uri(output) else None
-        self.root = local_path(output, "output") if remote is None else _scratch_of(remote)
+        place = open_place(output, "output")
+        self.root = place if isinstance(place, Path) else scratch() / "outputs" / _hashed(place.uri)
         self._settings = settings
         self._inputs = {
             name: {"path": _origin(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()
@@ -266,12 +272,12 @@ class Step:
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
         require_writable(self.root, "output")
-        self._remote_root = remote
-        self._place: Place = remote or self.root
-        self.remote = None if remote is None else remote / self.identity
+        self._place = place
+        self._remote_root = place if isinstance(place, Folder) else None
+        self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
-        if remote is not None:
-            _require_conditional_writes(remote, "output")
+        if self._remote_root is not None:
+            _require_conditional_writes(self._remote_root, "output")
 
     @property
     def partial(self) -> Path:
@@ -287,13 +293,11 @@ class Step:
 
     def found(self) -> Published | None:
         """Return the output if an earlier run published it; change nothing."""
-        if self.remote is None:
-            manifest = read_manifest(self.path, "output") if (self.path / MANIFEST).is_file() else None
-        else:
-            with errors_at(self._place, "output"):
-                text = self.remote.read(MANIFEST)
-            manifest = None if text is None else json.loads(text)
-        return None if manifest is None else Published(self.path, manifest, fresh=False, uri=self._uri)
+        place = self.remote or self.path
+        with errors_at(self._place, "output"):
+            if not (place / MANIFEST).is_file():
+                return None
+        return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
 
     @contextlib.contextmanager
     def publish(self) -> Iterator[Staging]:
@@ -376,11 +380,6 @@ class Step:
             "provenance": provenance.collect(),
             **staging.facts,
         }
-
-
-def _scratch_of(remote: Folder) -> Path:
-    """Return the local directory in which outputs for an object store are written."""
-    return scratch() / "outputs" / hashlib.sha256(remote.uri.encode()).hexdigest()[:16]
 
 
 def _require_conditional_writes(remote: Folder, name: str) -> None:

@@ -14,7 +14,7 @@ import infembed_ray
 from infembed_ray import InputError, api
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
-from infembed_ray.records import Record, columns_of
+from infembed_ray.records import Record
 from tests.docs.pages import blocks
 from tests.support.files import write_jsonl
 
@@ -47,7 +47,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_records_are_loaded_from_a_file(tmp_path: Path) -> None:
     rows = [record(n) for n in range(2)]
-    path = write_jsonl(tmp_path / "records.jsonl", [columns_of(row) for row in rows])
+    path = write_jsonl(tmp_path / "records.jsonl", [vars(row) for row in rows])
     assert infembed_ray.load_records(str(path)) == rows
     with pytest.raises(InputError, match="records=/nope: no such file"):
         infembed_ray.load_records("/nope")

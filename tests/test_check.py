@@ -21,7 +21,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper import report as paper_report
 from infembed_ray.object_store import SCRATCH, Folder, scratch
 from infembed_ray.quickstart import sample
-from infembed_ray.records import columns_of
 from infembed_ray.retrieval import preflight
 from infembed_ray.storage import MANIFEST, STATES
 from infembed_ray.synthesis import estimate
@@ -64,12 +63,12 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory, backbone: str) -> list[str]:
-    rows = write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", (columns_of(record(n)) for n in range(33)))
+    rows = write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", (vars(record(n)) for n in range(33)))
     return [f"records={rows}", f"model={backbone}", "records_per_step=8", "epochs=3", "workers=1", "launcher=process"]
 
 
 def test_the_command_line_knows_the_verbs_with_a_check() -> None:
-    assert tuple(check.VERBS) == cli.CHECKED
+    assert tuple(check.VERBS) == tuple(cli.VERBS)
 
 
 def test_a_synthesis_that_journals_answer_needs_no_calls(shown, tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_a_training_in_an_object_store_is_checked_without_its_weights(
 
 def test_check_and_run_report_the_same_mistakes(shown, training: list[str], tmp_path: Path) -> None:
     """Settings that do not fit each other, records and a model that cannot be read."""
-    bad = write_jsonl(tmp_path / "bad.jsonl", [{**columns_of(record(0)), "query_positive": " "}])
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{**vars(record(0)), "query_positive": " "}])
     for wrong in (
         ["objective=multi{X}", "accumulation=3", "records_per_step=8", "temperature_learned=true", "temperature=7"],
         [f"records={bad}"],
@@ -211,7 +210,7 @@ def test_what_an_interrupted_run_wrote_needs_no_more_disk(shown, training: list[
 
 
 def test_a_finished_run_has_nothing_to_do(shown, tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
+    rows = write_jsonl(tmp_path / "records.jsonl", (vars(record(n)) for n in range(3)))
     given = [f"records={rows}", f"output={tmp_path}/out"]
     status, out, _ = shown("analyze", *given)
     assert status == 0
@@ -274,7 +273,7 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     assert "metadata.yeer: no row of" in shown("index", *given, "metadata.yeer=integer")[2][0]
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2
-    assert ["column body is missing" in err[0], "factory=Nothing" in err[1]] == [True, True]
+    assert ["no column body" in err[0], "factory=Nothing" in err[1]] == [True, True]
     _, _, step = preflight.prepare(IndexSettings.load(None, given))
     step.path.mkdir()
     (step.path / MANIFEST).write_text('{"created": "yesterday"}')
@@ -371,7 +370,7 @@ def test_the_check_of_a_mix_says_what_each_source_has(shown, training, backbone,
 
 
 def test_the_check_of_a_cleaning_counts_what_would_be_read(shown, tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(3)))
+    rows = write_jsonl(tmp_path / "records.jsonl", (vars(record(n)) for n in range(3)))
     dev = write_jsonl(tmp_path / "dev.jsonl", [{"id": "1", "text": "one", "title": "two"}])
     given = [f"records={rows}", f"output={tmp_path}/out"]
     status, out, err = shown("clean", *given, f"evaluations.dev={dev}")

@@ -51,6 +51,16 @@ def test_layouts_of_other_libraries_need_no_column_map(tmp_path, row, expected):
     assert read(path) == [expected]
 
 
+def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path):
+    later = {"query": "r", "pos": ["o"], "neg": ["n"], "instruction": "i", "pos_scores": [1], "neg_scores": [0]}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "pos": ["p"]}, later, {"id": 0, "query": "s", "pos": "p"}])
+    assert read(path) == [
+        Example("row-1", "q", ("p",)),
+        Example("row-2", "r", ("o",), ("n",), "i", positive_scores=(1.0,), negative_scores=(0.0,)),
+        Example("0", "s", ("p",)),
+    ]
+
+
 def test_a_column_map_joins_several_columns(tmp_path):
     """Promptriever's rows: the query without its instruction, and two kinds of negatives."""
     row = {
@@ -87,6 +97,9 @@ def test_directories_saved_by_datasets_are_read_with_their_splits(tmp_path):
         *(("train", f"row-{n}") for n in (4, 5, 6)),
     }
     assert [(e.query, e.split) for e in read(tmp_path / "alone")] == [(f"dev {n}", None) for n in range(3)]
+    datasets.load_from_disk(str(tmp_path / "alone")).map(lambda row: {"query": f"cached {row['query']}"})
+    assert any(file.name.startswith("cache-") for file in (tmp_path / "alone").iterdir())
+    assert len(read(tmp_path / "alone")) == 3
     parts["train"].to_parquet(str(tmp_path / "train-00000-of-00001.parquet"))
     assert [e.split for e in read(tmp_path / "train-00000-of-00001.parquet")] == ["train"] * 3
 
@@ -113,7 +126,11 @@ def test_directories_saved_by_datasets_are_read_with_their_splits(tmp_path):
         ([ROW, {**ROW, "query": " "}], {}, r"a.jsonl: row 2: column query is empty; fill it or drop the row"),
         ([ROW, {**ROW, "positives": []}], {}, r"row 2: column positives has no passage; give a positive, or drop"),
         ([ROW, {**ROW, "positives": [" "]}], {}, r"row 2: column positives has ' ' as a passage; give texts"),
-        ([ROW, {**ROW, "positives": [{"body": "p"}]}], {}, r"row 2: column positives has '' as a passage"),
+        ([ROW, {**ROW, "positives": [{"body": "p"}]}], {}, r"row 2: column positives has {'body': 'p'} as a passage"),
+        ([{**ROW, "positives": {"text": ["p", "o"]}}], {}, r"row 1: column positives has {'text': \['p', 'o'\]} as a"),
+        ([ROW, {**ROW, "query": ["q", "r"]}], {}, r"row 2: column query has \['q', 'r'\]; give one text, or null"),
+        ([{**ROW, "instruction": float("nan")}], {}, r"row 1: column instruction has nan; give one text, or null"),
+        ([{}, ROW], {}, r"no column query \(found: \); set columns.query="),
         ([{**ROW, "negatives": ["n", "p"]}], {}, r"row 1: a negative is one of the positives: 'p'; drop it"),
         (
             [{**ROW, "negatives": ["n", "m"], "positive_scores": [1], "negative_scores": [2]}],

@@ -40,6 +40,19 @@ def test_the_published_data_set_is_read_unchanged(tmp_path):
         assert got[0].document_positive == "document_positive"
 
 
+def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path):
+    rows = [published_record(), {**published_record(), "split": "dev", "source": "web"}]
+    got = records.read(write_jsonl(tmp_path / "r.jsonl", rows), Record, "records")
+    assert [(r.split, r.source) for r in got] == [(None, "unknown"), ("dev", "web")]
+
+
+@pytest.mark.parametrize("value", [["a", "b"], {"text": "a"}, float("nan")])
+def test_a_cell_that_is_no_text_is_refused(tmp_path, value):
+    path = write_jsonl(tmp_path / "r.jsonl", [published_record() | {"query_positive": value}])
+    with pytest.raises(InputError, match=r"r.jsonl: row 1: column query_positive has .*; give one text, or null"):
+        records.read(path, Record, "records")
+
+
 def test_columns_are_mapped(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"pid": 7, "body": "text"}])
     assert records.read(path, Passage, "corpus", {"id": "pid", "text": "body"}) == [Passage("7", "text")]
@@ -49,7 +62,7 @@ def test_columns_are_mapped(tmp_path):
     ("rows", "message"),
     [
         ([], "has no rows"),
-        ([{"id": "1", "query": "q"}], r"column passage is missing \(found: id, query\).*columns.passage="),
+        ([{"id": "1", "query": "q"}], r"no column passage \(found: id, query\).*columns.passage="),
         ([SEED, {**SEED, "id": "2", "query": " "}], "row 2: column query is empty"),
         ([SEED, SEED], "row 2: duplicate id 1"),
     ],
@@ -135,7 +148,7 @@ def test_an_output_of_another_stage_is_rejected(tmp_path):
 def test_written_records_read_back_equal(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("r") / "records.parquet"
     rows = [Record(id=str(n), **published_record(query_positive=t)) for n, t in enumerate(texts)]
-    records.write(path, records.RECORD, [records.columns_of(r) for r in rows])
+    records.write(path, records.RECORD, [vars(r) for r in rows])
     assert records.read(path, Record, "records") == rows
     assert records.read(path.parent, Record, "records") == rows
 
@@ -184,6 +197,10 @@ def test_faults_of_a_file_in_an_object_store_are_told_apart(bucket, tmp_path):
 
 
 def test_row_groups_are_bounded(tmp_path):
-    records.write(tmp_path / "p.parquet", records.PASSAGE, [{"id": str(n), "text": "t"} for n in range(25_000)])
+    records.write(
+        tmp_path / "p.parquet",
+        pa.schema([("id", pa.string()), ("text", pa.string())]),
+        [{"id": str(n), "text": "t"} for n in range(25_000)],
+    )
     metadata = pq.read_metadata(tmp_path / "p.parquet")
     assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [10_000, 10_000, 5_000]

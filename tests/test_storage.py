@@ -373,7 +373,7 @@ def test_an_object_that_cannot_be_read_is_an_error_of_one_line(place, uri, messa
 @pytest.mark.parametrize("uri", ["abfs://c@account.dfs.core.windows.net/x", "abfs://account.dfs.core.windows.net/c/x"])
 def test_an_azure_uri_names_container_and_path_in_either_form(monkeypatch, uri):
     """Tested without an account, by the requests that the client receives."""
-    opened, asked = Folder._open, []
+    opened, asked = Folder.file_system, []
 
     def refuse(name):
         asked.append(name)
@@ -385,7 +385,7 @@ def test_an_azure_uri_names_container_and_path_in_either_form(monkeypatch, uri):
         asked.append(path)
         return SimpleNamespace(get_file_info=refuse), path
 
-    monkeypatch.setattr(Folder, "_open", spied)
+    monkeypatch.setattr(Folder, "file_system", spied)
     with pytest.raises(InputError, match="no account here"):
         Folder.open(uri, "records")
     assert asked == ["c/x", "c"]

@@ -47,7 +47,7 @@ def zero(context: Context) -> Iterator[Result]:
     vocabulary = measure.config_of(SIZE, context).vocab_size
     sides = steps.texts(steps.TUPLES, vocabulary)
     engine, slots = _engine(settings, context), 0
-    kernels = engine.choose_kernels(sides) or "no choice"
+    kernels = engine.choose_kernels(lambda: sides) or "no choice"
     for side in sides:
         slots += sum(layout.input_ids.numel() for _, layout in engine.encoder.layouts(side, steps.ONE_PASS))
     losses = [_step(engine, sides)]

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "infembed_ray"
 sys.path.insert(0, str(ROOT))
 
 from infembed_ray import cli  # noqa: E402
-from infembed_ray.config.base import Settings  # noqa: E402
-from infembed_ray.settings_help import describe_type, settings_classes  # noqa: E402
+from infembed_ray.config.base import Settings, settings_classes  # noqa: E402
+from infembed_ray.settings_help import describe_type  # noqa: E402
 
 SETTINGS = {
     **{name: [verb.settings] for name, verb in cli.VERBS.items()},

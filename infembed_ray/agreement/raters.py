@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,12 +25,11 @@ from infembed_ray.llm import budget, dialects, prices
 from infembed_ray.llm.chat import Complete, Dialect, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
-from infembed_ray.llm.lease import Lease, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, resources
+from infembed_ray.llm.rate_limits import Grant, LeaseReport
 from infembed_ray.places import Place
 from infembed_ray.progress import Advance, say, track
-from infembed_ray.storage import Published, Step, find_input, open_place, resolve_input
+from infembed_ray.storage import Published, Step, find_input, folder_of, resolve_input
 from infembed_ray.synthesis import preflight, templates
 from infembed_ray.synthesis.judge import NONE, Lineup
 from infembed_ray.synthesis.pipeline import rate
@@ -146,9 +144,7 @@ def resolve(settings: AgreementSettings) -> Study:
         InputError: a file is unreadable, there is no reference rater, a rater has the label of another one, an endpoint has
             no URL, or a limit cannot be kept.
     """
-    others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
-    endpoints = {"endpoint": settings.endpoint, **others}
-    table = prices.load(settings.prices)
+    endpoints, table = preflight.endpoints(settings), prices.load(settings.prices)
     models = {f"raters.{label}": model for label, model in settings.raters.items()}
     items, references, *_ = check_all(
         lambda: _items(find_input(settings.sheet, "sheet")),
@@ -161,9 +157,7 @@ def resolve(settings: AgreementSettings) -> Study:
         if label in references:
             raise InputError(f"raters.{label}: is also the label of a reference rater; choose another label")
     _check_answers(references, items, settings.sheet)
-    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
-    place = open_place(given, name)
-    return Study(items, references, table, place if settings.journal else place / "journal", endpoints)
+    return Study(items, references, table, folder_of(settings, "journal"), endpoints)
 
 
 def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:
@@ -216,10 +210,8 @@ async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str,
     limits = settings.limits
     journal = open_journal(study.journal, settings.replay, upload=settings.journal_upload)
     slots = min(limits.in_flight or settings.in_flight, settings.in_flight)
-    spent, holder, record = 0.0, uuid.uuid4().hex, None
-    if limits.budget_usd is not None:
-        spent, record = budget.resume(study.journal, study.table), budget.spend_record(study.journal, holder)
-    ledger = budget.DurableLedger(limits, slots, spent, study.journal)
+    spent = 0.0 if limits.budget_usd is None else budget.resume(study.journal, study.table)
+    ledger = budget.DurableLedger(limits, spent, study.journal)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
@@ -230,8 +222,7 @@ async def _ask_all(study: Study, settings: AgreementSettings) -> tuple[dict[str,
         ledger.charge(learned.used, learned.report)
         return learned.dialects
 
-    lease = Lease(holder, resources(limits), slots, limits.window_s, record=record)
-    limiter = RateLimiter(lease, exchange, min(0.5, limits.window_s / 100))
+    limiter = budget.rate_limiter(limits, slots, exchange, study.journal)
     client = ChatClient(list(study.endpoints.values()), journal, limiter, study.table, learn=learn)
     asked = [(rater, item) for rater in settings.raters for item in study.items]
     try:

@@ -160,22 +160,11 @@ def _estimate(kappas: np.ndarray) -> Estimate:
 
 def _agreement(one: str, other: str, pairs: Sequence[tuple[str, str]], resamples: int, seed: int) -> Agreement:
     counts = confusion(pairs)
-    kappa = float(cohen_kappa(counts[None])[0])
     # A bootstrap over items is a multinomial draw over the cells of the confusion matrix.
     cells = np.random.default_rng(seed).multinomial(len(pairs), counts.ravel() / len(pairs), size=resamples)
-    drawn = cohen_kappa(cells.reshape(resamples, *counts.shape))
-    drawn = drawn[~np.isnan(drawn)]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
-    return Agreement(
-        one=one,
-        other=other,
-        items=len(pairs),
-        alike=float(np.trace(counts) / len(pairs)),
-        kappa=None if np.isnan(kappa) else kappa,
-        low=None if np.isnan(kappa) else float(low),
-        high=None if np.isnan(kappa) else float(high),
-    )
+    found = _estimate(cohen_kappa(np.concatenate([counts[None], cells.reshape(resamples, *counts.shape)])))
+    alike = float(np.trace(counts) / len(pairs))
+    return Agreement(one, other, len(pairs), alike, found.kappa, found.low, found.high)
 
 
 def confusion(pairs: Sequence[tuple[str, str]]) -> np.ndarray:

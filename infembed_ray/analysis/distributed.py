@@ -26,7 +26,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.records import KEPT_FILE, Record, columns_of
+from infembed_ray.records import KEPT_FILE, Record
 from infembed_ray.storage import Published, Step, find_input
 
 REMOVED_FILE = "removed.parquet"
@@ -99,7 +99,7 @@ def count(files: Mapping[str, Place]) -> Iterator[tuple[str, int, str]]:
 def _blocks(path: Place, advance: Callable[..., None]) -> Iterator[pa.Table]:
     """Yield all records as tables of `cleaning.TEXTS`."""
     rows = enumerate(records.stream(path, Record, "records"))
-    while block := [{"row": row, **columns_of(record)} for row, record in islice(rows, ROWS_PER_BLOCK)]:
+    while block := [{"row": row, **vars(record)} for row, record in islice(rows, ROWS_PER_BLOCK)]:
         advance(len(block), "records read")
         yield pa.Table.from_pylist(block, cleaning.TEXTS)
 
@@ -114,7 +114,7 @@ def _contaminated(blocks: ray.data.Dataset, files: Mapping[str, Place], settings
     for label in settings.evaluations:
         name = f"evaluations.{label}"
         for known in _ngrams(files[name], name, settings.ngram):
-            found = _mapped(blocks, partial(_contaminated_rows, ray.put(known), settings.ngram))
+            found = _mapped(blocks, partial(cleaning.contaminated, length=settings.ngram), ray.put(known))
             for table in _tables(found):
                 for row, shared in zip(table["row"].to_pylist(), table["shared"].to_pylist(), strict=True):
                     removed.setdefault(row, (f"contaminated by {label}", shared))
@@ -139,7 +139,7 @@ def _near_duplicates(blocks: ray.data.Dataset, removed: Removed, threshold: floa
     """Find the near-duplicates among the records that are not removed yet."""
     left_out = ray.put(np.array(sorted(removed), dtype=np.int64))
     total = blocks.count()
-    banded = _mapped(blocks, partial(_bands, left_out)).repartition(-(-total // ROWS_PER_PARTITION), keys=["band"])
+    banded = _mapped(blocks, cleaning.bands, left_out).repartition(-(-total // ROWS_PER_PARTITION), keys=["band"])
     pairs = {same: np.empty(0, dtype=np.int64) for same in (False, True)}  # one * total + other
     for table in _tables(_mapped(banded, cleaning.candidates)):
         one, other, same = (table[name].to_numpy() for name in table.column_names)
@@ -150,7 +150,7 @@ def _near_duplicates(blocks: ray.data.Dataset, removed: Removed, threshold: floa
     )
     rows, numbers = compared.T.ravel(), np.tile(np.arange(len(compared)), 2)
     order = np.argsort(rows, kind="stable")
-    sides = _mapped(blocks, partial(_sides, ray.put((rows[order], numbers[order]))))
+    sides = _mapped(blocks, cleaning.sides, ray.put(rows[order]), ray.put(numbers[order]))
     sides = sides.repartition(max(1, -(-len(compared) // PAIRS_PER_PARTITION)), keys=["pair"])
     similar = [
         table["pair"].to_numpy() for table in _tables(_mapped(sides, partial(cleaning.similar, threshold=threshold)))
@@ -159,26 +159,16 @@ def _near_duplicates(blocks: ray.data.Dataset, removed: Removed, threshold: floa
     return {row: (NEAR_DUPLICATE, original) for row, original in cleaning.originals(alike.tolist()).items()}
 
 
-def _mapped(blocks: ray.data.Dataset, function: Callable[[pa.Table], pa.Table]) -> ray.data.Dataset:
-    """Apply a function to each block as a whole."""
-    return blocks.map_batches(function, batch_size=None, batch_format="pyarrow")
+def _mapped(blocks: ray.data.Dataset, function: Callable[..., pa.Table], *shared: ray.ObjectRef) -> ray.data.Dataset:
+    """Apply a function to each block as a whole; its further arguments are in the object store."""
+    return blocks.map_batches(
+        lambda table: function(table, *ray.get(list(shared))), batch_size=None, batch_format="pyarrow"
+    )
 
 
 def _tables(blocks: ray.data.Dataset) -> Iterator[pa.Table]:
     tables: Iterator[pa.Table] = iter(blocks.iter_batches(batch_size=None, batch_format="pyarrow"))
     return tables
-
-
-def _contaminated_rows(known: ray.ObjectRef, length: int, table: pa.Table) -> pa.Table:
-    return cleaning.contaminated(table, ray.get(known), length)
-
-
-def _bands(left_out: ray.ObjectRef, table: pa.Table) -> pa.Table:
-    return cleaning.bands(table, ray.get(left_out))
-
-
-def _sides(of_pairs: ray.ObjectRef, table: pa.Table) -> pa.Table:
-    return cleaning.sides(table, *ray.get(of_pairs))
 
 
 def _write(directory: Any, path: Place, removed: Removed) -> dict[str, int]:
@@ -212,4 +202,4 @@ def _rows(path: Place) -> Iterator[dict[str, Any]]:
     file = path if path.is_file() else path / KEPT_FILE
     ours = records.raw_rows(file, "records") if file.is_file() and is_ours(file) else None
     for record in records.stream(path, Record, "records"):
-        yield columns_of(record) | ({"provenance": next(ours)["provenance"]} if ours else {})
+        yield vars(record) | ({"provenance": next(ours)["provenance"]} if ours else {})

@@ -10,7 +10,6 @@ from typing import Any
 
 from infembed_ray.analysis.funnel import Loss
 from infembed_ray.analysis.inputs import RecordSet
-from infembed_ray.records import columns_of
 
 KEPT = 3
 REASONS = 3
@@ -50,7 +49,7 @@ class Example:
 def examples(found: RecordSet, rejections: Sequence[Loss]) -> list[Example]:
     """Choose KEPT kept records and one rejected record for each of the first REASONS rejections (see RULE)."""
     kept = nsmallest(KEPT, found.kept, key=lambda record: _place(record.id))
-    chosen = [_example(columns_of(record)) for record in kept]
+    chosen = [_example(vars(record)) for record in kept]
     for loss in rejections[:REASONS]:
         of_loss = [row for row in found.rejected if (row["step"], row["reason"]) == (loss.step, loss.why)]
         chosen += [_example(row, loss) for row in nsmallest(1, of_loss, key=lambda row: _place(row["id"]))]

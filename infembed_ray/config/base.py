@@ -28,7 +28,9 @@ def runtime_field(default: Any = ..., *, description: str, **bounds: Any) -> Any
 class Settings(BaseModel):
     """Frozen, strict settings. Load with `load`, or construct directly from Python."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -141,11 +143,11 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> 
     values[keys[-1]] = value
 
 
-def settings_class(annotation: Any) -> type[Settings] | None:
-    """Return the settings class in a field's annotation, also within a union or mapping; None if there is none."""
+def settings_classes(annotation: Any) -> list[type[Settings]]:
+    """Return the settings classes in a field's annotation, also within a union or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return annotation
-    return next(filter(None, map(settings_class, get_args(annotation))), None)
+        return [annotation]
+    return [cls for inner in get_args(annotation) for cls in settings_classes(inner)]
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -162,8 +164,8 @@ def _fault(cls: type[Settings], fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         owner: type[Settings] = cls
         for part in location[:-1]:
-            inner = settings_class(owner.model_fields[part].annotation) if part in owner.model_fields else None
-            owner = _tagged(part) or inner or owner
+            inner = settings_classes(owner.model_fields[part].annotation) if part in owner.model_fields else []
+            owner = _tagged(part) or next(iter(inner), owner)
         return f"unknown key {name}: {owner.unknown_key(location[-1])}"
     if fault["type"] == "missing":
         return f"{name} is missing: set {name}=..."

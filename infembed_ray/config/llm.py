@@ -113,7 +113,10 @@ class Endpoint(Settings):
         "(max_tokens, temperature, response_format, reasoning_effort), and adapt them; false: send them as set",
     )
     patience_s: float = runtime_field(
-        600.0, ge=0, description="seconds for which a request that gets 429 is retried before its row is a dead letter"
+        600.0,
+        ge=0,
+        description="seconds for which a request that gets 429 is retried before its row is a dead letter, and a call about "
+        "batches that fails before the run ends",
     )
 
 
@@ -122,7 +125,9 @@ class Limits(Settings):
 
     requests_per_minute: int | None = runtime_field(None, ge=1, description="requests sent, answered or not")
     tokens_per_minute: int | None = runtime_field(None, ge=1, description="tokens of prompts and answers")
-    in_flight: int | None = runtime_field(None, ge=1, description="requests in flight; null: actors x in_flight")
+    in_flight: int | None = runtime_field(
+        None, ge=1, description="requests in flight, shared evenly by the actors; null: actors x in_flight"
+    )
     budget_usd: float | None = runtime_field(
         None, ge=0, description="most USD at list prices over all runs on this journal; the run ends when it is used up"
     )

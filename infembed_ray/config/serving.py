@@ -9,6 +9,23 @@ from pydantic import Field
 from infembed_ray.config.base import Settings, runtime_field
 
 
+class CanarySettings(Settings):
+    """Checks of a new release before the API is switched to it; it is rolled back if one fails."""
+
+    share: float = Field(
+        0.0, ge=0, le=0.5, description="share of the queries that the new release answers before the switch; 0: none"
+    )
+    seconds: float = Field(300.0, gt=0, description="seconds during which it answers that share")
+    max_failures: float = Field(0.01, ge=0, le=1, description="most failed queries (share) above the current release's")
+    max_slowdown: float = Field(1.5, ge=1, description="most p95 latency, as a multiple of the current release's")
+    probes: str | None = Field(
+        None,
+        description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that both releases answer first; null: none",
+    )
+    max_ndcg_drop: float = Field(1.0, ge=0, description="most nDCG@10 (x100) on the probes below the current release's")
+    max_p_mrr_drop: float = Field(2.0, ge=0, description="most p-MRR (x100) on the probes below the current release's")
+
+
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
@@ -62,6 +79,9 @@ class ServeSettings(Settings):
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
     max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")
+    canary: CanarySettings = runtime_field(
+        CanarySettings(), description="checks of a new release before the API is switched to it"
+    )
     config_file: str | None = runtime_field(
         None, description="write a config file for `serve deploy` and start nothing; null: serve"
     )

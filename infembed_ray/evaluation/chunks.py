@@ -5,8 +5,10 @@ A chunk refers to its texts, so it is small to send to another node.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,37 +18,35 @@ import pyarrow as pa
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
+from infembed_ray.evaluation.tasks import corpus as corpora
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
-from infembed_ray.object_store import Folder, scratch
+from infembed_ray.object_store import Folder
 from infembed_ray.places import Place, errors_at
 
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""
 PAIRS = 128
 """Pairs per chunk; pairs take longer."""
-_BATCH = 4096
 
 
 # ----------------------------------------------------------------------------------------------------- corpora
 
 
-def file_of(corpus: pa.Table, directory: Place) -> Place:
-    """Return the file of a corpus in a place that all nodes see, named by its content. It need not exist yet."""
-    name = digest(text for batch in _batches(corpus) for column in batch.columns for text in column.to_pylist())
-    return directory / f"{name}.arrow"
-
-
 def share(corpus: pa.Table, directory: Place) -> Place:
-    """Write a corpus batch by batch to its file, which all nodes map into memory; return the file."""
-    file = file_of(corpus, directory)
+    """Put a corpus into a place that all nodes see, as a file named by its content, which they map into memory.
+
+    A corpus that this machine has converted (`corpus.mapped`) is linked, or written again to another file system.
+    """
+    file = directory / corpora.name_of(corpus)
     with errors_at(file, "embeddings"):
         copy = _copy_of(file)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # it was not converted here, is there already, or is on another file system
+            os.link(corpora.directory() / file.name, copy)
         if not copy.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
             with durable.replacing(copy, shared=True) as target, pa.ipc.new_file(target, CORPUS) as writer:
-                for batch in _batches(corpus):
+                for batch in corpora.batches(corpus):
                     writer.write_batch(batch)
         if isinstance(file, Folder) and not file.is_file():
             file.parent.upload(copy, file.name)
@@ -55,7 +55,7 @@ def share(corpus: pa.Table, directory: Place) -> Place:
 
 def _copy_of(file: Place) -> Path:
     """Return the path of a shared corpus on this node: the file, or the node's copy of it."""
-    return scratch() / "shared" / file.name if isinstance(file, Folder) else file
+    return corpora.directory() / file.name if isinstance(file, Folder) else file
 
 
 @cache
@@ -79,13 +79,6 @@ def shared(file: Place) -> pa.Table:
             "there; give a directory that all nodes share, or a folder of an object store"
         )
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-
-
-def _batches(corpus: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Yield the rows in batches that do not depend on the table's own chunks."""
-    for start in range(0, corpus.num_rows, _BATCH):
-        (batch,) = corpus.slice(start, _BATCH).combine_chunks().to_batches()
-        yield batch
 
 
 # ------------------------------------------------------------------------------------------------------ chunks

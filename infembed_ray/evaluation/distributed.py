@@ -26,7 +26,7 @@ from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shar
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.paper.report import page_of
+from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
@@ -73,10 +73,11 @@ def run(settings: EvaluateSettings) -> storage.Published:
         staging.facts = {"figures": found.figures}
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
-        (staging.path / tables.TABLE_FILE).write_text(tables.as_markdown(found), encoding="utf-8")
-        (staging.path / tables.REPORT_FILE).write_text(page_of(settings.output, found), encoding="utf-8")
+        report = of_evaluation(settings.output, found)
+        (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
+        (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
         rankings.finish(inputs.tasks)  # last: a failure here leaves the results in the unfinished output
-    say(tables.as_text(found))
+    say(report.as_text())
     return step.published()
 
 

@@ -12,17 +12,16 @@ from typing import Any
 from infembed_ray import records, storage
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation.chunks import file_of, share, shared
+from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks.corpus import name_of
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.places import Place, address, errors_at
+from infembed_ray.places import Place, address
 
-EMBEDDINGS = "embeddings"
-"""Folder of the store in the output, if the settings name no other."""
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
 RANKER_KINDS = ("bm25",)
 
@@ -97,8 +96,8 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
         lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings)
     )
     for number, task in enumerate(tasks):
-        with errors_at(store, "embeddings"):
-            file = (share if share_corpora else file_of)(task.corpus, store / "corpora")
+        place = store / "corpora"
+        file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
         tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
     return Inputs(models, tasks, store, data)
@@ -116,9 +115,7 @@ def content_hash(task: Task) -> str:
 
 def store_of(settings: EvaluateSettings) -> Place:
     """Return the place of embeddings and scores; InputError if it cannot be written."""
-    given = settings.embeddings or settings.output
-    place = storage.open_place(given, "embeddings")
-    store = place if settings.embeddings else place / EMBEDDINGS
+    store = storage.folder_of(settings, "embeddings")
     storage.require_writable(store, "embeddings")
     return store
 

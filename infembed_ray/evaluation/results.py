@@ -15,12 +15,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from infembed_ray import durable
@@ -39,7 +37,6 @@ PER_QUERY = pa.schema(
 )
 """`query` is the id of a query, for p-MRR of the original query, for Robustness@k of a group. Statistics resample whole
 groups, because the queries of a `group` are not independent."""
-_KEY = ("model", "task", "figure", "query")
 _TOLERANCE = 1e-9
 """Tolerance between a stored mean and the mean of its values: sums of floats depend on their order."""
 
@@ -187,19 +184,29 @@ def _check_conventions(file: Place, name: str, found: Mapping[str, str], measure
 
 def _scores(file: Place, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
     """Read all values: model -> task -> figure -> query -> value; and the groups of queries: task -> query -> group."""
-    rows = _rows(file, name)
+    if not file.is_file():
+        raise InputError(f"{name}={file}: no such file, and {RESULTS_FILE} alone is not enough; evaluate again")
+    try:
+        with open_binary(file) as source:
+            rows = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY)
+    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
+        raise InputError(f"{name}={file}: not the values of results ({in_one_line(error)}); evaluate again") from error
     scores: dict[str, dict[str, dict[str, dict[str, float]]]] = {
         model: {task: {figure.name: {} for figure in summary.figures} for task, summary in known.tasks.items()}
         for model in known.models
     }
     groups: dict[str, dict[str, str]] = defaultdict(dict)
-    columns = [rows.column(column).to_pylist() for column in PER_QUERY.names]
-    for model, task, figure, query, group, value in zip(*columns, strict=True):
-        try:
-            scores[model][task][figure][query] = value
-        except KeyError:
-            unknown = f"model {model!r}, task {task!r}, figure {figure!r}"
-            raise InputError(f"{name}={file}: {RESULTS_FILE} has no {unknown}; evaluate again") from None
+    for model, task, figure, query, group, value in zip(*(column.to_pylist() for column in rows.columns), strict=True):
+        fault, of_figure = "", scores.get(model, {}).get(task, {}).get(figure)
+        if value is None or not math.isfinite(value):
+            fault = f", query {query!r}: value {value} is not finite"
+        elif of_figure is None:
+            fault = f": {RESULTS_FILE} has none"
+        elif query in of_figure:
+            fault = f", query {query!r}: has two values"
+        if fault or of_figure is None:
+            raise InputError(f"{name}={file}: model {model!r}, task {task!r}, figure {figure!r}{fault}; evaluate again")
+        of_figure[query] = value
         if group is not None:
             groups[task][query] = group
     return {model: dict(of_model) for model, of_model in scores.items()}, groups
@@ -211,43 +218,12 @@ def _write_per_query(file: Path, results: Results) -> None:
         for model, of_model in results.scores.items():
             for task, scores in of_model.items():
                 groups = results.tasks[task].groups
-                tables = [
-                    pa.table(
-                        {
-                            "model": list(repeat(model, len(values))),
-                            "task": list(repeat(task, len(values))),
-                            "figure": list(repeat(figure, len(values))),
-                            "query": list(values),
-                            "group": [groups.get(query) for query in values],
-                            "value": list(values.values()),
-                        },
-                        schema=PER_QUERY,
-                    )
+                rows = [
+                    (model, task, figure, query, groups.get(query), value)
                     for figure, values in scores.items()
+                    for query, value in values.items()
                 ]
-                writer.write_table(pa.concat_tables(tables))
-
-
-def _rows(file: Place, name: str) -> pa.Table:
-    if not file.is_file():
-        raise InputError(f"{name}={file}: no such file, and {RESULTS_FILE} alone is not enough; evaluate again")
-    try:
-        with open_binary(file) as source:
-            rows = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY)
-    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
-        raise InputError(f"{name}={file}: not the values of results ({in_one_line(error)}); evaluate again") from error
-    if len(broken := pc.indices_nonzero(pc.invert(pc.fill_null(pc.is_finite(rows["value"]), False)))):
-        row = rows.slice(broken[0].as_py(), 1).to_pylist()[0]
-        raise InputError(f"{name}={file}: {_where(row)}: value {row['value']} is not finite; evaluate again")
-    counted = rows.group_by(list(_KEY)).aggregate([("value", "count")])
-    twice = counted.filter(pc.greater(counted["value_count"], 1))
-    if twice.num_rows:
-        raise InputError(f"{name}={file}: {_where(twice.slice(0, 1).to_pylist()[0])}: has two values; evaluate again")
-    return rows
-
-
-def _where(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{column} {row[column]!r}" for column in _KEY)
+                writer.write_table(pa.table(list(zip(*rows, strict=True)) or [()] * len(PER_QUERY), schema=PER_QUERY))
 
 
 def _check_values(path: Place, name: str, results: Results, stored: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from infembed_ray.evaluation import significance
-from infembed_ray.evaluation.results import Results, conventions_of
+from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.significance import Compared, Stratum, compare, holm
 from infembed_ray.evaluation.tasks.registry import BENCHMARKS
 
@@ -94,65 +94,14 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
     return {model: Cell(c, p) for model, c, p in zip(models, compared, adjusted, strict=True)}
 
 
-def as_text(results: Results) -> str:
-    """Format means and differences for a terminal or a log, in lines of at most `WIDTH` characters."""
-    parts = []
-    for title, rows in _tables(results, intervals=False):
-        for part in _fitting(rows):
-            lines = ["  ".join(row).rstrip() for row in part]
-            lines.insert(1, "  ".join("-" * len(cell) for cell in part[0]))
-            parts.append("\n".join([title, *lines]))
-    baseline = _baseline(results)
-    differences = f"Differences are to {baseline}; {MARK}: significant at {LEVEL:.0%}. " if baseline else ""
-    return "\n\n".join([*parts, f"{differences}{REPORT_FILE} and {TABLE_FILE} have the 95% intervals."])
-
-
-def as_markdown(results: Results) -> str:
-    """Format the tables with notes, task descriptions and conventions in Markdown."""
-    parts = []
-    for title, rows in _tables(results):
-        lines = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
-        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-        parts.append("\n".join([f"## {title}", "", *table]))
-    about = [f"- {task}: {_listed(summary.about)}" for task, summary in results.tasks.items()]
-    conventions = [f"- {name}: {text}" for name, text in conventions_of(results.measures).items()]
-    return "\n\n".join([*parts, note(_baseline(results)), "\n".join(about), "\n".join(conventions)]) + "\n"
-
-
-def text(column: Column, cell: Cell | None, interval: bool = True) -> str:
-    """Format a cell: `0.928 [0.901, 0.950] +0.120*` is mean, interval, difference to the baseline, significance."""
+def text(column: Column, cell: Cell | None) -> str:
+    """Format a cell: `0.928 +0.120*` is mean, difference to the baseline, significance."""
     if cell is None:
         return "n/a"
     mean, delta = cell.compared.mean, cell.compared.difference
-    shown = column.number(mean.value)
-    if interval:
-        shown += f" [{column.number(mean.low)}, {column.number(mean.high)}]"
     if delta is None:
-        return shown
-    return f"{shown} {column.number(delta.value, sign=True)}{MARK if cell.significant else ''}"
-
-
-def _tables(results: Results, intervals: bool = True) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield title and rows of each table; the first row is the header."""
-    for benchmark, shown in columns(results).items():
-        found = [cells(results, column) for column in shown]
-        rows = [["model", *(column.title for column in shown)]]
-        for model in results.models:
-            of_row = (text(c, of_model.get(model), intervals) for c, of_model in zip(shown, found, strict=True))
-            rows.append([model, *of_row])
-        yield benchmark, rows
-
-
-def _fitting(rows: Sequence[Sequence[str]]) -> Iterator[list[list[str]]]:
-    """Split padded rows into tables of at most `WIDTH` characters per line, each with the first column."""
-    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
-    part = [first]
-    for column in others:
-        if len(part) > 1 and sum(len(c[0]) + 2 for c in part) + len(column[0]) > WIDTH:
-            yield list(map(list, zip(*part, strict=True)))
-            part = [first]
-        part.append(column)
-    yield list(map(list, zip(*part, strict=True)))
+        return column.number(mean.value)
+    return f"{column.number(mean.value)} {column.number(delta.value, sign=True)}{MARK if cell.significant else ''}"
 
 
 def note(baseline: str | None) -> str:
@@ -160,15 +109,6 @@ def note(baseline: str | None) -> str:
     if baseline is None:
         return f"{significance.INTERVALS}."
     return f"Differences are to {baseline}; {MARK}: significant at {LEVEL:.0%}. {significance.INTERVALS}; {significance.TESTS}."
-
-
-def _baseline(results: Results) -> str | None:
-    """Return the quoted label of the baseline; None if there is only one model."""
-    return repr(next(iter(results.models))) if len(results.models) > 1 else None
-
-
-def _listed(about: Mapping[str, object]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())
 
 
 def _shown(title: str, parts: tuple[tuple[str, str], ...]) -> Column:

@@ -6,6 +6,8 @@ A run makes only a few of these calls, so the `openai` client carries them (comp
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,8 +113,9 @@ class BatchClient:
         await self._retry(f"file {file_id} cannot be downloaded", attempt)
 
     async def _retry(self, trouble: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of the first attempt that succeeds."""
-        for number in range(self._endpoint.max_retries + 1):
+        """Return the result of the first attempt that succeeds; batches wait for hours, so repeat it for `patience_s`."""
+        ends = time.monotonic() + self._endpoint.patience_s
+        for number in itertools.count():
             try:
                 return await attempt()
             except openai.APIStatusError as error:
@@ -123,6 +126,8 @@ class BatchClient:
                     raise RunFailure(self._refusal(error.status_code, reason)) from error
             except (openai.APIError, httpx2.HTTPError, ValueError, AttributeError) as error:  # also a body cut short
                 reason = one_line(error.__cause__ or error) or "time-out"
+            if time.monotonic() > ends:
+                break
             await asyncio.sleep(pause_s(number, 0.0))
         raise RunFailure(f"endpoint.base_url={self._endpoint.base_url}: {trouble} ({reason}); the same command resumes")
 

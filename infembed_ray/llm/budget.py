@@ -17,8 +17,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm.journal import decode, segments
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.journal_store import JournalPlace, sources
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import USD, Amounts, Grant, LeaseReport, Ledger
+from infembed_ray.llm.rate_limits import USD, Amounts, Exchange, Grant, LeaseReport, Ledger
 from infembed_ray.object_store import Folder
 from infembed_ray.progress import say
 
@@ -28,7 +29,6 @@ kill instead `at_most_usd`: the most that may have been spent in all, if all was
 spent when the run began; `holders`: processes that were granted a part of the budget (see `spend_record`)."""
 NOTED_AHEAD = 0.01
 """Share of the budget that is noted as spent ahead of time, since each note waits for the disk."""
-
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RECORD = struct.Struct("dd")
@@ -80,6 +80,21 @@ def reconcile(journal: JournalPlace) -> str:
         if "at_most_usd" in note
         else f"{note['usd']:.4f} USD besides the answers"
     )
+
+
+def rate_limiter(limits: Limits, slots: int, exchange: Exchange, journal: JournalPlace) -> RateLimiter:
+    """Return the rate limiter of a process; with a budget, it keeps a record of what it spends beside the journal.
+
+    Args:
+        limits: of the run.
+        slots: most requests in flight of this process.
+        exchange: sends a report to the run's ledger.
+        journal: of the run.
+    """
+    limiter = RateLimiter(limits, slots, exchange)
+    if limits.budget_usd is not None:
+        limiter.record = spend_record(journal, limiter.holder)
+    return limiter
 
 
 def spend_record(journal: JournalPlace, holder: str) -> memoryview[float] | None:
@@ -189,12 +204,12 @@ class DurableLedger(Ledger):
     """A ledger that writes what it grants of a budget beside the journal first, so a killed run is not forgotten.
 
     Args:
-        limits, slots, spent_usd: of the `Ledger`.
+        limits, spent_usd: of the `Ledger`.
         journal: where the journal is.
     """
 
-    def __init__(self, limits: Limits, slots: int, spent_usd: float, journal: JournalPlace) -> None:
-        super().__init__(limits, slots, spent_usd)
+    def __init__(self, limits: Limits, spent_usd: float, journal: JournalPlace) -> None:
+        super().__init__(limits, spent_usd)
         self._budget_usd = limits.budget_usd
         self._journal = journal
         self._noted_usd = -1.0

@@ -12,18 +12,19 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, Unjournaled
+from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
 from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by
 from infembed_ray.llm.transport import Transport
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class ChatClient:
         self._limiter = limiter
         self._table = table
         self._transport: Transport | None = None
-        self._asking: dict[str, list[asyncio.Future[Completion]]] = {}
+        self._asking: dict[str, asyncio.Future[Completion]] = {}
         self._learn = learn
         self._learning = asyncio.Lock()
 
@@ -88,24 +89,22 @@ class ChatClient:
             raise
         if known is not None:
             return known
-        twins = self._asking.get(request.key)
-        if twins is not None:
-            twins.append(asyncio.get_running_loop().create_future())
-            return replace(await twins[-1], replayed=True)
-        twins = self._asking[request.key] = []
+        twin = self._asking.get(request.key)
+        if twin is not None:
+            return replace(await asyncio.shield(twin), replayed=True)
+        asking = self._asking[request.key] = asyncio.get_running_loop().create_future()
         try:
             completion = await self.send(request)
             await self._journal.append(request, completion)
         except Exception as failure:
             if isinstance(failure, RunFailure):  # the journal cannot be written
                 self._limiter.fail(str(failure))
-            for twin in twins:
-                twin.set_exception(failure)
+            asking.set_exception(failure)
+            asking.exception()  # it is no error if there is no twin
             raise
         finally:
             del self._asking[request.key]
-        for twin in twins:
-            twin.set_result(completion)
+        asking.set_result(completion)
         return completion
 
     @property
@@ -136,7 +135,7 @@ class ChatClient:
             sent = time.monotonic()
             try:
                 completion = await self._attempt(route, gate, request, tries)
-                used = self._used(request, completion) or cost
+                used = used_by(request, completion, self._table) or cost
                 self._limiter.traffic.add_answer(time.monotonic() - sent)
                 return completion
             except Unanswered as failure:
@@ -263,13 +262,6 @@ class ChatClient:
         awake = [route for route in awake if not route.gate(model).full] or awake
         return random.choices(awake, [route.endpoint.weight for route in awake])[0]
 
-    def _used(self, request: Request, completion: Completion) -> Amounts | None:
-        """Return what an answered request used; None if the endpoint does not count tokens."""
-        tokens = completion.prompt_tokens + completion.completion_tokens
-        if not tokens:
-            return None
-        return {REQUESTS: 1, TOKENS: tokens, USD: self._table.usd(request.model, completion) or 0.0}
-
 
 @dataclass
 class _Tries:
@@ -306,7 +298,11 @@ class _RestingRoute(Route):
     def gate(self, model: str) -> Gate:
         """Return the limits of a model at this endpoint."""
         if model not in self._gates:
-            self._gates[model] = Gate(self._limiter.slots, self._limiter.pause)
+            used_up = (
+                f"model {model}: the rate-limit headers of {self.endpoint.base_url} say that its quota is used up; its requests "
+                "wait for the reset, and go one at a time until the headers leave more"
+            )
+            self._gates[model] = Gate(self._limiter.slots, self._limiter.pause, partial(self._limiter.warn, used_up))
         return self._gates[model]
 
     def wakes_at(self, model: str) -> float:
@@ -314,13 +310,11 @@ class _RestingRoute(Route):
         return max(self.rests_until, self.gate(model).rests_until)
 
     def count_fault(self) -> None:
+        """Count a fault; after several, prefer other endpoints for a while."""
         self.faults += 1
         if self.faults >= FAULTS_TO_REST:
-            self.rest(_longest_pause_s(self.faults - FAULTS_TO_REST))
-
-    def rest(self, seconds: float) -> None:
-        """Prefer other endpoints for `seconds`."""
-        self.rests_until = max(self.rests_until, time.monotonic() + seconds)
+            pause_s = _longest_pause_s(self.faults - FAULTS_TO_REST)
+            self.rests_until = max(self.rests_until, time.monotonic() + pause_s)
 
 
 def _longest_pause_s(attempt: int) -> float:
@@ -330,18 +324,6 @@ def _longest_pause_s(attempt: int) -> float:
 def pause_s(attempt: int, retry_after_s: float) -> float:
     """Return the pause after failed attempt `attempt` (from 0): what the server asks for, plus back-off with jitter."""
     return retry_after_s + random.uniform(0.0, _longest_pause_s(attempt))
-
-
-def replaying(journal: Journal) -> Complete:
-    """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
-
-    async def complete(request: Request) -> Completion:
-        known = journal.get(*request.keys)
-        if known is None:
-            raise Unjournaled(request)
-        return known
-
-    return complete
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:

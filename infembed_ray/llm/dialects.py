@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure, adapted
+from infembed_ray.llm.chat import Dialect, Request, RowFailure, RunFailure, adapted
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, Route, Unanswered, one_line
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, worst_case
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by, worst_case
 from infembed_ray.llm.transport import Transport
 
 _INSTEAD: dict[str, tuple[str | None, ...]] = {
@@ -31,6 +31,8 @@ _INSTEAD: dict[str, tuple[str | None, ...]] = {
 }
 _SETTINGS = {"max_completion_tokens": "max_tokens", "response_format": "structured"}
 _ALIASES = {"max_tokens": "max_completion_tokens", "json_schema": "response_format", "json_object": "response_format"}
+Dialects = Sequence[Mapping[str, Dialect]]
+"""By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
 _ATTEMPTS = 3
 """Attempts at an endpoint that is busy, before its dialect stays unknown."""
 
@@ -40,7 +42,7 @@ class Learned:
     """What the models of a run take."""
 
     dialects: tuple[dict[str, Dialect], ...]
-    """By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
+    """`Dialects`."""
     report: list[str]
     """One line for each model at each endpoint."""
     used: Amounts
@@ -161,16 +163,14 @@ class _Probe:
 
     def _count(self, answer: bytes) -> None:
         """Count what the answered request used, at its worst case if the endpoint does not say; raise ErrorBody."""
-        used = worst_case(self.request, self.table)
+        used = None
         try:
-            completion: Completion = CHAT.parse(answer)
+            used = used_by(self.request, CHAT.parse(answer), self.table)
         except ErrorBody:
             raise
         except Unanswered:
-            completion = Completion("", "", "", 0, 0)
-        if tokens := completion.prompt_tokens + completion.completion_tokens:
-            used = {REQUESTS: 1, TOKENS: tokens, USD: self.table.usd(self.request.model, completion) or 0.0}
-        self._add(used)
+            pass
+        self._add(used or worst_case(self.request, self.table))
 
     def _add(self, used: Amounts) -> None:
         for name in self.learned.used:

@@ -34,14 +34,20 @@ class Gate:
     Args:
         slots: most requests in flight of this process.
         pause: sleeps, but no longer once nothing may be sent any more.
+        report: called when all requests wait for a quota that the headers call used up.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, slots: int, pause: Callable[[float], Awaitable[None]], clock: Callable[[], float] = time.monotonic
+        self,
+        slots: int,
+        pause: Callable[[float], Awaitable[None]],
+        report: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slots = slots
         self._pause = pause
+        self._report = report
         self._clock = clock
         self.limit = slots
         """Current limit of the requests in flight."""
@@ -109,6 +115,7 @@ class Gate:
 
     async def _reopen(self, cost: Amounts) -> None:
         """Admit one request once the quotas should have refilled for it; its answer says what is left."""
+        self._report()
         await self._pause(self._refill_s(cost))
         self._reopening = None
         self._left = {name: max(left, cost[name]) for name, left in self._left.items()}

@@ -34,7 +34,7 @@ from typing import BinaryIO
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError
-from infembed_ray.llm.chat import Completion, Request, RunFailure
+from infembed_ray.llm.chat import Complete, Completion, Request, RunFailure, Unjournaled
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.partitions import Partition
 
@@ -208,6 +208,18 @@ class Journal:
             self._synced = written
         finally:
             self._syncing = None
+
+
+def replaying(journal: Journal) -> Complete:
+    """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
+
+    async def complete(request: Request) -> Completion:
+        known = journal.get(*request.keys)
+        if known is None:
+            raise Unjournaled(request)
+        return known
+
+    return complete
 
 
 def segments(sources: Sequence[Path], partition: Partition | None = None) -> Iterator[Path]:

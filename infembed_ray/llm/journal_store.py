@@ -248,10 +248,9 @@ class _Uploads:
 
     def __init__(self, path: Path, folder: Folder, settings: JournalUpload, warn: Callable[[str], object]) -> None:
         self._path, self._folder, self._settings, self._warn = path, folder, settings, warn
+        self._end = self._flush_to = 0
+        """Bytes of the segment that are uploaded; bytes that must be uploaded at once."""
         self._stopped = threading.Event()
-        self._flushing = threading.Lock()
-        self._flushed = threading.Event()  # set by the thread when it has uploaded all that was appended before `flush`
-        self._flushed.set()
         self._thread = threading.Thread(target=self._run, name="journal uploads", daemon=True)
         self._thread.start()
 
@@ -262,23 +261,21 @@ class _Uploads:
 
     def flush(self) -> None:
         """Upload what was appended; wait for it, but not for a store that fails for long."""
-        with self._flushing:
-            self._flushed = threading.Event()
-            self._flushed.wait(_LONGEST_FLUSH_S)
+        appended = self._flush_to = self._path.stat().st_size
+        deadline = time.monotonic() + _LONGEST_FLUSH_S
+        while self._end < appended and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 10)
 
     def _run(self) -> None:
         every_s, every_mb = self._settings.every_s, self._settings.every_mb
-        end, uploaded = 0, time.monotonic()
+        uploaded = time.monotonic()
         with self._path.open("rb") as segment:
             while not self._stopped.wait(_POLL_S):
-                flushed = self._flushed
-                waiting = os.fstat(segment.fileno()).st_size - end
-                due = not flushed.is_set() or time.monotonic() - uploaded >= every_s
-                if (due or waiting >= every_mb << 20) and (lines := _lines(segment, end, every_mb)):
-                    end = self._upload(lines, end)
+                due = self._end < self._flush_to or time.monotonic() - uploaded >= every_s
+                waiting = os.fstat(segment.fileno()).st_size - self._end
+                if (due or waiting >= every_mb << 20) and (lines := _lines(segment, self._end, every_mb)):
+                    self._end = self._upload(lines, self._end)
                     uploaded = time.monotonic()
-                else:
-                    flushed.set()
 
     def _upload(self, lines: bytes, start: int) -> int:
         """Upload lines, however often it takes; return the position after them.

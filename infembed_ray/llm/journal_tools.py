@@ -17,7 +17,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
 from infembed_ray.llm.journal import decode, has_writer, lock_ended, new_segment, segments
-from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, locked, upload_leftovers
+from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.progress import counted, say
@@ -50,9 +50,6 @@ class JournalStats:
     """By the model's name at the endpoint, as are the tokens."""
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     completion_tokens: Counter[str] = field(default_factory=Counter)
-    merged: list[Path] = field(default_factory=list)
-    """Segments that a compaction removed, whose entries are in those of `written`."""
-    written: list[Path] = field(default_factory=list)
 
     def __add__(self, other: JournalStats) -> JournalStats:
         return JournalStats(
@@ -94,11 +91,15 @@ def scan(journal: Path) -> JournalStats:
     return found
 
 
-def compact(directory: Path) -> JournalStats:
+def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
     """Merge the segments of ended processes into one for each partition, without duplicates and damaged lines.
 
     The new segment is complete and on disk before an old one is removed, so a crash at any moment leaves every entry in at
     least one of them. Segments of living processes stay.
+
+    Args:
+        directory: with the segments.
+        folder: in an object store, whose objects are copied to the directory; it is changed alike.
 
     Returns:
         What the merged segments held. A single segment without duplicates and damage stays as it is.
@@ -115,10 +116,11 @@ def compact(directory: Path) -> JournalStats:
     groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
     for path in segments([directory]):
         groups[Partition.in_name(path.name)].append(path)
-    return sum((_merge(directory, partition, paths) for partition, paths in groups.items()), JournalStats())
+    merged = (_merge(directory, folder, partition, paths) for partition, paths in groups.items())
+    return sum(merged, JournalStats())
 
 
-def _merge(directory: Path, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
+def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
     found = JournalStats()
     with contextlib.ExitStack() as locks:
         unlocked = (path for path in paths if lock_ended(path, locks))
@@ -130,14 +132,17 @@ def _merge(directory: Path, partition: Partition | None, paths: Iterable[Path]) 
         if found.entries and (wasteful or len(finished) > 1):
             durable.sync(merged)
             durable.sync_directory(directory)
-            found.written = [path]
+            if folder is not None:
+                folder.upload(path, path.name)
         else:
             path.unlink()
             finished = [] if found.entries else finished
         for old in finished:
             old.unlink()
+            if folder is not None:
+                with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
+                    folder.delete(old.name)
         durable.sync_directory(directory)
-    found.merged = finished
     return found
 
 
@@ -159,13 +164,7 @@ def compact_objects(folder: Folder) -> JournalStats:
     """
     copies = copy_objects(folder) / COPIES
     with convert_errors(str(folder), "DIR"), locked(copies):
-        found = compact(copies)
-        for path in found.written:
-            folder.upload(path, path.name)
-        for path in found.merged:
-            with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
-                folder.delete(path.name)
-    return found
+        return compact(copies, folder)
 
 
 def import_entries(directory: Path, exported: Path, others: Sequence[Path] = ()) -> tuple[JournalStats, int]:
@@ -209,12 +208,12 @@ def _is_segment(path: Path) -> bool:
 # ----------------------------------------------------------------------------------------------- `infembed journal`
 
 
-def _stats(journal: Path) -> int:
-    return _print(scan(journal))
+def _stats(journal: JournalPlace) -> int:
+    return _print(scan(_readable(journal)))
 
 
-def _verify(journal: Path) -> int:
-    found = scan(journal)
+def _verify(journal: JournalPlace) -> int:
+    found = scan(_readable(journal))
     _print(found)
     for place in found.damaged[:SHOWN]:
         say(f"{place}: damaged; its request would be sent again")
@@ -237,45 +236,48 @@ def _faults(found: JournalStats) -> str:
     return f"{counted(found.duplicates, 'duplicate')}, {counted(found.torn, 'torn tail')}, {damaged}"
 
 
-def _compact(directory: Path) -> int:
-    return _print_merged(compact(directory))
-
-
-def _print_merged(found: JournalStats) -> int:
+def _compact(journal: JournalPlace) -> int:
+    found = compact(journal) if isinstance(journal, Path) else compact_objects(journal)
     left = counted(found.entries, "entry", "entries")
     say(f"merged {counted(found.segments, 'segment')}: {left} left, {found.size} bytes before")
     say(f"left out {_faults(found)}")
     return 0
 
 
-def _export(journal: Path, file: Path) -> int:
+def _export(journal: JournalPlace, file: Path) -> int:
     if file.exists():
         raise InputError(f"FILE={file}: exists; name a new one, or remove it first")
     if file.suffix != ".jsonl":
         raise InputError(f"FILE={file}: replay takes .jsonl files; name it {file.with_suffix('.jsonl').name}")
-    found = export(journal, file)
+    found = export(_readable(journal), file)
     say(f"{file}: {counted(found.entries, 'entry', 'entries')}; use it as replay=[{file}]")
     return 0
 
 
-def _import(directory: Path, file: Path, others: Sequence[Path] = ()) -> int:
-    found, new = import_entries(directory, file, others)
-    damaged = len(found.damaged) + found.torn
-    say(
-        f"{directory}: {new} new of {counted(found.entries, 'entry', 'entries')}; {counted(damaged, 'damaged line')} left out"
-    )
+def _import(journal: JournalPlace, file: Path) -> int:
+    found, new = import_entries(_written(journal), file, others=[_readable(journal)])
+    if isinstance(journal, Folder):
+        upload_leftovers(journal)
+    entries, damaged = counted(found.entries, "entry", "entries"), len(found.damaged) + found.torn
+    say(f"{_written(journal)}: {new} new of {entries}; {counted(damaged, 'damaged line')} left out")
     return 0
 
 
-def _reconcile(directory: Path) -> int:
-    if any(map(has_writer, segments([directory]))):
-        raise InputError(f"DIR={directory}: a run writes to it; wait until it has ended")
-    return _print_reconciled(directory)
-
-
-def _print_reconciled(journal: JournalPlace) -> int:
+def _reconcile(journal: JournalPlace) -> int:
+    if any(map(has_writer, segments([_written(journal)]))):
+        raise InputError(f"DIR={journal}: a run writes to it; wait until it has ended")
     say(f"{journal}: counted as spent until now: {budget.reconcile(journal)}; from now on only its answers")
     return 0
+
+
+def _readable(journal: JournalPlace) -> Path:
+    """Return the directory of this node with all segments, but those being written to a journal in an object store."""
+    return journal if isinstance(journal, Path) else copy_objects(journal) / COPIES
+
+
+def _written(journal: JournalPlace) -> Path:
+    """Return the directory to which this node's processes write."""
+    return journal if isinstance(journal, Path) else directory_of(journal)
 
 
 _ACTIONS: dict[str, Callable[..., int]] = {
@@ -295,12 +297,13 @@ def run(action: str, journal: str, file: str | None) -> int:
         InputError: there is no such journal, or a FILE is missing or superfluous.
     """
     try:
-        if is_uri(journal):
-            return _run_stored(action, Folder.open(journal, "DIR"), *_files(action, file))
-        directory = local_path(journal, "DIR")
-        if not directory.is_dir() and not (action == "import" and not directory.exists()):
+        place: JournalPlace = Folder.open(journal, "DIR") if is_uri(journal) else local_path(journal, "DIR")
+        if isinstance(place, Path) and not place.is_dir() and (action != "import" or place.exists()):
             raise InputError(f"DIR={journal}: no such directory; give a journal's")
-        return _ACTIONS[action](directory, *_files(action, file))
+        files = _files(action, file)
+        if isinstance(place, Folder):
+            upload_leftovers(place)
+        return _ACTIONS[action](place, *files)
     except FileNotFoundError as error:
         raise InputError(
             f"DIR={journal}: {error.filename} was merged into another segment meanwhile; run it again"
@@ -321,18 +324,3 @@ def _files(action: str, file: str | None) -> list[Path]:
     if action == "import" and not path.exists():
         raise InputError(f"FILE={file}: no such file; give what `infembed journal export` wrote")
     return [path]
-
-
-def _run_stored(action: str, folder: Folder, *files: Path) -> int:
-    """Run an action on a journal in an object store, by copies of its objects."""
-    upload_leftovers(folder)
-    if action == "reconcile":
-        return _print_reconciled(folder)
-    if action == "compact":
-        return _print_merged(compact_objects(folder))
-    directory = copy_objects(folder)
-    if action != "import":
-        return _ACTIONS[action](directory / COPIES, *files)
-    status = _import(directory, files[0], others=[directory / COPIES])
-    upload_leftovers(folder)
-    return status

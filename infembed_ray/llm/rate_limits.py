@@ -1,4 +1,4 @@
-"""Shared rate limits: requests in flight, requests and tokens a minute, and a budget in USD.
+"""Shared rate limits: requests and tokens a minute, and a budget in USD.
 
 One `Ledger` keeps the accounts of a run. Every process that sends requests holds a `Lease` (module `lease`): an advance
 on each limited resource, renewed in chunks, so most requests need no message. This module does accounting only, without
@@ -9,7 +9,9 @@ By the server's own count, no limit is exceeded:
 - A request counts in its window until `window_s` after its latest possible arrival: the time of its answer, or `ARRIVAL`
   windows after it was sent if that is earlier.
 - An attempt that ended without an HTTP answer may have been paid for, so it counts at its worst case.
-- The lease of a dead process expires. Its slots are free again; everything else it held counts as used.
+- The lease of a dead process expires. Everything that it held counts as used.
+
+Requests in flight need no ledger: each process has a fixed share of them.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from infembed_ray.config.llm import Limits
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.llm.prices import PriceTable
 
-SLOTS, REQUESTS, TOKENS, USD = "slots", "requests", "tokens", "usd"
+REQUESTS, TOKENS, USD = "requests", "tokens", "usd"
 
 Amounts = dict[str, float]
-"""Amount per limited resource; unlimited resources are absent. A request in flight takes one slot."""
+"""Amount per limited resource; unlimited resources are absent."""
 
 ARRIVAL = 1 / 20
 """Longest time from sending a request to its arrival at the server, as a share of a window."""
@@ -42,9 +44,9 @@ _MESSAGE_TOKENS = 64  # a message's role, separators and chat-template tokens
 
 
 def resources(limits: Limits) -> tuple[str, ...]:
-    """Return the resources that these limits bound; slots are always bounded."""
+    """Return the resources that these limits bound."""
     bounds = {REQUESTS: limits.requests_per_minute, TOKENS: limits.tokens_per_minute, USD: limits.budget_usd}
-    return (SLOTS, *(name for name, bound in bounds.items() if bound is not None))
+    return tuple(name for name, bound in bounds.items() if bound is not None)
 
 
 def worst_case(request: Request, table: PriceTable) -> Amounts:
@@ -53,7 +55,15 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     prompt += len(str(request.parameters.get("response_format", "")).encode())
     answer = request.parameters.get("max_completion_tokens", 0)
     usd = table.usd(request.model, Completion("", "", "", prompt, answer))
-    return {SLOTS: 1, REQUESTS: 1, TOKENS: prompt + answer, USD: math.inf if usd is None else usd}
+    return {REQUESTS: 1, TOKENS: prompt + answer, USD: math.inf if usd is None else usd}
+
+
+def used_by(request: Request, completion: Completion, table: PriceTable) -> Amounts | None:
+    """Return what an answered request used; None if the endpoint does not count tokens."""
+    tokens = completion.prompt_tokens + completion.completion_tokens
+    if not tokens:
+        return None
+    return {REQUESTS: 1, TOKENS: tokens, USD: table.usd(request.model, completion) or 0.0}
 
 
 @dataclass
@@ -123,8 +133,6 @@ class Grant:
 
     amounts: Amounts
     """Added to what the lease holds."""
-    slots: float
-    """The lease's fair share; it returns slots beyond that when they are free."""
     failure: str | None = None
 
 
@@ -172,18 +180,15 @@ class Ledger:
 
     Args:
         limits: the bounds.
-        slots: most requests in flight.
         spent_usd: what earlier runs spent of the same budget.
         clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, limits: Limits, slots: int, spent_usd: float = 0.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, limits: Limits, spent_usd: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         minutes = limits.window_s / 60
         self._window_s = limits.window_s
         self._clock = clock
-        self._bounds: Amounts = {SLOTS: slots}
+        self._bounds: Amounts = {}
         if limits.requests_per_minute is not None:
             self._bounds[REQUESTS] = math.floor(limits.requests_per_minute * minutes)
         if limits.tokens_per_minute is not None:
@@ -204,14 +209,13 @@ class Ledger:
         self._expire(now)
         self._record(report, now)
         self._failure = self._failure or self._unsatisfiable(report)
-        share = max(1, self._bounds[SLOTS] // len(self._holders))
-        granted = {} if self._failure else self._divide(report, share)
-        held = self._holders[report.holder].held
+        granted = {} if self._failure else self._divide(report)
+        holder = self._holders[report.holder]
         for name, amount in granted.items():
-            held[name] += amount
-        if not any(held.values()):
+            holder.held[name] += amount
+        if not holder.in_flight and not any(holder.held.values()):
             del self._holders[report.holder]
-        return Grant(granted, share, self._failure)
+        return Grant(granted, self._failure)
 
     def extend_leases(self, seconds: float) -> None:
         """Let all leases last longer by a time during which the ledger took no reports."""
@@ -243,7 +247,7 @@ class Ledger:
         for name, holder in list(self._holders.items()):
             if now - holder.seen > LEASE_S:
                 del self._holders[name]
-                self._use({resource: amount for resource, amount in holder.held.items() if resource != SLOTS}, now)
+                self._use(holder.held, now)
 
     def _record(self, report: LeaseReport, now: float) -> None:
         self._holders[report.holder] = _Holder(now, dict(report.held), report.in_flight)
@@ -275,24 +279,17 @@ class Ledger:
             return f"limits.budget_usd={budget:g}: used up ({spent:.4f} USD spent); raise it"
         return None
 
-    def _divide(self, report: LeaseReport, share: float) -> Amounts:
+    def _divide(self, report: LeaseReport) -> Amounts:
         """Return the lease's part of what is free: first for requests that wait, then as an advance."""
         free = {name: max(0.0, self._free(name)) for name in self._bounds}
-        free[SLOTS] = min(free[SLOTS], max(0.0, share - report.held[SLOTS]))
-        idle = report.held[SLOTS] - report.in_flight
-        ready = report.wanted[SLOTS] + idle  # requests that could be sent at once
-        part = min(1.0, (free[SLOTS] + idle) / ready) if ready else 0.0
-        for name, wanted in report.wanted.items():
-            if name != SLOTS and wanted > 0:
-                part = min(part, free[name] / wanted)
+        part = min([1.0, *(free[name] / wanted for name, wanted in report.wanted.items() if wanted > 0)])
         # Grant whole requests only: fractions of a request, spread over leases, would let none of them send.
-        if part and any(free[name] < first for name, first in report.first.items()):
+        if any(free[name] < first for name, first in report.first.items()):
             part = 0.0
-        granted: Amounts = {SLOTS: max(report.first[SLOTS] if part else 0.0, math.floor(part * ready) - idle, 0.0)}
+        granted: Amounts = {}
         for name in self._bounds:
-            if name != SLOTS:
-                now = max(part * report.wanted[name], report.first[name] if part else 0.0)
-                granted[name] = now + min(report.ahead[name], (free[name] - now) / (4 * len(self._holders)))
+            now = max(part * report.wanted[name], report.first[name] if part else 0.0)
+            granted[name] = now + min(report.ahead[name], (free[name] - now) / (4 * len(self._holders)))
         return granted
 
     def _free(self, name: str) -> float:

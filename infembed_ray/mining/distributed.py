@@ -29,10 +29,10 @@ from infembed_ray.examples import Example
 from infembed_ray.mining.miner import Known, Mined, Miner, known_positives, read, require_teacher
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.places import Place, address
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import KEPT_FILE
-from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.storage import STATES, Published, Step, find_input
 
 ROWS_PER_BLOCK = 256
@@ -70,8 +70,8 @@ def run(settings: MineSettings) -> Published:
         shutil.rmtree(parts)
     counts = staging.counts
     say(
-        f"mine: {counts['mined']:,} negatives for {counts['tuples']:,} tuples; {counts['too_similar']:,} passages left out as "
-        f"false negatives; {counts['short']:,} tuples have fewer negatives than asked for"
+        f"mine: {counts['mined']:,} negatives for {counted(counts['tuples'], 'tuple')}; {counted(counts['too_similar'], 'passage')} "
+        f"left out as false negatives; {counts['short']:,} of the tuples have fewer mined negatives than negatives={settings.negatives}"
     )
     return step.published()
 
@@ -85,7 +85,9 @@ def prepare(settings: MineSettings) -> tuple[Inputs, Step]:
     records, index, (teacher, paths, names) = check_all(
         lambda: find_input(settings.records, "records"), lambda: _index(settings), lambda: _teacher(settings)
     )
-    step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": index.version, **names})
+    changed = change_log(index.path, index.facts).last()
+    version = index.version if changed <= index.facts.folded else f"{index.version} with changes to {changed}"
+    step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": version, **names})
     return Inputs(records, index, teacher), step
 
 

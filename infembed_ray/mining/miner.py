@@ -153,7 +153,7 @@ class Miner:
         made, mined, too_similar, short = [], 0, 0, 0
         for row, of_row, scored in zip(rows, texts, scores, strict=True):
             first, own = len(row.positives), len(row.positives) + len(row.negatives)
-            judged = 1 / (1 + np.exp(-scored)) if isinstance(self._teacher, Reranker) else scored
+            judged = np.exp(-np.logaddexp(0.0, -scored)) if isinstance(self._teacher, Reranker) else scored
             chosen = select(self._settings, row.id, judged[:first].tolist(), judged[own:].tolist())
             places = [*range(first, own), *(own + place for place in chosen.places)]
             mined += len(chosen.places)

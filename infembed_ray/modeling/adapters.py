@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from infembed_ray import durable
 from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.checkpoint_writer import Stored
 
 
 def add(backbones: Sequence[Any], lora: Lora) -> None:
@@ -67,6 +68,24 @@ def save(backbones: Sequence[Any], path: Path) -> None:
         durable.replace_json(
             folder / "adapter_config.json", plain | {"base_model_name_or_path": None, "inference_mode": True}
         )
+
+
+class Merged(NamedTuple):
+    """A weight with its adapter, merged when it is read."""
+
+    weight: Stored
+    layer: Any
+
+    @torch.no_grad()
+    def contiguous(self) -> Tensor:
+        """Read it."""
+        return self.weight.contiguous() + self.layer.get_delta_weight("default")
+
+
+def merged(backbone: Any, weights: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the weights of a backbone, by their names without adapters, merged with the adapters of its layers."""
+    layers = {f"{name}.weight": layer for name, layer in _layers(backbone)}
+    return {name: Merged(weight, layers[name]) if name in layers else weight for name, weight in weights.items()}
 
 
 def merge(backbones: Sequence[Any]) -> None:

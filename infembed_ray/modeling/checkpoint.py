@@ -359,19 +359,19 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
     return path
 
 
-def weight_files(model: str, tower: str) -> dict[str, Path]:
-    """Return name -> safetensors file of the tensors of a backbone; {} if it has no such files.
+def weight_files(model: str, tower: str) -> list[Path]:
+    """Return the safetensors files of a backbone, without those that are missing.
 
     Args:
         model: directory or hub name.
         tower: folder of the backbone, from its description.
     """
-    if path := cached(model, _join(tower, "model.safetensors")):  # transformers prefers it too
-        with safe_open(path, "pt") as file:
-            return dict.fromkeys(file.keys(), Path(path))
-    listed = _read_json(model, _join(tower, "model.safetensors.index.json")).get("weight_map", {})
-    paths = {file: cached(model, _join(tower, file)) for file in set(listed.values())}
-    return {name: Path(paths[file] or file) for name, file in listed.items()}
+    listed = ["model.safetensors"]
+    if cached(model, _join(tower, listed[0])) is None:  # transformers prefers it too
+        index = _read_json(model, _join(tower, "model.safetensors.index.json"))
+        listed = sorted(set(index.get("weight_map", {}).values()))
+    found = (cached(model, _join(tower, file)) for file in listed)
+    return [Path(file) for file in found if file]
 
 
 def is_own(model: str) -> bool:

@@ -16,18 +16,19 @@ from infembed_ray.modeling.checkpoint import local
 from infembed_ray.progress import say
 from infembed_ray.storage import Published
 
+_WEIGHTS = "*.safetensors*"
 _MODEL = (
     "README.md",
     "*config*.json",
     "infembed.json",
     "modules.json",
-    "tokenizer*",
+    "*tokenizer*",
     "*tokens*.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
+    "*vocab*",
+    "*merges.txt",
+    "*chat_template*",
     "*.model",
-    "*.safetensors*",
+    _WEIGHTS,
 )
 """Names of the files of a model, in any of its folders. Logs, reports and the manifest name paths of the machine."""
 
@@ -47,7 +48,8 @@ def create_repository(settings: TrainSettings) -> None:
 def upload(settings: TrainSettings, published: Published) -> Published:
     """Upload a published model to the repository of `push_to_hub`, if there is one, and return what was published.
 
-    The model is one commit. Files that the repository has already are not sent again.
+    Files that the repository has already are not sent again. Weights of an earlier model are deleted: a library that finds
+    `model.safetensors` would load it in place of the new shards.
 
     Raises:
         InputError: the hub refuses the files, or cannot be reached.
@@ -60,6 +62,7 @@ def upload(settings: TrainSettings, published: Published) -> Published:
             repo_id=settings.push_to_hub,
             folder_path=directory,
             allow_patterns=list(_MODEL),
+            delete_patterns=_WEIGHTS,
             commit_message="Model by infembed train",
         )
     say(f"train: uploaded the model to {settings.push_to_hub} ({commit.oid})")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from infembed_ray.planning.backbones import load
 from infembed_ray.planning.capacity import GIB
 from infembed_ray.planning.cost import Cluster, Demand
 from infembed_ray.planning.shard_estimate import BUILD_THREADS, ShardEstimate, estimate
+from infembed_ray.planning.tables import as_json as as_json
 from infembed_ray.planning.tables import gib, table, usd
-from infembed_ray.progress import say
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.training.observability.flops import BackboneFlops
 
@@ -95,18 +94,12 @@ class IndexPlan:
     refusal: str | None
 
 
-def run(settings: PlanIndexSettings, as_json: bool = False) -> None:
-    """Print the plan of an index; nothing is built.
+def plan(settings: PlanIndexSettings) -> IndexPlan:
+    """Compute all layouts and choose the cheapest that fits; nothing is built.
 
     Raises:
         InputError: the settings do not fit each other or the model.
     """
-    made = plan(settings)
-    say(json.dumps(asdict(made), indent=2) if as_json else as_text(made))
-
-
-def plan(settings: PlanIndexSettings) -> IndexPlan:
-    """Compute all layouts and choose the cheapest that fits."""
     model = EncoderShape.load(settings.model, settings.passage_tokens)
     by_kind: dict[tuple[int, str], list[IndexOption]] = {}
     for factory, dimension, shards in layouts(settings, model.dimension):

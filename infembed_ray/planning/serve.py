@@ -9,10 +9,9 @@ overestimate: service times vary less than the exponential ones of the formula, 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from infembed_ray.planning.capacity import GIB
 from infembed_ray.planning.cost import Demand, Node, node_count
 from infembed_ray.planning.index import EncoderShape, IndexOption, cheapest, kind, layouts, price
 from infembed_ray.planning.shard_estimate import ShardEstimate, estimate
+from infembed_ray.planning.tables import as_json as as_json
 from infembed_ray.planning.tables import gib, table, usd
-from infembed_ray.progress import say
 from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.storage import find_input
 from infembed_ray.training.observability.flops import peak_flops
@@ -104,18 +103,12 @@ class ServePlan:
     chosen: int | None
 
 
-def run(settings: PlanServeSettings, as_json: bool = False) -> None:
-    """Print the plan of an API; nothing is started.
+def plan(settings: PlanServeSettings) -> ServePlan:
+    """Compute all options and choose the cheapest that fits; nothing is started.
 
     Raises:
         InputError: the settings do not fit each other, the model or the index.
     """
-    made = plan(settings)
-    say(json.dumps(asdict(made), indent=2) if as_json else as_text(made))
-
-
-def plan(settings: PlanServeSettings) -> ServePlan:
-    """Compute all options and choose the cheapest that fits."""
     if settings.gpus_per_shard:
         raise InputError(f"gpus_per_shard={settings.gpus_per_shard:g}: shards are planned on CPUs only; leave it at 0")
     settings, measured = _with_index(settings)

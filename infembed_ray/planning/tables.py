@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from infembed_ray.planning.capacity import GIB
 
@@ -13,6 +16,11 @@ def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def as_json(made: Any) -> str:
+    """Format the dataclass of a plan as JSON."""
+    return json.dumps(asdict(made), indent=2)
 
 
 def gib(nbytes: float) -> str:

@@ -31,7 +31,6 @@ from infembed_ray.planning.capacity import (
 from infembed_ray.planning.cost import Cluster
 from infembed_ray.planning.tables import table
 from infembed_ray.planning.workload import Workload, workload
-from infembed_ray.progress import say
 from infembed_ray.storage import resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.observability.metrics import read_metrics
@@ -101,31 +100,19 @@ class TrainPlan:
     asked: int | None
     speed: Literal["assumed", "given", "measured"]
 
-    def hours(self, option: TrainOption) -> float:
-        """Hours of the whole run, without checkpoints and evaluations."""
-        return option.step_seconds * self.work.steps / 3600
-
-    def usd(self, option: TrainOption) -> float:
-        """USD of the whole run."""
-        return self.hours(option) * self.cluster.gpus * self.cluster.usd_per_gpu_hour
-
-    def mfu(self, option: TrainOption) -> float:
-        """Share of the peak FLOP/s."""
-        return self.work.flops / (option.step_seconds * self.cluster.peak)
+    def totals(self, option: TrainOption) -> dict[str, float]:
+        """Return `hours` and `usd` of the whole run, without checkpoints and evaluations, and `mfu`, its share of the peak."""
+        hours = option.step_seconds * self.work.steps / 3600
+        usd = hours * self.cluster.gpus * self.cluster.usd_per_gpu_hour
+        return {"hours": hours, "usd": usd, "mfu": self.work.flops / (option.step_seconds * self.cluster.peak)}
 
 
-def run(settings: PlanTrainSettings, as_json: bool = False) -> None:
-    """Print the plan of a training; nothing is run.
+def plan(settings: PlanTrainSettings) -> TrainPlan:
+    """Compute all layouts and choose the fastest that fits; nothing is run.
 
     Raises:
         InputError: the settings do not fit each other, the model or the hardware.
     """
-    made = plan(settings)
-    say(json.dumps(as_plain(made), indent=2) if as_json else as_text(made))
-
-
-def plan(settings: PlanTrainSettings) -> TrainPlan:
-    """Compute all layouts and choose the fastest that fits."""
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
     cluster = Cluster.from_settings(settings.hardware, dtype)
     settings = settings.model_copy(update={"workers": cluster.gpus, "gpus_per_worker": 1.0})
@@ -187,17 +174,22 @@ def weights_of(encoder: InstructionEncoder, settings: TrainSettings) -> Weights:
     )
 
 
-def activations(work: Workload, kept: Saved, checkpointing: bool) -> Activations:
-    """Bytes of the graphs that exist at once: those of a batch, or of GradCache's largest pass."""
+def tensor_memory(settings: TrainSettings, work: Workload, weights: Weights, kept: Saved, workers: int) -> Memory:
+    """Memory of a worker's tensors at the peak of a step.
+
+    The graphs that exist at once are those of a batch, or of GradCache's largest pass; each has its own backward pass.
+
+    Args:
+        work: of one worker.
+        kept: of the encoder.
+        workers: of the run.
+    """
     layer = work.graph_slots * kept.layer
-    if checkpointing:
-        return Activations(work.graph_slots * kept.checkpointed, 2 * layer)
-    return Activations(work.graph_slots * kept.token, layer)
-
-
-def backward_passes(work: Workload, settings: TrainSettings) -> int:
-    """Backward passes of a step: one per batch, or one per pass of GradCache."""
-    return round(work.passes) if settings.grad_cache_tokens else work.batches
+    held = Activations(work.graph_slots * kept.token, layer)
+    if settings.activation_checkpointing:
+        held = Activations(work.graph_slots * kept.checkpointed, 2 * layer)
+    passes = round(work.passes) if settings.grad_cache_tokens else work.batches
+    return step_memory(weights, held, workers, deepspeed_config.deepspeed_config(settings), passes)
 
 
 def _option(
@@ -205,11 +197,7 @@ def _option(
 ) -> TrainOption:
     config = deepspeed_config.deepspeed_config(settings)
     checkpointing = settings.activation_checkpointing
-    memory = _with_framework(
-        step_memory(
-            weights, activations(work, kept, checkpointing), cluster.gpus, config, backward_passes(work, settings)
-        )
-    )
+    memory = _with_framework(tensor_memory(settings, work, weights, kept, cluster.gpus))
     start = start_memory(weights, cluster.gpus, config, memory.framework)
     host = host_memory(weights, cluster.gpus, cluster.gpus_per_node, config, cost.assumed("host_process_gib") * GIB)
     needs = (
@@ -246,9 +234,8 @@ def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: S
     gpu = settings.gpus_per_worker > 0
     planned = PlanTrainSettings.from_mapping(settings.model_dump())
     work = workload(planned, encoder, settings.workers, torch.device("cuda" if gpu else "cpu"), dtype, records)
-    held = activations(work, saved(encoder, dtype), settings.activation_checkpointing)
-    config, passes = deepspeed_config.deepspeed_config(settings), backward_passes(work, settings)
-    memory = step_memory(weights_of(encoder, settings), held, settings.workers, config, passes)
+    weights = weights_of(encoder, settings)
+    memory = tensor_memory(settings, work, weights, saved(encoder, dtype), settings.workers)
     return _with_framework(memory) if gpu else memory
 
 
@@ -309,9 +296,10 @@ def as_text(made: TrainPlan) -> str:
         )
     else:
         best = made.plans[made.chosen]
+        totals = made.totals(best)
         lines.append(
             f"Fastest that fits: {best.overrides}: {best.memory.total / GIB:.1f} GiB a GPU, "
-            f"{best.step_seconds:.2f} s a step, {made.hours(best):.2f} h, {made.usd(best):.0f} USD"
+            f"{best.step_seconds:.2f} s a step, {totals['hours']:.2f} h, {totals['usd']:.0f} USD"
         )
     return "\n".join(lines)
 
@@ -319,6 +307,7 @@ def as_text(made: TrainPlan) -> str:
 def _columns(made: TrainPlan, number: int) -> dict[str, str]:
     """Cells of a layout's row by their headings."""
     option = made.plans[number]
+    totals = made.totals(option)
     return {
         "": ">" * (number == made.chosen) + "*" * (number == made.asked),
         "zero": str(option.zero_stage),
@@ -328,15 +317,15 @@ def _columns(made: TrainPlan, number: int) -> dict[str, str]:
         "total": f"{option.memory.total / GIB:.1f}",
         "host": f"{option.host.memory / GIB:.0f}",
         "s/step": f"{option.step_seconds:.2f}",
-        "hours": f"{made.hours(option):.2f}",
-        "USD": f"{made.usd(option):.0f}",
-        "MFU": f"{made.mfu(option):.2f}",
+        "hours": f"{totals['hours']:.2f}",
+        "USD": f"{totals['usd']:.0f}",
+        "MFU": f"{totals['mfu']:.2f}",
         "fits": "; ".join(option.obstacles) or "yes",
     }
 
 
-def as_plain(made: TrainPlan) -> dict[str, Any]:
-    """The plan as JSON values: bytes, seconds, hours, USD."""
+def as_json(made: TrainPlan) -> str:
+    """Format the plan as JSON: bytes, seconds, hours, USD."""
     values = asdict(made)
     for number, (option, plain) in enumerate(zip(made.plans, values["plans"], strict=True)):
         plain["memory"]["total"] = option.memory.total
@@ -345,8 +334,6 @@ def as_plain(made: TrainPlan) -> dict[str, Any]:
             "fits": not option.obstacles,
             "chosen": number == made.chosen,
             "as_set": number == made.asked,
-            "hours": made.hours(option),
-            "usd": made.usd(option),
-            "mfu": made.mfu(option),
+            **made.totals(option),
         }
-    return values
+    return json.dumps(values, indent=2)

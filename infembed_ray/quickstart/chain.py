@@ -24,14 +24,16 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
-from infembed_ray.evaluation.tables import REPORT_FILE, as_text
+from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.tables import REPORT_FILE
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say
 from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
 from infembed_ray.quickstart.report import write_report
 from infembed_ray.quickstart.sample import JOURNAL, MODEL, SEEDS
 from infembed_ray.retrieval.distributed import run as index
-from infembed_ray.serving.distributed import require_free_port, serving
+from infembed_ray.serving.address import require_free_port
+from infembed_ray.serving.distributed import serving
 from infembed_ray.storage import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.launch import run as train
@@ -151,7 +153,7 @@ def _evaluate(root: Path, made: Published, models: dict[str, str]) -> Published:
         ),
     )
     if not evaluated.fresh:  # the stage prints the table only when it runs
-        say(as_text(results.read(evaluated.path)))
+        say(of_evaluation(evaluated.address, results.read(evaluated.path)).as_text())
     return evaluated
 
 

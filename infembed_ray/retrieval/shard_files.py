@@ -20,7 +20,7 @@ import pyarrow as pa
 from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, convert_errors, room, scratch
-from infembed_ray.places import Place
+from infembed_ray.places import Place, open_binary
 from infembed_ray.progress import say
 from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
 
@@ -158,8 +158,7 @@ def _opened(root: Place, facts: ShardFacts, name: str) -> Iterator[tuple[pa.Nati
     place = f"index={root}: {facts.name}/{name}"
     with _store_errors(root):
         try:
-            file = f"{facts.name}/{name}"
-            source = pa.OSFile(str(root / file)) if isinstance(root, Path) else root.open_input(file)
+            source = open_binary(root / facts.name / name)
         except FileNotFoundError as error:
             raise InputError(f"{place} is missing; {REMEDY}") from error
         with source:

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from infembed_ray.object_store import Folder, room
+from infembed_ray.places import open_binary
 from infembed_ray.retrieval.corpus import spool_file
 from infembed_ray.retrieval.passages import write_passages
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
@@ -78,7 +79,7 @@ class StoredWork:
 
     @contextlib.contextmanager
     def _sorted(self, shard: int) -> Iterator[pa.RecordBatchFileReader]:
-        with self.folder.open_input(f"{shard_name(shard)}/{PASSAGES_FILE}") as file, pa.ipc.open_file(file) as batches:
+        with open_binary(self.folder / shard_name(shard) / PASSAGES_FILE) as file, pa.ipc.open_file(file) as batches:
             yield batches
 
     def passages(self, chunk: Chunk) -> pa.Table:
@@ -108,7 +109,7 @@ class StoredWork:
 
     def vectors(self, chunk: Chunk) -> np.ndarray:
         """As `Work.vectors`."""
-        with self.folder.open_input(chunk.name) as file:
+        with open_binary(self.folder / chunk.name) as file:
             vectors: np.ndarray = np.load(io.BytesIO(file.read()))
         return vectors
 

@@ -6,15 +6,13 @@ serving. After the switch, its other applications are deleted once no request ca
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
 import time
-import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,11 +28,16 @@ from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval.updates.live_shard import ShardQuery
+from infembed_ray.serving import canary as canaries
 from infembed_ray.serving import startup
-from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, ApiArguments
+from infembed_ray.serving.address import free_haproxy_ports, require_free_port, served_fingerprint
+from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
 from infembed_ray.serving.deployments import api_over, encoder_application, index_application
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.routing.blue_green import ReleaseSpec
+from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes
+from infembed_ray.serving.replicas import open_release
+from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
+from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.service import Query
 
 START_TIMEOUT_S = 600.0
@@ -44,7 +47,6 @@ READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
-PROBE_TIMEOUT_S = 2.0
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
@@ -52,6 +54,8 @@ PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
 NODE_GROUP = "ray.io/node-group"
 """Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
+CANARY_MARGIN_S = 60.0
+"""Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
 
 
@@ -136,8 +140,9 @@ def _deploy(plan: Plan) -> None:
         _start_applications(plan, missing)
         _check_with_query(plan)
         say("serve: checked: encoder and shards answer")
-        ray_compat.start_application(api_over(plan.api, plan.release), APPLICATION, "/", LoggingConfig(**LOGGING))
-        _wait_until_running(APPLICATION)
+        if previous is not None:
+            _try_as_canary(plan, *previous)
+        _switch_to(plan.api, plan.release)
         _wait_until_switched(plan)
     except BaseException:
         _roll_back(previous, missing)
@@ -162,6 +167,50 @@ def _start_applications(plan: Plan, missing: set[str]) -> None:
         _wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
 
 
+def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) -> None:
+    """Compare the plan's release with the current one on the probe set and on a share of the queries, as configured.
+
+    Raises:
+        StartError: the new release failed a check.
+    """
+    settings, new = plan.settings.canary, plan.release
+    try:
+        if settings.probes is not None:
+            probes = read_probes(settings.probes)
+            before, after = (_probe(plan.settings, spec, probes) for spec in (current, new))
+            canaries.require_good_probes(before, after, settings)
+            say(f"serve: canary: nDCG@10 on {counted(len(probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}")
+        if settings.share:
+            until = time.time() + settings.seconds + CANARY_MARGIN_S
+            split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
+            _switch_to(arguments, split)
+            say(f"serve: canary: {settings.share:.0%} of the queries go to the new release for {settings.seconds:g} s")
+            page = serve.get_deployment_handle(METRICS, app_name=APPLICATION).options(method_name="page")
+            canaries.watch(
+                lambda: page.remote().result(timeout_s=READY_TIMEOUT_S).decode(),
+                current.fingerprint,
+                new.fingerprint,
+                settings,
+            )
+    except canaries.Rejected as fault:
+        raise StartError(
+            f"canary: the new release is rolled back, index {current.card.index_version} serves on: {fault}"
+        ) from fault
+
+
+def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) -> ProbeFigures:
+    async def run() -> ProbeFigures:
+        metrics = RemoteDeployment.named(METRICS, APPLICATION)
+        return await probe(open_release(spec, settings, metrics), probes)
+
+    return asyncio.run(run())
+
+
+def _switch_to(arguments: ApiArguments, spec: ReleaseSpec) -> None:
+    ray_compat.start_application(api_over(arguments, spec), APPLICATION, "/", LoggingConfig(**LOGGING))
+    _wait_until_running(APPLICATION)
+
+
 def _roll_back(previous: tuple[ApiArguments, ReleaseSpec] | None, started: Iterable[str]) -> None:
     """Restore the previous release after a failed deployment."""
     if previous is None:
@@ -176,7 +225,7 @@ def _roll_back(previous: tuple[ApiArguments, ReleaseSpec] | None, started: Itera
 def _start_serve(plan: Plan) -> None:
     """Start Ray Serve; wait once more if its proxies take longer than Serve's limit of 60 s."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    environment = _free_haproxy_ports() | plan.controller_environment
+    environment = free_haproxy_ports() | plan.controller_environment
     for last in (False, True):
         try:
             serve.start(
@@ -191,14 +240,6 @@ def _start_serve(plan: Plan) -> None:
                     f"Ray Serve's proxies did not start ({in_one_line(error)}); this was the second attempt: the machine "
                     "is probably overloaded, try again when it is less busy"
                 ) from error
-
-
-def _free_haproxy_ports() -> dict[str, str]:
-    """Choose free ports for HAProxy's own pages, so that several clusters can run on a machine."""
-    with socket.socket() as metrics, socket.socket() as statistics:
-        metrics.bind(("", 0))  # HAProxy listens on all interfaces
-        statistics.bind(("", 0))
-        return ray_compat.haproxy_ports(metrics.getsockname()[1], statistics.getsockname()[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
@@ -225,25 +266,6 @@ def require_resources(plan: Plan) -> None:
                 f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
                 f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
             )
-
-
-def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
-    """InputError unless `host:port` can be bound, now or within a time."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                return
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise InputError(
-                        f"port={port}: cannot be bound at {host} ({error.strerror}); "
-                        "stop the process that listens there, or set another port=..."
-                    ) from error
-        time.sleep(POLL_S)
 
 
 def _connect(plan: Plan) -> None:
@@ -337,8 +359,8 @@ def _current_release() -> tuple[ApiArguments, ReleaseSpec] | None:
     if APPLICATION not in serve.status().applications:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    served: tuple[ApiArguments, ReleaseSpec] = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return served
+    arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
+    return arguments, spec.model_copy(update={"canary": None})  # of a command that was killed
 
 
 def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -413,17 +435,6 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
         for name in sorted(applications):
             serve.delete(name)
             say(f"serve: deleted {name}")
-
-
-def served_fingerprint(url: str, path: str = "/healthz") -> str | None:
-    """Return the fingerprint of the API at a URL of this machine; None if there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxy
-    try:
-        with opener.open(url + path, timeout=PROBE_TIMEOUT_S) as response:
-            fingerprint = json.load(response)["deployment"]
-    except (OSError, ValueError, KeyError, TypeError):  # nothing, or another server; HTTPError is an OSError
-        return None
-    return str(fingerprint)
 
 
 def _wait_for_interrupt() -> None:

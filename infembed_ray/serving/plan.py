@@ -40,6 +40,7 @@ from infembed_ray.serving.arguments import (
 )
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
+from infembed_ray.serving.probes import read_probes
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
@@ -76,6 +77,8 @@ class Plan:
 
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)
+        if settings.canary.probes is not None:
+            read_probes(settings.canary.probes)
         index = _describe(settings)
         found = locate(settings.model or index.facts.model, "model")
         path = local(found.path)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
 from infembed_ray.retrieval.index import Index, change_log
@@ -45,6 +47,7 @@ from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
+from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.service import Document, Query, ReplicaLost
 from infembed_ray.storage import resolve_input
@@ -244,6 +247,22 @@ class MetricsReporter:
             await asyncio.sleep(PUSH_S)
 
 
+def open_release(
+    spec: ReleaseSpec, settings: ServeSettings, metrics: RemoteDeployment, outcomes: Outcomes | None = None
+) -> Release:
+    """Return a release whose parts are the Serve deployments that a spec names."""
+    return Release(
+        spec,
+        RemoteDeployment.named(ENCODER, spec.encoder),
+        [RemoteDeployment.named(shard, spec.index) for shard in spec.shards],
+        metrics,
+        timeout_s=settings.request_timeout_s,
+        encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
+        shard_replicas=settings.shard_replicas,
+        outcomes=outcomes,
+    )
+
+
 @serve.ingress()
 class Ingress:
     """A replica of the HTTP API, which answers each request from the current release."""
@@ -252,7 +271,7 @@ class Ingress:
         settings = arguments.settings
         self._arguments = arguments
         self._metrics_page = RemoteDeployment(metrics)
-        self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
+        self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file, settings.ingress_replicas)
         if arguments.locked and not self._keys:
             raise RuntimeError(
                 f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
@@ -266,7 +285,9 @@ class Ingress:
             )
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
+        self._outcomes = Outcomes(self._registry)
         self._current: Release | None = None
+        self._canary: Release | None = None
         self._switching: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -278,6 +299,7 @@ class Ingress:
             Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
+            queries=self._choose,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -288,28 +310,29 @@ class Ingress:
         self._reporter.start()
         if self._switching is not None:
             self._switching.cancel()
-        release = self._open(ReleaseSpec.model_validate(user_config))
-        self._switching = asyncio.get_running_loop().create_task(self._switch_to(release))
+        spec = ReleaseSpec.model_validate(user_config)
+        release, canary = self._open(spec), self._open(spec.canary.release) if spec.canary else None
+        self._switching = asyncio.get_running_loop().create_task(self._switch_to(release, canary))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._current is None:
             raise RuntimeError(f"{release.spec.encoder} and {release.spec.index} do not answer")
 
-    async def _switch_to(self, release: Release) -> None:
-        while not await release.ready():
-            await asyncio.sleep(POLL_S)
-        self._current = release
+    async def _switch_to(self, release: Release, canary: Release | None) -> None:
+        for opened in filter(None, (release, canary)):
+            while not await opened.ready():
+                await asyncio.sleep(POLL_S)
+        self._current, self._canary = release, canary
 
     def _open(self, spec: ReleaseSpec) -> Release:
-        settings = self._arguments.settings
-        return Release(
-            spec,
-            RemoteDeployment.named(ENCODER, spec.encoder),
-            [RemoteDeployment.named(shard, spec.index) for shard in spec.shards],
-            self._metrics_page,
-            timeout_s=settings.request_timeout_s,
-            encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
-            shard_replicas=settings.shard_replicas,
-        )
+        return open_release(spec, self._arguments.settings, self._metrics_page, self._outcomes)
+
+    def _choose(self, model: str | None) -> Release:
+        """Return the release that answers a new query: the canary for its share, unless the query names another model."""
+        current, canary = self._release, self._canary
+        terms = current.spec.canary
+        if canary is None or terms is None or model not in (None, canary.card.id):
+            return current
+        return canary if time.time() < terms.until and random.random() < terms.share else current
 
     @property
     def _release(self) -> Release:

@@ -28,11 +28,11 @@ from openai.types import BatchError
 
 from infembed_ray import durable
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm import dialects, prices
+from infembed_ray.llm import prices
 from infembed_ray.llm.batch_client import BatchClient
 from infembed_ray.llm.batch_quota import EXCEEDED, EnqueuedTokens, QuotaExceeded, prompt_tokens
-from infembed_ray.llm.chat import Completion, Dialect, Request, RunFailure, Unjournaled
-from infembed_ray.llm.client import replaying
+from infembed_ray.llm.chat import Completion, Request, RunFailure
+from infembed_ray.llm.dialects import Dialects, learn
 from infembed_ray.llm.endpoint import one_line
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.prices import BATCH_PRICE
@@ -41,8 +41,8 @@ from infembed_ray.progress import counted, say
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.batch_files import Batch, Fault, read_answers, upload_line
 from infembed_ray.synthesis.batch_rest import Rest
-from infembed_ray.synthesis.pipeline import synthesize
-from infembed_ray.synthesis.preflight import probes
+from infembed_ray.synthesis.pipeline import next_request
+from infembed_ray.synthesis.preflight import endpoints, probes
 
 MOST_BYTES = 200 * 10**6
 """OpenAI's limit of one input file. The limit of its requests is the setting's default."""
@@ -71,10 +71,12 @@ class BatchReport:
     """Price of the short requests that found out the models' parameters."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Key -> why the request is unanswered; it must not be asked online."""
+    dialects: Dialects | None = None
+    """Of the models, if they had to be asked."""
 
     def figures(self) -> dict[str, Any]:
         """Return the manifest's figures."""
-        return {name: value for name, value in vars(self).items() if name != "left_out"}
+        return {name: value for name, value in vars(self).items() if name not in ("left_out", "dialects")}
 
 
 async def answer_in_batches(
@@ -84,6 +86,7 @@ async def answer_in_batches(
     journal: Journal,
     directory: Path,
     spent_usd: float = 0.0,
+    learned: Dialects | None = None,
 ) -> BatchReport:
     """Fill the journal with the answers that the seeds need, as far as batches provide them.
 
@@ -94,6 +97,7 @@ async def answer_in_batches(
         journal: read, and given the answers.
         directory: of the batches' files, the same in every run on this journal.
         spent_usd: what is already spent of `settings.limits.budget_usd`.
+        learned: the dialects, if this run has asked the models before.
 
     Raises:
         RunFailure: the endpoint refuses the key or has no Batch API, another run uses the directory, the budget is used up,
@@ -104,7 +108,7 @@ async def answer_in_batches(
         busy = RunFailure(f"journal={directory.parent}: another run has batches there; wait for it")
         with durable.exclusive_lock(directory / ".lock", busy=busy):
             async with contextlib.aclosing(BatchClient(settings.endpoint)) as client:
-                runner = _BatchRunner(client, settings, journal, directory, spent_usd)
+                runner = _BatchRunner(client, settings, journal, directory, spent_usd, learned)
                 await runner.complete(runner.unfinished())
                 finished: set[int] = set()
                 while wave := await runner.next_wave(seeds, pool, finished):
@@ -132,7 +136,13 @@ class _BatchRunner:
     """Drafts, submits, awaits and collects all batches of a run."""
 
     def __init__(
-        self, client: BatchClient, settings: SynthesizeSettings, journal: Journal, directory: Path, spent_usd: float
+        self,
+        client: BatchClient,
+        settings: SynthesizeSettings,
+        journal: Journal,
+        directory: Path,
+        spent_usd: float,
+        learned: Dialects | None,
     ) -> None:
         assert settings.batches is not None
         self._client = client
@@ -151,15 +161,13 @@ class _BatchRunner:
         """When the endpoint last accepted a batch."""
         self._rest = Rest(settings)
         self._collecting = asyncio.Lock()
-        self._dialects: Mapping[str, Dialect] | None = None
-        self.report = BatchReport()
+        self.report = BatchReport(dialects=learned)
 
     async def learn(self) -> None:
-        """Find out the parameters of the models, once."""
-        if self._dialects is None:
-            endpoint = {"endpoint": self._settings.endpoint}
-            learned = await dialects.learn(endpoint, probes(self._settings), self._prices)
-            self._dialects = learned.dialects[0]
+        """Find out the parameters of the models, once a run."""
+        if self.report.dialects is None:
+            learned = await learn(endpoints(self._settings), probes(self._settings), self._prices)
+            self.report.dialects = learned.dialects
             for line in learned.report:
                 say(f"synthesize: {line}")
             self._committed_usd += learned.used[USD]
@@ -197,7 +205,7 @@ class _BatchRunner:
         for index, seed in enumerate(seeds):
             if index in finished:
                 continue
-            request = await self._next_request(seed, pool)
+            request = await next_request(seed, pool, self._settings, self._journal)
             if request is None or self._rest.gives_up(request, self._online_usd(request)):
                 finished.add(index)
             elif request.key not in drafted:
@@ -239,14 +247,6 @@ class _BatchRunner:
         drafts: dict[str, _Draft] = {}
         full = [batch for request in requests for batch in self._add(drafts, request)]
         return full + [self._prepare(draft) for draft in drafts.values()]
-
-    async def _next_request(self, seed: Seed, pool: Sequence[str]) -> Request | None:
-        """Return the first request of a row that the journal does not answer; None if it answers all."""
-        try:
-            await synthesize(seed, pool, self._settings, replaying(self._journal))
-        except Unjournaled as missing:
-            return missing.request
-        return None
 
     def _online_usd(self, request: Request) -> float:
         """Estimate the list price of a request by the mean of the answers so far."""
@@ -343,7 +343,7 @@ class _BatchRunner:
         return self._prepare_all(requests)
 
     async def _upload(self, batch: Batch) -> str:
-        deployments, learned = self._settings.endpoint.deployments, self._dialects or {}
+        deployments, learned = self._settings.endpoint.deployments, (self.report.dialects or [{}])[0]
         upload = batch.path("jsonl")
         with upload.open("wb") as stream:
             stream.writelines(

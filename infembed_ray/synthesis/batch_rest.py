@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Request, RunFailure
@@ -14,15 +13,6 @@ from infembed_ray.synthesis.pipeline import steps_of
 
 BUDGET = "the budget"
 """Why a request is in no batch."""
-
-
-@dataclass(frozen=True)
-class _Left:
-    """A request that no batch answers."""
-
-    fault: Fault
-    usd: float
-    """Estimated price, online, of this request and the later ones of its row."""
 
 
 class Rest:
@@ -41,7 +31,8 @@ class Rest:
         """Key -> batches that left the request unanswered."""
         self._faults: dict[str, Fault] = {}
         """Key -> why the last batch left it unanswered."""
-        self._left: dict[str, _Left] = {}
+        self._left: dict[str, float] = {}
+        """Key of a request that no batch answers -> estimated price, online, of it and the later ones of its row."""
 
     def note(self, batch: Batch) -> None:
         """Note the unanswered requests of a collected batch."""
@@ -65,13 +56,13 @@ class Rest:
         if fault is None or not (fault.refused or self._attempts[request.key] >= self._batches.attempts):
             return False
         later = len(self._steps) - self._steps.index(request.step)
-        self._left[request.key] = _Left(fault, usd * later)
+        self._left[request.key] = 0.0 if fault.refused else usd * later  # a refusal costs nothing
         return True
 
     @property
     def reasons(self) -> Counter[str]:
         """Reason -> number of requests that no batch answers."""
-        return Counter(left.fault.reason for left in self._left.values())
+        return Counter(self._faults[key].reason for key in self._left)
 
     def settle(self) -> dict[str, str]:
         """Treat the rest as `batches.rest` says.
@@ -87,7 +78,7 @@ class Rest:
         rest, reasons = self._batches.rest, self.reasons
         shown = ", ".join(f"{reason}: {number}" for reason, number in reasons.most_common(5))
         what = f"{counted(len(self._left), 'request')} that no batch answered ({shown})"
-        usd = sum(left.usd for left in self._left.values() if not left.fault.refused)  # a refusal costs nothing
+        usd = sum(self._left.values())
         price = f"about {usd:.2g} USD" if math.isfinite(usd) else "at an unknown price"
         if rest == "online":
             say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price, {price}")
@@ -97,11 +88,11 @@ class Rest:
                 f"limits.budget_usd={self._settings.limits.budget_usd}: the budget is used up; there are {what}; raise it, "
                 "the same command resumes"
             )
-        if rest == "stop" and not all(left.fault.refused for left in self._left.values()):
+        if rest == "stop" and not all(self._faults[key].refused for key in self._left):
             raise RunFailure(
                 f"batches.rest=stop: there are {what}; set batches.attempts={self._batches.attempts + 2} to batch them again, "
                 f"batches.rest=online to ask them and their rows' later steps at full price ({price}), or "
                 "batches.rest=dead_letter to do without these rows"
             )
         say(f"synthesize: {what}: their rows become dead letters")
-        return {key: left.fault.reason for key, left in self._left.items()}
+        return {key: self._faults[key].reason for key in self._left}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pyarrow as pa
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import Dialect, RunFailure
+from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.dialects import learn, most_usd
+from infembed_ray.llm.dialects import Dialects, learn, most_usd
 from infembed_ray.llm.journal_store import JournalPlace
 from infembed_ray.synthesis.preflight import endpoints, probes
 
@@ -22,17 +21,23 @@ class Coordinator(budget.DurableLedger):
 
     Args:
         settings: of the run.
-        slots, spent_usd, journal: of the `DurableLedger`.
+        spent_usd, journal: of the `DurableLedger`.
         tasks: file of the seeds, a record batch for each task.
+        learned: the dialects, if this run has asked the models before.
     """
 
     def __init__(
-        self, settings: SynthesizeSettings, slots: int, spent_usd: float, journal: JournalPlace, tasks: Path
+        self,
+        settings: SynthesizeSettings,
+        spent_usd: float,
+        journal: JournalPlace,
+        tasks: Path,
+        learned: Dialects | None = None,
     ) -> None:
-        super().__init__(settings.limits, slots, spent_usd, journal)
+        super().__init__(settings.limits, spent_usd, journal)
         self._settings = settings
         self._file = tasks
-        self._dialects: Sequence[Mapping[str, Dialect]] | str | None = None
+        self._dialects: Dialects | str | None = learned
 
     @cached_property
     def _tasks(self) -> pa.RecordBatchFileReader:
@@ -42,7 +47,11 @@ class Coordinator(budget.DurableLedger):
         """Return the numbered seeds of a task."""
         return self._tasks.get_batch(task)
 
-    def dialects(self) -> Sequence[Mapping[str, Dialect]] | str:
+    def learned(self) -> Dialects | None:
+        """Return the dialects of each endpoint's models; None as long as no model was asked."""
+        return None if isinstance(self._dialects, str) else self._dialects
+
+    def dialects(self) -> Dialects | str:
         """Return the dialects of each endpoint's models, or why a model cannot be asked.
 
         The first call asks the models. An actor calls it before its first request, so a run that the journal answers asks

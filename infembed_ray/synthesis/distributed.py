@@ -14,9 +14,10 @@ import asyncio
 import contextlib
 import gc
 import os
+import pickle
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +32,15 @@ from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import Canary, SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import Dialect, RunFailure
+from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
+from infembed_ray.llm.dialects import Dialects
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
-from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats, resources
+from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats
 from infembed_ray.object_store import Folder
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
@@ -54,7 +56,7 @@ from infembed_ray.synthesis.live_progress import live_progress
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, check, has_pending_batches, prepare, resolve
+from infembed_ray.synthesis.preflight import BATCHES, Job, all_journaled, check, has_pending_batches, prepare, resolve
 from infembed_ray.synthesis.tasks import write_tasks
 
 if TYPE_CHECKING:
@@ -75,11 +77,8 @@ YOUNG_OBJECTS = 20_000
 wait for an answer, and costs a tenth of the CPU."""
 CPUS_PER_ACTOR = 0.5
 """An actor mostly waits for its endpoint."""
-REPORTS_PER_WINDOW = 200
-"""Renewals of a lease per window, so that it holds little unused; at least one every LONGEST_INTERVAL_S."""
-LONGEST_INTERVAL_S = 0.5
 
-_RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.string())])  # null outcome: the row was not finished
+_RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.binary())])  # null outcome: the row was not finished
 
 
 def run(settings: SynthesizeSettings) -> Published:
@@ -104,22 +103,21 @@ def run(settings: SynthesizeSettings) -> Published:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
     with step.publish() as staging, _hosting(job, step.identity, staging) as job:  # no other run of it spends now
-        if job.has_key:
-            _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
         if settings.canary is not None and job.has_key and not has_pending_batches(job):
-            staging.facts["canary"] = _run_canary(job, step, staging.path / CANARY, settings.canary, spent_usd)
+            staging.facts["canary"], learned = _run_canary(job, step, staging.path / CANARY, settings.canary, spent_usd)
+            job = replace(job, dialects=learned)
             _settle_journal(job.journal)
             spent_usd = _spent_usd(job)
         if job.in_batches:
             report = _ask_in_batches(job, spent_usd)
             staging.facts["batches"] = report.figures()
             spent_usd = _spent_usd(job) + report.probe_usd
-            job = replace(job, left_out=report.left_out)
+            job = replace(job, left_out=report.left_out, dialects=report.dialects)
         breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
         with Outputs(staging.path, table) as outputs:
-            stats = _run_rows(job, step, outputs, breaker.add, spent_usd)
+            stats, _ = _run_rows(job, step, outputs, breaker.add, spent_usd)
         staging.counts = outputs.counts()
         staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
@@ -137,8 +135,13 @@ def run(settings: SynthesizeSettings) -> Published:
 
 @contextlib.contextmanager
 def _hosting(job: Job, run: str, staging: Staging) -> Iterator[Job]:
-    """Serve the model of `endpoint.serve` while the block runs; give the job with its address."""
-    if job.settings.endpoint.serve is None:
+    """Serve the model of `endpoint.serve` while the block runs; give the job with its address.
+
+    Nothing is started if the journal answers everything. No process writes to the journal once the block begins.
+    """
+    if job.has_key:
+        _settle_journal(job.journal)
+    if job.settings.endpoint.serve is None or all_journaled(job):
         yield job
         return
     with self_hosted.hosting(job.settings.endpoint, run) as hosted:
@@ -157,7 +160,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
         journal = open_journal(job.journal, job.replay)
         try:
             return await batch_api.answer_in_batches(
-                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd
+                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd, job.dialects
             )
         finally:
             journal.close()
@@ -168,8 +171,10 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
         raise InputError(str(failure)) from failure
 
 
-def _run_canary(job: Job, step: Step, directory: Path, canary: Canary, spent_usd: float) -> dict[str, Any]:
-    """Run a sample of the rows, print a forecast for all of them, and return it for the manifest.
+def _run_canary(
+    job: Job, step: Step, directory: Path, canary: Canary, spent_usd: float
+) -> tuple[dict[str, Any], Dialects | None]:
+    """Run a sample of the rows, print a forecast for all of them; return it for the manifest, and the models' dialects.
 
     Raises:
         InputError: the run must end here, or some rows were not finished.
@@ -180,9 +185,9 @@ def _run_canary(job: Job, step: Step, directory: Path, canary: Canary, spent_usd
     directory.mkdir()
     with Outputs(directory, job.table) as outputs:
         part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
-        stats = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
+        stats, dialects = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
     rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
-    latency_s, slots = stats.traffic.mean_s(), _slots(settings)
+    latency_s, slots = stats.traffic.mean_s(), settings.actors * _slots(settings)
     price = BATCH_PRICE if job.in_batches else 1.0
     made = forecast(rows, job.survey.seeds, latency_s, slots, settings.limits, price, settings.seed)
     say(f"synthesize: {made}")
@@ -193,7 +198,7 @@ def _run_canary(job: Job, step: Step, directory: Path, canary: Canary, spent_usd
             f"{refusal}; nothing is published. The canary's records are in {directory}. To go on, change the setting or set "
             "canary=null; the journal keeps the answers"
         )
-    return facts
+    return facts, dialects
 
 
 def _spent_usd(job: Job) -> float:
@@ -207,8 +212,8 @@ def _run_rows(
     see: Callable[[Outcome], object],
     spent_usd: float,
     title: str = "synthesize",
-) -> LedgerStats:
-    """Run all rows and write their outputs; `see` gets each outcome. Return the state of the run at its end.
+) -> tuple[LedgerStats, Dialects | None]:
+    """Run all rows and write their outputs; `see` gets each outcome. Return the state at the end, and the models' dialects.
 
     Raises:
         InputError: some rows were not finished.
@@ -234,7 +239,7 @@ def _run_rows(
             tasks.unlink(missing_ok=True)
         if isinstance(job.journal, Folder):
             _settle_journal(job.journal)
-        stats: LedgerStats = ray.get(coordinator.stats.remote())
+        stats, learned = ray.get([coordinator.stats.remote(), coordinator.learned.remote()])
     if budget_usd is not None:
         budget.note_unjournaled(job.journal, job.table, stats.committed_usd)
     if unfinished:
@@ -242,16 +247,15 @@ def _run_rows(
             f"{stats.failure}; {unfinished} of {seeds} seeds are left undone and nothing is published; "
             "the journal keeps what was answered, the same command resumes"
         )
-    return stats
+    return stats, learned
 
 
 def _stats(coordinator: Any) -> LedgerStats | None:
     """Return the state of the run; None if the coordinator is lost, which the actors report."""
-    try:
+    with contextlib.suppress(ray.exceptions.RayError):
         stats: LedgerStats = ray.get(coordinator.stats.remote())
-    except ray.exceptions.RayError:
-        return None
-    return stats
+        return stats
+    return None
 
 
 def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
@@ -288,7 +292,7 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
     actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings, _slots(settings), spent_usd, job.journal, tasks)
+    coordinator = actor.remote(settings, spent_usd, job.journal, tasks, job.dialects)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
@@ -298,9 +302,9 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
 
 
 def _slots(settings: SynthesizeSettings) -> int:
-    """Return the most requests in flight of all actors together."""
-    slots = settings.actors * settings.in_flight
-    return min(settings.limits.in_flight or slots, slots)
+    """Return the most requests in flight of an actor."""
+    shared = settings.limits.in_flight
+    return settings.in_flight if shared is None else min(settings.in_flight, shared // settings.actors)
 
 
 def _failed(error: ray.exceptions.RayError) -> str:
@@ -318,11 +322,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: Journ
             raise RunFailure(_failed(error)) from error
         return grant
 
-    window_s = settings.limits.window_s
-    holder = uuid.uuid4().hex
-    record = None if settings.limits.budget_usd is None else budget.spend_record(journal, holder)
-    lease = Lease(holder, resources(settings.limits), settings.in_flight, window_s, record=record)
-    return RateLimiter(lease, exchange, min(LONGEST_INTERVAL_S, window_s / REPORTS_PER_WINDOW))
+    return budget.rate_limiter(settings.limits, _slots(settings), exchange, journal)
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out
@@ -369,7 +369,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     shown: set[str] = set()
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for result in batch.to_pylist():
-            outcome = None if result["outcome"] is None else Outcome.from_json(result["outcome"])
+            outcome: Outcome | None = None if result["outcome"] is None else pickle.loads(result["outcome"])
             if outcome is not None and outcome.traceback is not None and outcome.row["error"] not in shown:
                 shown.add(outcome.row["error"])
                 say(f"synthesize: seed {outcome.row['id']} is a dead letter: {outcome.traceback}")
@@ -407,9 +407,9 @@ class _Synthesizer:
         gc.freeze()  # exempts the imported modules
         gc.set_threshold(YOUNG_OBJECTS)
 
-    async def _learn_dialects(self) -> Sequence[Mapping[str, Dialect]]:
+    async def _learn_dialects(self) -> Dialects:
         try:
-            learned: Sequence[Mapping[str, Dialect]] | str = await self._coordinator.dialects.remote()
+            learned: Dialects | str = await self._coordinator.dialects.remote()
         except ray.exceptions.RayError as error:
             raise RunFailure(_failed(error)) from error
         if isinstance(learned, str):
@@ -446,5 +446,5 @@ class _Synthesizer:
                     outcome = await synthesize(Seed(**seed), self._pool, self._settings, self._complete)
                     if failure := self._breaker.add(outcome):
                         self._limiter.fail(failure)
-                    return {"index": index, "outcome": outcome.to_json()}
+                    return {"index": index, "outcome": pickle.dumps(outcome)}
         return {"index": index, "outcome": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,14 +61,3 @@ class Outcome:
     """Of an unexpected exception, which made the row a dead letter."""
     from_journal: bool = False
     """Whether a journal answered the row's last request."""
-
-    def to_json(self) -> str:
-        """Encode it for `from_json`."""
-        # Not by dataclasses.asdict, which copies all values.
-        return json.dumps({**vars(self), "paid": vars(self.paid), "replayed": vars(self.replayed)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Outcome:
-        """Decode what `to_json` encoded."""
-        values = json.loads(text)
-        return cls(**{**values, "paid": Spend(**values["paid"]), "replayed": Spend(**values["replayed"])})

@@ -26,10 +26,12 @@ from infembed_ray.llm.chat import (
     Request,
     RowFailure,
     RunFailure,
+    Unjournaled,
     Unusable,
     replace_surrogates,
     usable_text,
 )
+from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.llm.partitions import route_of
 from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records import SCENARIOS, Seed
@@ -113,6 +115,21 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     except Exception as error:
         return replace(row.dead_letter(in_one_line(error)), traceback=replace_surrogates(traceback.format_exc()))
     return replace(row.outcome("kept"), complement=complement)
+
+
+async def next_request(
+    seed: Seed, pool: Sequence[str], settings: SynthesizeSettings, journal: Journal
+) -> Request | None:
+    """Return the first request of a row that the journal does not answer; None if it answers all.
+
+    Raises:
+        RunFailure: the journal cannot be read.
+    """
+    try:
+        await synthesize(seed, pool, settings, replaying(journal))
+    except Unjournaled as missing:
+        return missing.request
+    return None
 
 
 async def rate(

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from infembed_ray.config.analysis import AgreementSettings
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
 from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import Request, RunFailure, Unjournaled
-from infembed_ray.llm.client import replaying, run_in_thread
+from infembed_ray.llm.chat import Request, RunFailure
+from infembed_ray.llm.client import run_in_thread
+from infembed_ray.llm.dialects import Dialects
 from infembed_ray.llm.endpoint import api_key, missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
@@ -28,9 +30,9 @@ from infembed_ray.object_store import convert_errors, is_uri
 from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.records import Seed
-from infembed_ray.storage import Step, open_place, require_writable, resolve_input
+from infembed_ray.storage import Step, folder_of, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, model_of, steps_of, synthesize
+from infembed_ray.synthesis.pipeline import STEPS, model_of, next_request, steps_of
 from infembed_ray.synthesis.sources import SeedSurvey, Source
 
 BATCHES = "batches"
@@ -52,6 +54,8 @@ class Job:
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
+    dialects: Dialects | None = None
+    """Of the models, once this run has asked them."""
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
@@ -129,13 +133,7 @@ def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> J
     if settings.select is not None:
         _choose(seeds, settings.select)
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
-    return Job(settings, seeds, survey, table, _journal_place(settings), replay)
-
-
-def _journal_place(settings: SynthesizeSettings) -> JournalPlace:
-    name, given = ("journal", settings.journal) if settings.journal else ("output", settings.output)
-    place = open_place(given, name)
-    return place if settings.journal else place / "journal"
+    return Job(settings, seeds, survey, table, folder_of(settings, "journal"), replay)
 
 
 def check(job: Job) -> None:
@@ -200,7 +198,11 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
         InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
     """
     check_all(
-        lambda: _check_names(settings), lambda: check_limits(settings.limits, models(settings), table, settings.canary)
+        lambda: check_urls(endpoints(settings)),
+        lambda: _check_steps(settings),
+        lambda: _check_self_hosted(settings),
+        lambda: _check_in_flight(settings),
+        lambda: check_limits(settings.limits, models(settings), table, settings.canary),
     )
 
 
@@ -213,7 +215,7 @@ def _check_distractors(job: Job) -> None:
         )
 
 
-def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
+def endpoints(settings: SynthesizeSettings | AgreementSettings) -> dict[str, Endpoint]:
     """Return name of the setting -> endpoint."""
     others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
     return {"endpoint": settings.endpoint, **others}
@@ -234,16 +236,16 @@ def probes(settings: SynthesizeSettings) -> dict[str, Request]:
     return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
 
 
-def _check_names(settings: SynthesizeSettings) -> None:
-    check_all(
-        lambda: check_urls(endpoints(settings)), lambda: _check_steps(settings), lambda: _check_self_hosted(settings)
-    )
-
-
 def _check_steps(settings: SynthesizeSettings) -> None:
     faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     if faults:
         raise InputError(*faults)
+
+
+def _check_in_flight(settings: SynthesizeSettings) -> None:
+    shared, actors = settings.limits.in_flight, settings.actors
+    if shared is not None and shared < actors:
+        raise InputError(f"limits.in_flight={shared}: too few for actors={actors}; set actors={shared}, or raise it")
 
 
 def _check_self_hosted(settings: SynthesizeSettings) -> None:
@@ -329,23 +331,38 @@ def require_all_journaled(job: Job, journal: Journal) -> None:
     Raises:
         InputError: some requests are in no journal, or a journal cannot be read.
     """
-    missing: Counter[str] = Counter()
-
-    async def rehearse() -> None:
-        for seed in job.seeds:
-            try:
-                await synthesize(seed, job.survey.pool, job.settings, replaying(journal))
-            except Unjournaled as unjournaled:
-                missing[unjournaled.request.model] += 1
-
-    try:
-        run_in_thread(rehearse())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
-    if missing:
+    if missing := _unanswered(job, journal):
         endpoint = job.settings.endpoint
         raise InputError(
             f"endpoint.api_key_env={endpoint.api_key_env}: not set, and {missing.total()} of {job.survey.seeds} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
             f"export {endpoint.api_key_env}, or name finished journals in replay{missing_key_hint(endpoint)}"
         )
+
+
+def all_journaled(job: Job) -> bool:
+    """Return whether the journal holds every request, so that no model is asked.
+
+    Raises:
+        InputError: a journal cannot be read.
+    """
+    return not _unanswered(job, open_journal(job.journal, job.replay), most=1)
+
+
+def _unanswered(job: Job, journal: Journal, most: int | None = None) -> Counter[str]:
+    """Return model -> seeds that need a request to it that no journal answers; stop after `most` of them."""
+    missing: Counter[str] = Counter()
+
+    async def rehearse() -> None:
+        for seed in job.seeds:
+            request = await next_request(seed, job.survey.pool, job.settings, journal)
+            if request is not None:
+                missing[request.model] += 1
+                if missing.total() == most:
+                    return
+
+    try:
+        run_in_thread(rehearse())
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
+    return missing

@@ -36,16 +36,13 @@ class Hosted:
     served: SelfHosted
     endpoint: Endpoint
     """With the address of the model."""
-    _started: float = field(default_factory=time.monotonic)
-    _ended: float | None = None
-
-    def end(self) -> None:
-        """Note that its GPUs are free again."""
-        self._ended = time.monotonic()
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+    """Once its GPUs are free again."""
 
     def figures(self, tokens: int) -> dict[str, Any]:
         """Return the manifest's figures: GPU hours from the request for the GPUs to their release, and what they cost."""
-        served, seconds = self.served, (self._ended or time.monotonic()) - self._started
+        served, seconds = self.served, (self.ended or time.monotonic()) - self.started
         hours = served.gpus * seconds / 3600
         usd = None if served.usd_per_gpu_hour is None else served.usd_per_gpu_hour * hours
         rate = tokens / hours if hours else None
@@ -86,7 +83,7 @@ def hosting(endpoint: Endpoint, run: str) -> Iterator[Hosted]:
         yield hosted
     finally:
         _stop(name)
-        hosted.end()
+        hosted.ended = time.monotonic()
 
 
 def configuration(served: SelfHosted) -> dict[str, Any]:

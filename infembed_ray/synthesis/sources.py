@@ -143,11 +143,15 @@ class Source:
         return seed if wanted in (None, seed.split) else f"not of split {wanted}"
 
     def _reader(self, file: Path, first: Mapping[str, Any]) -> RowReader:
-        """Return the function that makes seeds of a file's rows; `first` is the first row, which has all columns."""
+        """Return the function that makes seeds of a file's rows; `first` is the first row, which has all required columns."""
         layout = self._settings.format
         if layout == "table":
-            columns = records.mapping(first, Seed, file, "seeds", self._settings.columns)
-            return lambda row, number: _table(row, columns)
+
+            def columns(present: Mapping[str, Any]) -> dict[str, str]:
+                return records.mapping(present, Seed, file, "seeds", self._settings.columns)
+
+            of_first = columns(first)  # a row of JSON may have more
+            return lambda row, _: _table(row, of_first if row.keys() <= first.keys() else columns({**first, **row}))
         required, read = _PUBLISHED[layout]
         for column in required:
             if column not in first:
@@ -181,27 +185,21 @@ class _PassageSample:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._largest: list[tuple[int, int, str]] = []  # heap of (-hash, -position, passage)
-        self._hashes: set[int] = set()
-        self._added = 0
+        self._kept: dict[bytes, str] = {}  # by hash, in the order in which they were first added
 
     def add(self, passage: str) -> None:
-        digest = int.from_bytes(hashlib.blake2b(passage.encode(), digest_size=8).digest(), "big")
-        self._added += 1
-        if digest in self._hashes:
-            return
-        entry = (-digest, -self._added, passage)
-        if len(self._largest) < self._size:
-            heapq.heappush(self._largest, entry)
-        elif digest < -self._largest[0][0]:
-            self._hashes.discard(-heapq.heapreplace(self._largest, entry)[0])
-        else:
-            return
-        self._hashes.add(digest)
+        self._kept.setdefault(hashlib.blake2b(passage.encode(), digest_size=8).digest(), passage)
+        if len(self._kept) >= 2 * self._size:
+            self._prune()
 
     def passages(self) -> tuple[str, ...]:
         """Return the sample in the order in which its passages were first added."""
-        return tuple(passage for _, _, passage in sorted(self._largest, key=lambda entry: -entry[1]))
+        self._prune()
+        return tuple(self._kept.values())
+
+    def _prune(self) -> None:
+        smallest = set(heapq.nsmallest(self._size, self._kept))
+        self._kept = {digest: passage for digest, passage in self._kept.items() if digest in smallest}
 
 
 def _cut(text: str, words: int) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from infembed_ray import records
 from infembed_ray.llm.partitions import Partition, route_of
 from infembed_ray.records import Seed
 
@@ -34,7 +33,7 @@ def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> di
 
         for index, seed in enumerate(seeds):
             partition = Partition.route(route_of(seed.query, seed.passage), actors)
-            waiting[partition].append({"index": index, **records.columns_of(seed)})
+            waiting[partition].append({"index": index, **vars(seed)})
             if len(waiting[partition]) == rows:
                 write(partition)
         for partition in list(waiting):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -62,11 +62,6 @@ class Template:
             row=row,
         )
 
-    @property
-    def fields(self) -> set[str]:
-        """The fields that `request` needs."""
-        return _fields(self.text) - {"answer"}
-
 
 def probe(model: ChatModel) -> Request:
     """Return a short request with the parameters of a model, which shows whether an endpoint takes them."""
@@ -81,6 +76,7 @@ def probe(model: ChatModel) -> Request:
     )
 
 
+@lru_cache(1024)
 def load(name: str, source: str = "", own: str | None = None, shared_prefix: bool = False) -> Template:
     """Return the prompt `name` with its addition for seeds of `source`, if there is one.
 
@@ -90,8 +86,12 @@ def load(name: str, source: str = "", own: str | None = None, shared_prefix: boo
         own: path or URI of the user's directory (setting `prompts`).
         shared_prefix: with the texts in the order of `shared_prefix/`, unless the user's directory has the prompt.
     """
-    source = source.casefold()
-    return _load(name, source if f"sources/{source}/{name}" in _files(own) else "", own, shared_prefix)
+    files, source = _files(own, shared_prefix), source.casefold()
+    header, text = files[name]
+    version, addition = f"{name}={header['version']}", ""
+    if added := files.get(f"sources/{source}/{name}"):
+        version, addition = f"{version} {source}/{name}={added[0]['version']}", f"\n\n{added[1]}"
+    return Template(version, text.replace("{addition}", addition), AnswerFormat.parse(header["answer"]))
 
 
 def repair(request: Request, answer: str, fault: Malformed, own: str | None = None) -> Request:
@@ -172,16 +172,6 @@ def _fault(name: str, file: Path) -> str | None:
 
 def _fields(text: str) -> set[str]:
     return {field for _, field, _, _ in Formatter().parse(text) if field is not None}
-
-
-@cache
-def _load(name: str, source: str, own: str | None, shared_prefix: bool) -> Template:
-    files = _files(own, shared_prefix)
-    header, text = files[name]
-    version, addition = f"{name}={header['version']}", ""
-    if added := files.get(f"sources/{source}/{name}"):
-        version, addition = f"{version} {source}/{name}={added[0]['version']}", f"\n\n{added[1]}"
-    return Template(version, text.replace("{addition}", addition), AnswerFormat.parse(header["answer"]))
 
 
 @cache

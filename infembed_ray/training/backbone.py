@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.overrides import Overrides
+
+_OVERRIDES = Overrides.__annotations__.keys() & TrainSettings.model_fields.keys()
+"""Settings that replace what the model says of itself."""
 
 
 def load_encoder(
@@ -23,20 +29,10 @@ def load_encoder(
     on_gpu = torch.device(device).type == "cuda"
     encoder = InstructionEncoder.from_pretrained(
         settings.model,
-        template=settings.template,
-        interaction=settings.interaction,
-        pooling=settings.pooling,
-        query_length=settings.query_length,
-        passage_length=settings.passage_length,
-        query_prefix=settings.query_prefix,
-        passage_prefix=settings.passage_prefix,
-        append_eos=settings.append_eos,
-        bidirectional=settings.bidirectional,
-        share_encoder=settings.share_encoder,
-        attention_dropout=settings.attention_dropout,
         device=device,
         dtype=torch.bfloat16 if on_gpu and settings.precision == "bf16" and not quantized else torch.float32,
         quantized=quantized,
+        **cast(Overrides, {name: getattr(settings, name) for name in _OVERRIDES}),
     )
     if settings.lora is not None:
         adapters.add(encoder.backbones, settings.lora)

@@ -9,46 +9,55 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed.comm.torch as communication
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine as CheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
+
+from infembed_ray import durable
 
 SHARDED_STATES = "*zero_pp_rank_*_optim_states.pt"
 """Files of a ZeRO checkpoint; their names tell a sharded checkpoint from one of stage 0."""
 WHOLE_STATE = "mp_rank_00_model_states.pt"
 """File of a stage-0 checkpoint that holds the weights. `zero_to_fp32` reads sharded checkpoints only."""
 BUILD_LOCK = "lock"
-"""File that torch's FileBaton creates in an op's build directory. A killed build leaves it; later builds wait for it."""
+"""File that torch's FileBaton creates in an op's build directory."""
 
 
-def wrap_op_builds(build: Callable[[str, Path, Callable[[], Any]], Any]) -> None:
-    """Route each compilation of a DeepSpeed op in this process through `build(name, directory, compile_op)`.
+def skip_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling its shared-memory op, which only inference uses, when it connects CPU workers.
 
-    Replaces `OpBuilder.jit_load`, which compiles and loads an op, and asks torch's `_get_build_directory` where the op
-    is built. Neither library has a hook around a build.
+    Replaces `build_shm_op` of its communication backend; there is no setting.
     """
-    jit_load = OpBuilder.jit_load
-    if hasattr(jit_load, "__wrapped__"):
-        return
+    communication.build_shm_op = lambda: None
 
-    @functools.wraps(jit_load)
-    def wrapped(builder: OpBuilder, verbose: bool = True) -> Any:
-        directory = Path(_get_build_directory(builder.name, verbose=False))
-        return build(builder.name, directory, functools.partial(jit_load, builder, verbose))
 
-    OpBuilder.jit_load = wrapped
+def build_async_io() -> bool:
+    """Compile and load the op of NVMe offload, one process at a time; return False if this node lacks libaio's headers.
+
+    torch guards a build with a lock file in `_get_build_directory`. A killed build leaves the file, and every later one
+    would wait for it forever. With the flock held, such a directory is of a killed build and is deleted.
+    """
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible():
+        return False
+    directory = Path(_get_build_directory(builder.name, verbose=False))
+    with durable.exclusive_lock(directory.with_name(f".{builder.name}.lock"), wait=True):
+        if (directory / BUILD_LOCK).exists():
+            shutil.rmtree(directory)
+        builder.load(verbose=False)
+    return True
 
 
 def partitioner(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
@@ -59,11 +68,6 @@ def partitioner(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Para
     """
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config, dtype=dtype)
     return lambda parameter: init._convert_to_zero_parameters([parameter])
-
-
-def nvme_offload_available() -> bool:
-    """Return whether libaio and its headers are installed. Only the op builder of NVMe offload knows."""
-    return bool(AsyncIOBuilder().is_compatible())
 
 
 def use_checkpoint_engine(engine: Any, files: CheckpointEngine) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import product
 from pathlib import Path
@@ -30,7 +30,6 @@ from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.training import deepspeed_compat, preparation
 from infembed_ray.training.checkpoints.writer import CheckpointFiles, Written
 from infembed_ray.training.collectives import max_over_workers, mean_over_workers, world
-from infembed_ray.training.compiled_ops import build_one_at_a_time
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.grad_cache import GradCache, KeptGraphs
 from infembed_ray.training.observability.flops import Workload
@@ -44,9 +43,8 @@ def connect(settings: TrainSettings) -> None:
         InputError: this node lacks what the settings need.
     """
     _set_single_process_environment()
-    build_one_at_a_time()
-    nvme = "nvme" in (settings.offload.optimizer, settings.offload.parameters)
-    if nvme and not deepspeed_compat.nvme_offload_available():
+    deepspeed_compat.skip_shared_memory_op()
+    if settings.offload.parameters == "nvme" and not deepspeed_compat.build_async_io():
         raise InputError("offload: nvme needs libaio and its headers (libaio-dev) on every node; or offload to cpu")
     deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
 
@@ -166,8 +164,11 @@ class Engine:
         shortest = preparation.passes(self.encoder, [min(sequences, key=len)], None)
         return [([len(sequences)], layout) for _, layout in shortest] * missing
 
-    def choose_kernels(self, sides: Sequence[Sequence[Tokens]]) -> str | None:
-        """Measure the attention kernels with texts of each side on CUDA, and use the fastest from now on.
+    def choose_kernels(self, sides: Callable[[], Sequence[Sequence[Tokens]]]) -> str | None:
+        """Measure the attention kernels on CUDA, and use the fastest from now on.
+
+        Args:
+            sides: Returns texts of each side; called only if there is a choice.
 
         Returns:
             What was measured, for the log; None if there is no choice.
@@ -179,7 +180,7 @@ class Engine:
         packed = (True, False) if encoder.packs else (False,)
         candidates = [Kernels(*both) for both in product(packed, (True, False) if flex else (False,))]
         tokens = self._settings.grad_cache_tokens or preparation.ONE_PASS
-        measured = measure(encoder, self._deepspeed, sides, tokens, candidates)
+        measured = measure(encoder, self._deepspeed, sides(), tokens, candidates)
         seconds = mean_over_workers(torch.tensor(measured, device=encoder.device)).tolist()
         encoder.kernels = candidates[seconds.index(min(seconds))]
         figures = ", ".join(f"{kernels} {1000 * s:.1f} ms" for kernels, s in zip(candidates, seconds, strict=True))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from infembed_ray.config.training import TrainSettings
+from infembed_ray.modeling import adapters
 from infembed_ray.modeling import checkpoint as models
+from infembed_ray.modeling.checkpoint_writer import Stored
 from infembed_ray.training import deepspeed_compat
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.zero_init import restore_buffers, sources_of
@@ -17,8 +20,8 @@ _ENCODER = "encoder."
 def export(checkpoint: Path, settings: TrainSettings, path: Path) -> None:
     """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
 
-    Where every trained parameter is one tensor of the model's files, they are read and written file by file. Otherwise, as
-    with adapters, which are merged into the backbone, the model is loaded whole.
+    Adapters are merged into the weights of the model's files. Where every parameter is one tensor of these files, weights
+    are read and written file by file; otherwise the model is loaded whole.
 
     Args:
         checkpoint: Directory that `Engine.save` wrote.
@@ -27,14 +30,26 @@ def export(checkpoint: Path, settings: TrainSettings, path: Path) -> None:
     """
     found = deepspeed_compat.master_weights(checkpoint)
     weights = {name.removeprefix(_ENCODER): w for name, w in found.items() if name.startswith(_ENCODER)}
-    if settings.lora is None:
-        encoder = load_encoder(settings, "meta")
-        if sources_of(encoder, models.local(settings.model)) is not None:
-            restore_buffers(encoder)
-            towers = ("backbone.", "passage_backbone.")[: len(encoder.backbones)]
-            of_towers = [{n.removeprefix(t): w for n, w in weights.items() if n.startswith(t)} for t in towers]
-            encoder.save_pretrained(path, of_towers)
-            return
+    encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
+    sources = sources_of(encoder, models.local(settings.model))
+    if sources is None:
+        _export_whole(weights, settings, path)
+        return
+    restore_buffers(encoder, sources)
+    towers = ("backbone.", "passage_backbone.")[: len(encoder.backbones)]
+    of_towers = [{n.removeprefix(t): w for n, w in weights.items() if n.startswith(t)} for t in towers]
+    if settings.lora is not None:
+        adapted = load_encoder(settings, "meta")
+        adapted.load_state_dict({name: w.contiguous() for name, w in weights.items()}, strict=False, assign=True)
+        adapters.save(adapted.backbones, path / models.ADAPTERS)
+        of_towers = list(map(adapters.merged, adapted.backbones, sources.parameters))
+    if encoder.interaction is not None:
+        own = {name: weights[f"interaction.{name}"].contiguous() for name in encoder.interaction.state_dict()}
+        encoder.interaction.load_state_dict(own, assign=True)
+    encoder.save_pretrained(path, of_towers)
+
+
+def _export_whole(weights: Mapping[str, Stored], settings: TrainSettings, path: Path) -> None:
     encoder = load_encoder(settings)
     frozen = {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad}
     loaded = encoder.load_state_dict({k: w.contiguous() for k, w in weights.items() if k not in frozen}, strict=False)

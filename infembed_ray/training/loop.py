@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Tokens
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.progress import say
 from infembed_ray.storage import STATES
@@ -131,7 +131,9 @@ class _Trainer:
         """Run the steps that are left."""
         self._engine.train()
         done = self._progress.step * self._settings.accumulation
-        preparer = self._preparer(done)
+        if done < self._sampler.steps:
+            self._choose_kernels(done)
+        preparer = Preparer(self._settings, self._records, self._rank, self._encoder)
         with closing(ahead(preparer.prepare, enumerate(self._sampler.rows(done), done))) as batches:
             while self._progress.step < self._steps and not self._validation.exhausted(self._progress):
                 self._train_step(batches)
@@ -143,14 +145,17 @@ class _Trainer:
         """Why the run stops before its end, the same on every worker."""
         return self._monitor.stopped or self._checkpoints.stopped
 
-    def _preparer(self, number: int) -> Preparer:
-        """Choose the attention kernels with the texts of this micro-batch, and return what prepares all from it on."""
-        for rows in islice(self._sampler.rows(number), 1):
+    def _choose_kernels(self, number: int) -> None:
+        """Choose the attention kernels by the texts of this micro-batch, if there is a choice."""
+
+        def sides() -> tuple[list[Tokens], list[Tokens]]:
+            rows = next(self._sampler.rows(number))
             batch = Preparer(self._settings, self._records, self._rank, self._encoder).prepare((number, rows)).batch
-            chosen = self._engine.choose_kernels([batch.queries, batch.passages])
-            if chosen is not None and self._rank == 0:
-                say(chosen)
-        return Preparer(self._settings, self._records, self._rank, self._encoder)
+            return batch.queries, batch.passages
+
+        chosen = self._engine.choose_kernels(sides)
+        if chosen is not None and self._rank == 0:
+            say(chosen)
 
     def _train_step(self, batches: Iterator[Prepared]) -> None:
         self._meter.begin()

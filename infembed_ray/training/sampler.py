@@ -84,7 +84,9 @@ class Sampler:
             settings.epochs,
             settings.seed,
             settings.mixture,
-            [record.source for record in records] if settings.mixture else (),
+            [record.source.partition("/")[0] if settings.sources else record.source for record in records]
+            if settings.mixture
+            else (),
             no_duplicates.shared_texts(records) if settings.unique_texts else (),
             tokens,
             None if settings.tokens_per_step is None else settings.tokens_per_step // settings.accumulation,

@@ -14,7 +14,7 @@ from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.places import Place
 from infembed_ray.progress import counted, say
-from infembed_ray.records import Record
+from infembed_ray.records import UNKNOWN, Record
 from infembed_ray.storage import find_input
 from infembed_ray.training.collate import flatten, token_counts
 from infembed_ray.training.dataset import Dataset
@@ -26,7 +26,8 @@ def named(settings: TrainSettings) -> dict[str, Source]:
     """Return the sources by the setting of their path.
 
     Raises:
-        InputError: `records` and `sources` are both set, or neither is, or `split` is set beside `sources`.
+        InputError: `records` and `sources` are both set, or neither is, `split` is set beside `sources`, or the name of a
+            source has a slash.
     """
     if bool(settings.records) == bool(settings.sources):
         raise InputError(
@@ -34,6 +35,11 @@ def named(settings: TrainSettings) -> dict[str, Source]:
         )
     if settings.sources and settings.split is not None:
         raise InputError(f"split={settings.split}: applies to records only; set sources.NAME.split")
+    for label in settings.sources:
+        if "/" in label:
+            raise InputError(
+                f"sources.{label}: the name of a source is a part of its records' ids; leave out the slash"
+            )
     if settings.records:
         return {"records": Source(path=settings.records, split=settings.split)}
     return {f"sources.{label}.path": source for label, source in settings.sources.items()}
@@ -119,7 +125,7 @@ def read(
 ) -> Iterator[TrainingRecord]:
     """Stream the records of all sources, one source after the other.
 
-    A record of `sources` has the name of its source in `source` and before its id.
+    A record of `sources` has the name of its source before its id, and before its own `source` if it has one.
 
     Args:
         settings: Settings of the run.
@@ -134,11 +140,17 @@ def read(
         tally = tallies[name] = Tally()
         for record in _stream(source, places[name], name):
             if settings.sources:
-                label = name.split(".")[1]
-                record = replace(record, source=label, id=f"{label}/{record.id}")
+                label = _label(name)
+                origin = label if record.source == UNKNOWN else f"{label}/{record.source}"
+                record = replace(record, source=origin, id=f"{label}/{record.id}")
             tally.add(record)
             yield record
     _require_trainable(settings, tallies)
+
+
+def _label(name: str) -> str:
+    """Return the name of the source whose path has this setting."""
+    return name.removeprefix("sources.").removesuffix(".path")
 
 
 def _stream(source: Source, path: Place, name: str) -> Iterator[TrainingRecord]:
@@ -150,6 +162,7 @@ def _stream(source: Source, path: Place, name: str) -> Iterator[TrainingRecord]:
 def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) -> None:
     """Check that the records have what the objective and the distillation train on; InputError otherwise."""
     variables = Objective.parse(settings.objective).variables
+    tallies = {name: tally for name, tally in tallies.items() if settings.mixture.get(_label(name), 1)}
     plain = [name for name, tally in tallies.items() if not tally.instructed]
     if "I" in variables and len(plain) == len(tallies):
         raise InputError(
@@ -161,6 +174,8 @@ def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) ->
             f"objective={settings.objective}: nothing of {plain[0]} would train, because its records have no instructions; "
             "add P to the objective, or leave this source out"
         )
+    if settings.distillation is not None and settings.hard_negatives == 0:
+        raise InputError("hard_negatives=0: distillation trains on hard negatives; set at least 1, or leave it out")
     if settings.distillation is not None and not any(tally.scored for tally in tallies.values()):
         raise InputError(
             "distillation: no record has positive_scores and negative_scores; add them with `infembed mine teacher=...`, or "

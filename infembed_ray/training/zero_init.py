@@ -7,13 +7,14 @@ whole model first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModel
 
 from infembed_ray.config.training import TrainSettings
@@ -26,8 +27,29 @@ from infembed_ray.training.collectives import from_first, world
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.engine import connect, precision_of
 
-Source = tuple[Path, str]
-"""File of a parameter, and its name there."""
+
+class Source(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    path: Path
+    name: str
+
+    def contiguous(self) -> Tensor:
+        """Read it in fp32."""
+        with safe_open(self.path, "pt") as file:
+            return file.get_tensor(self.name).float()
+
+
+class Sources(NamedTuple):
+    """What the files of a model have of each backbone of an encoder.
+
+    Attributes:
+        parameters: name -> where the parameter is, of all parameters.
+        buffers: name -> value of the saved buffers, such as Gemma's layer scalars.
+    """
+
+    parameters: list[dict[str, Source]]
+    buffers: list[dict[str, Tensor]]
 
 
 def load_for_training(settings: TrainSettings, device: torch.device) -> InstructionEncoder:
@@ -40,14 +62,15 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     if settings.zero_stage < 3 or quantized:
         return load_encoder(settings, device, quantized=quantized)
     encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
+    if encoder.interaction is not None:
+        return load_encoder(settings, device)
     connect(settings)
-    found = sources_of(encoder, checkpoint.local(settings.model)) if world()[0] == 0 else None
-    sources = from_first(found)
+    sources = from_first(sources_of(encoder, checkpoint.local(settings.model)) if world()[0] == 0 else None)
     if sources is None:
         if world()[0] == 0:
             say(f"train: model={settings.model}: its files do not have every parameter, so each worker loads it whole")
         return load_encoder(settings, device)
-    restore_buffers(encoder)
+    restore_buffers(encoder, sources)
     _partition(encoder, sources, settings, device)
     encoder.to(device)
     if settings.lora is not None:
@@ -55,45 +78,48 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     return encoder
 
 
-def sources_of(encoder: InstructionEncoder, model: str) -> list[Source] | None:
-    """Return where the files of a model have each parameter of an encoder; None if they do not have all of them."""
-    if encoder.interaction is not None:
-        return None
+def sources_of(encoder: InstructionEncoder, model: str) -> Sources | None:
+    """Return what the files of a model have of an encoder's backbones; None if they do not have all parameters.
+
+    Args:
+        encoder: Encoder on the meta device, without adapters.
+        model: Directory or hub name of its model.
+    """
     towers = checkpoint.describe(model, with_pooling=False).towers
-    found: list[Source] = []
+    sources = Sources([], [])
     for number, backbone in enumerate(encoder.backbones):
-        stored = checkpoint.weight_files(model, towers[min(number, len(towers) - 1)])
-        own = {name.removeprefix(f"{backbone.base_model_prefix}."): name for name in stored}
-        for name, parameter in backbone.named_parameters():
-            if name not in own:
-                return None
-            source = stored[own[name]], own[name]
-            with safe_open(source[0], "pt") as file:
-                if tuple(file.get_slice(source[1]).get_shape()) != tuple(parameter.shape):
-                    return None
-            found.append(source)
-    return found
+        shapes: dict[Source, tuple[int, ...]] = {}
+        for path in checkpoint.weight_files(model, towers[min(number, len(towers) - 1)]):
+            with safe_open(path, "pt") as file:
+                shapes |= {Source(path, name): tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+        own = {source.name.removeprefix(f"{backbone.base_model_prefix}."): source for source in shapes}
+        parameters = dict(backbone.named_parameters(remove_duplicate=False))  # tied ones are loaded whole
+        if any(name not in own or shapes[own[name]] != p.shape for name, p in parameters.items()):
+            return None
+        sources.parameters.append({name: own[name] for name in parameters})
+        saved = {name for name, _ in backbone.named_buffers()} & set(backbone.state_dict())
+        sources.buffers.append({name: own[name].contiguous() for name in saved if name in own})
+    return sources
 
 
-def restore_buffers(encoder: InstructionEncoder) -> None:
-    """Replace buffers on the meta device, such as rotary frequencies: files of weights do not have them."""
-    for backbone in encoder.backbones:
+def restore_buffers(encoder: InstructionEncoder, sources: Sources) -> None:
+    """Replace buffers on the meta device by those of the model's files, or as built, such as rotary frequencies."""
+    for backbone, saved in zip(encoder.backbones, sources.buffers, strict=True):
         with init_empty_weights(include_buffers=False):
             built = AutoModel.from_config(backbone.config)
         for name, buffer in built.named_buffers():
             module, _, own = name.rpartition(".")
-            backbone.get_submodule(module)._buffers[own] = buffer
+            backbone.get_submodule(module)._buffers[own] = saved.get(name, buffer).to(buffer.dtype)
 
 
-def _partition(
-    encoder: InstructionEncoder, sources: Sequence[Source], settings: TrainSettings, device: torch.device
-) -> None:
+def _partition(encoder: InstructionEncoder, sources: Sources, settings: TrainSettings, device: torch.device) -> None:
     dtype = precision_of(settings)
     partition = deepspeed_compat.partitioner(deepspeed_config(settings), dtype)
+    in_order = [source for of_backbone in sources.parameters for source in of_backbone.values()]
     with ExitStack() as opened:
-        paths = {path for path, _ in sources} if world()[0] == 0 else ()
+        paths = {source.path for source in in_order} if world()[0] == 0 else ()
         files = {path: opened.enter_context(safe_open(path, "pt")) for path in paths}
-        for parameter, (path, name) in zip(encoder.parameters(), sources, strict=True):
+        for parameter, (path, name) in zip(encoder.parameters(), in_order, strict=True):
             if files:
                 value = files[path].get_tensor(name).to(device, dtype)
             else:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.records import SCENARIOS, Record, columns_of
+from infembed_ray.records import SCENARIOS, Record
 from infembed_ray.storage import Step
 
 JUDGED = dict(zip(SCENARIOS, SCENARIOS, strict=True))
@@ -40,11 +40,11 @@ def provenance(usd=0.01, prompt_tokens=1000, completion_tokens=100, **verdicts):
 
 
 def kept(name, usd=0.01, **changes):
-    return columns_of(record(name, **changes)) | {"provenance": provenance(usd, **JUDGED)}
+    return vars(record(name, **changes)) | {"provenance": provenance(usd, **JUDGED)}
 
 
 def rejected(name, step, reason, **verdicts):
-    return columns_of(record(name)) | {"step": step, "reason": reason, "provenance": provenance(**verdicts)}
+    return vars(record(name)) | {"step": step, "reason": reason, "provenance": provenance(**verdicts)}
 
 
 def dead(name, step, error):

@@ -12,7 +12,7 @@ from infembed_ray.analysis.distributed import run
 from infembed_ray.analysis.inputs import read
 from infembed_ray.config.analysis import CleanSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records import Record, columns_of, stream
+from infembed_ray.records import Record, stream
 from tests.analysis.samples import Rows, kept, publish, record
 from tests.analysis.test_cleaning import by_brute_force, some_texts
 from tests.support.files import write_jsonl
@@ -21,7 +21,7 @@ from tests.support.files import write_jsonl
 def rows_of(texts):
     """Records whose compared texts are these and nothing else that repeats."""
     return [
-        columns_of(record(f"r{n}", instruction_positive=f"a{n}", query_positive=f"b{n}", document_positive=text))
+        vars(record(f"r{n}", instruction_positive=f"a{n}", query_positive=f"b{n}", document_positive=text))
         for n, text in enumerate(texts)
     ]
 

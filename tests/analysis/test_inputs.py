@@ -7,7 +7,6 @@ import pytest
 from infembed_ray import records
 from infembed_ray.analysis.inputs import read
 from infembed_ray.errors import InputError
-from infembed_ray.records import columns_of
 from infembed_ray.storage import resolve
 from tests.analysis.samples import ROWS, Rows, publish, record
 
@@ -33,7 +32,7 @@ def test_an_output_that_kept_nothing_can_be_read(tmp_path):
 
 def test_a_file_of_records_has_no_rejected_rows_and_no_manifest(tmp_path):
     file = tmp_path / "records.jsonl"
-    file.write_text(json.dumps(columns_of(record("a"))))
+    file.write_text(json.dumps(vars(record("a"))))
     material = read(file, "records")
     assert [r.id for r in material.kept] == ["a"]
     assert (material.rejected, material.dead_letter, dict(material.counts)) == ([], [], {})
@@ -48,14 +47,14 @@ def test_a_parquet_file_of_kept_records_has_its_provenance(tmp_path):
 
 def test_a_provenance_of_another_type_is_ignored(tmp_path):
     file = tmp_path / "some.parquet"
-    pq.write_table(pa.Table.from_pylist([columns_of(record("a")) | {"provenance": "by hand"}]), file)
+    pq.write_table(pa.Table.from_pylist([vars(record("a")) | {"provenance": "by hand"}]), file)
     assert read(file, "records").provenance["kept"] == []
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"id": "a", "query_positive": "q"}', "columns instruction_positive, instruction_negative, .* are missing"),
+        ('{"id": "a", "query_positive": "q"}', "no column instruction_positive, instruction_negative, "),
         ("", "has no rows"),
     ],
 )

@@ -6,7 +6,6 @@ from infembed_ray.analysis.report import run
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.records import columns_of
 from tests.analysis.samples import publish, record
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
@@ -49,7 +48,7 @@ def test_a_second_run_does_nothing(tmp_path, capsys):
 
 def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
     file = tmp_path / "records.jsonl"
-    file.write_text("".join(json.dumps(columns_of(record(name))) + "\n" for name in "ab"))
+    file.write_text("".join(json.dumps(vars(record(name))) + "\n" for name in "ab"))
     published = run(settings(tmp_path, file))
     assert json.loads((published.path / "report.json").read_text())["cost"] is None
     out = capsys.readouterr().out

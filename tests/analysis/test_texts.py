@@ -3,7 +3,6 @@ import pytest
 
 from infembed_ray.analysis.texts import TextSet, compare, from_records, read, samples
 from infembed_ray.errors import InputError
-from infembed_ray.records import columns_of
 from tests.analysis.samples import publish, record
 from tests.support.files import write_jsonl
 
@@ -12,7 +11,7 @@ def test_records_give_equal_sets_from_memory_file_and_synthesis_output(tmp_path)
     rows = [record(name) for name in "abc"]
     wanted = from_records("s", rows)
     assert {kind: len(texts) for kind, texts in wanted.texts.items()} == {"instruction": 6, "query": 6, "passage": 9}
-    for path in (write_jsonl(tmp_path / "r.jsonl", map(columns_of, rows)), publish(tmp_path / "out")):
+    for path in (write_jsonl(tmp_path / "r.jsonl", map(vars, rows)), publish(tmp_path / "out")):
         found = read("s", path if path.is_file() else next(path.glob("*/records.parquet")).parent, "compare.s", {})
         assert {kind: sorted(texts) for kind, texts in found.texts.items()} == {
             kind: sorted(texts) for kind, texts in wanted.texts.items()

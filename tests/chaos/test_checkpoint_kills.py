@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from infembed_ray import storage
-from infembed_ray.records import columns_of
 from infembed_ray.training.checkpoints.checkpoint import Checkpoint
 from infembed_ray.training.observability.metrics import read_metrics
 from tests.support.files import write_jsonl
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def records_file(tmp_path_factory):
-    rows = (columns_of(record(n)) for n in range(STEPS))
+    rows = (vars(record(n)) for n in range(STEPS))
     return write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", rows)
 
 

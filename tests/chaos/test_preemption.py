@@ -11,7 +11,6 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.records import columns_of
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.events import read_events
 from infembed_ray.training.observability.metrics import read_metrics
@@ -56,7 +55,7 @@ def test_preempted_run_saves_on_notice_and_resumes(cluster, tmp_path):
     (tmp_path / "model").mkdir()
     model = backbones.write("qwen2", tmp_path / "model")
     records = tmp_path / "records.jsonl"
-    records.write_text("".join(json.dumps(columns_of(record(n))) + "\n" for n in range(12)))
+    records.write_text("".join(json.dumps(vars(record(n))) + "\n" for n in range(12)))
     settings = TrainSettings(
         records=str(records),
         model=model,

@@ -13,9 +13,9 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import client
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger, resources
+from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from infembed_ray.records import Seed
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize
@@ -45,12 +45,12 @@ def outcomes(server: StandIn, journal: Path, options: dict[str, Any]) -> list[Ou
     settings = SynthesizeSettings.from_mapping({"seeds": "", "output": "", "generator": model, "judge": model})
 
     async def run() -> list[Outcome]:
-        ledger = Ledger(Limits(), 32)
+        ledger = Ledger(Limits())
 
         async def exchange(report: LeaseReport) -> Grant:
             return ledger.exchange(report)
 
-        limiter = RateLimiter(Lease("the only one", resources(Limits()), 32, 60.0), exchange, interval_s=0.02)
+        limiter = RateLimiter(Limits(), 32, exchange, interval_s=0.02)
         endpoint = Endpoint(base_url=server.url, api_key_env=None, timeout_s=1, max_retries=9)
         chat = ChatClient([endpoint], Journal(journal), limiter, PriceTable("2026-01-01", {}))
         try:

@@ -21,7 +21,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from infembed_ray import storage
-from infembed_ray.records import columns_of
 from infembed_ray.training.observability.metrics import read_metrics
 from tests.training.test_collate import record
 
@@ -32,7 +31,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def records_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
-    rows = [columns_of(record(n)) for n in range(STEPS)]
+    rows = [vars(record(n)) for n in range(STEPS)]
     for n, row in enumerate(
         rows
     ):  # long enough to be killed during a step, and uneven, so that the workers' batches differ

@@ -41,6 +41,7 @@ def test_dictionaries_are_set_key_by_key():
         (TrainSettings, "epochs=2.0", "epochs=2.0: Input should be a whole number"),
         (TrainSettings, "zero_stage=7", "zero_stage=7: Input should be"),
         (TrainSettings, "temperature=0", "temperature=0: Input should be greater than 0"),
+        (TrainSettings, "mixture.a=.inf", "mixture.a=inf: Input should be a finite number"),
         (TrainSettings, "epochs", "override 'epochs': write it as key=value"),
         (TrainSettings, "model.path=x", "override 'model.path=x': model is a single value"),
         (SynthesizeSettings, "generator.temprature=1", "unknown key generator.temprature: did you mean temperature?"),

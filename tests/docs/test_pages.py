@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from infembed_ray import cli
-from infembed_ray.config.base import Settings
+from infembed_ray.config.base import Settings, settings_classes
 from infembed_ray.serving import schema
-from infembed_ray.settings_help import settings_classes
 from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import chunks
 from infembed_ray.evaluation.chunks import Pairs, Passages, Queries, share, shared
+from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.places import read_binary
@@ -45,6 +47,21 @@ def test_a_shared_corpus_is_one_file_for_any_chunks_of_the_table(tmp_path):
     assert share(corpus(9, 3), tmp_path) != file
     assert shared(file).equals(corpus(10, 1))
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_converted_corpus_is_linked_and_not_written_again(tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    source = tmp_path / "source"
+    source.touch()
+    rows = corpus(10, 3).to_pylist()
+    converted = mapped("task", [source], lambda: ((row["id"], row["text"]) for row in rows))
+    file = share(converted, tmp_path / "store")
+    assert file.name == share(corpus(10, 3), tmp_path / "other").name
+    assert file.samefile(tmp_path / "scratch" / "corpora" / file.name)
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("another file system")))
+    copied = share(converted, tmp_path / "elsewhere")
+    assert not copied.samefile(file)
+    assert shared(copied).equals(converted)
 
 
 def test_chunks_cover_all_passages_and_queries_in_order(small, tmp_path):

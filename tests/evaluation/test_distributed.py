@@ -30,7 +30,6 @@ from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import Folder
 from infembed_ray.places import read_binary
-from infembed_ray.records import columns_of
 from tests.evaluation import published as layouts
 from tests.evaluation.tasks.test_infir import record
 from tests.modeling import backbones
@@ -56,7 +55,7 @@ def files(tmp_path_factory):
     directory = tmp_path_factory.mktemp("evaluation")
     topics = ("tides", "bread", "comets", "tax law", "the violin")
     noise = [{"id": str(n), "passage": f"a passage about something else, number {n}"} for n in range(60)]
-    records = write_jsonl(directory / "records.jsonl", [columns_of(record(topic)) for topic in topics])
+    records = write_jsonl(directory / "records.jsonl", [vars(record(topic)) for topic in topics])
     return str(records), str(write_jsonl(directory / "distractors.jsonl", noise))
 
 

@@ -9,7 +9,6 @@ from infembed_ray.evaluation.inputs import content_hash, resolve
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.places import listing
-from infembed_ray.records import columns_of
 from tests.evaluation import published
 from tests.evaluation.tasks.test_infir import record
 from tests.support.files import write_jsonl
@@ -22,7 +21,7 @@ BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruct
 def settings(minilm, tmp_path_factory):
     root = tmp_path_factory.mktemp("inputs")
     published.bright_like(root / "mirror")
-    records = write_jsonl(root / "records.jsonl", [columns_of(record(topic)) for topic in ("tides", "bread")])
+    records = write_jsonl(root / "records.jsonl", [vars(record(topic)) for topic in ("tides", "bread")])
     distractors = write_jsonl(root / "distractors.jsonl", [{"id": "1", "passage": "a passage about something else"}])
     return EvaluateSettings(
         tasks=("bright/leetcode",),
@@ -98,7 +97,7 @@ def test_bad_input_is_rejected_in_one_line(settings, change, message):
 
 def test_distractors_without_text_are_rejected(settings, tmp_path):
     file = str(write_jsonl(tmp_path / "passages.jsonl", [{"id": "1", "body": "words"}]))
-    with pytest.raises(InputError, match=r"column text is missing .*columns?"):
+    with pytest.raises(InputError, match=r"no column text .*columns?"):
         resolve(settings.model_copy(update={"distractors": file}))
 
 

@@ -170,7 +170,7 @@ def test_a_mean_that_is_not_that_of_its_values_is_named(written):
 
 def test_rows_of_a_model_that_the_results_do_not_name_are_rejected(written):
     replace_rows(written, lambda rows: [*rows, rows[0] | {"model": "other"}])
-    with pytest.raises(InputError, match=r"results\.json has no model 'other'"):
+    with pytest.raises(InputError, match=r"model 'other', .*: results\.json has none"):
         results.read(written)
 
 

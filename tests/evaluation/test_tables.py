@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from infembed_ray.evaluation import tables
-from infembed_ray.evaluation.metrics import CONVENTIONS
+from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
-from infembed_ray.evaluation.tables import as_markdown, as_text, cells, columns
+from infembed_ray.evaluation.tables import cells, columns
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.evaluation.tasks.registry import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
@@ -37,6 +37,10 @@ def followir(models):
     mean = {"robust04": "MAP@1000", "news21": "nDCG@5", "core17": "MAP@1000"}
     tasks = {f"followir/{task}": (Figure("p-MRR", "p-MRR"), Figure(name, name)) for task, name in mean.items()}
     return results(tasks, models)
+
+
+def as_text(found):
+    return of_evaluation("runs/x", found).as_text()
 
 
 def test_the_first_model_is_the_baseline_and_the_others_show_their_differences():
@@ -101,26 +105,6 @@ def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
 def test_an_average_needs_all_tasks_of_its_benchmark():
     found = results({"followir/core17": FIGURES}, ["base"])
     assert [column.title for column in columns(found)["FollowIR"]] == ["Core17 p-MRR x100", "Core17 nDCG@10 (I-,Q+)"]
-
-
-def test_markdown_has_the_same_numbers_and_a_label_cannot_break_a_row():
-    found = results({"records": FIGURES}, ["base", "uni|multi"])
-    lines = as_markdown(found).splitlines()
-    assert lines[0] == "## records"
-    rows = lines[2:6]
-    assert rows[3].startswith("| uni\\|multi |")
-    assert {line.replace("\\|", "").count("|") for line in rows} == {4}
-    mean, _, _, difference = rows[3].split(" | ")[2].removesuffix(" |").split()
-    assert f"{mean} {difference}" in as_text(found)
-
-
-def test_markdown_describes_tasks_and_conventions():
-    markdown = as_markdown(results({"records": FIGURES}, ["base", "other"]))
-    assert "- records: queries 12" in markdown
-    assert f"- p-MRR: {CONVENTIONS['p-MRR']}" in markdown
-    assert "Robustness" not in markdown
-    assert "Differences are to 'base'" in markdown
-    assert "Differences" not in as_markdown(results({"records": FIGURES}, ["base"]))
 
 
 def test_a_figure_without_values_is_not_available():

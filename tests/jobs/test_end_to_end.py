@@ -23,7 +23,7 @@ import pytest
 from infembed_ray import provenance, records, storage
 from infembed_ray.cli import main
 from infembed_ray.quickstart import sample
-from infembed_ray.records import Record, columns_of
+from infembed_ray.records import Record
 from tests.conftest import SHARED
 from tests.jobs.head import Head, running_head
 from tests.support.files import read_jsonl, write_jsonl
@@ -97,7 +97,7 @@ def texts(directory: Path, synthesized: Repeated) -> Texts:
         corpus = cranfield(SHARED / "cranfield" / "cran.all.1400.xml")
     else:
         training, held_out = (
-            [columns_of(row) for row in records.read(synthesized.output, Record, "records", split=split)]
+            [vars(row) for row in records.read(synthesized.output, Record, "records", split=split)]
             for split in ("train", "test")
         )
         corpus = [{"id": row["id"], "text": row["document_positive"]} for row in training + held_out]

@@ -77,12 +77,36 @@ def test_an_endpoint_without_a_key_is_sent_none(tmp_path: Path, api_version: str
         application = web.Application()
         application.router.add_get("/{any:.*}", handle)
         async with TestServer(application) as server:
-            endpoint = Endpoint(
-                base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, api_version=api_version, max_retries=0
-            )
+            endpoint = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, api_version=api_version)
             async with contextlib.aclosing(BatchClient(endpoint)) as batches:
                 await batches.download("f", tmp_path / "file")
 
     asyncio.run(download())
     assert len(seen) == 1
     assert not {"Authorization", "api-key"} & set(seen[0].headers)
+
+
+@pytest.mark.parametrize(("patience_s", "answered"), [(60.0, True), (0.0, False)])
+def test_a_failing_poll_is_repeated_for_the_endpoints_patience(patience_s: float, answered: bool) -> None:
+    asked = 0
+
+    async def handle(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        if asked <= 9:
+            return web.Response(status=503)
+        return web.json_response({"id": "b", "object": "batch", "status": "completed"})
+
+    async def poll() -> str:
+        application = web.Application()
+        application.router.add_get("/{any:.*}", handle)
+        async with TestServer(application) as server:
+            given = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, patience_s=patience_s)
+            async with contextlib.aclosing(BatchClient(given)) as batches:
+                return (await batches.describe("b")).status
+
+    if answered:
+        assert asyncio.run(poll()) == "completed"
+    else:
+        with pytest.raises(RunFailure, match=r"no answer about batches \(HTTP 503: .*; the same command resumes"):
+            asyncio.run(poll())

@@ -12,22 +12,22 @@ from infembed_ray.llm import budget
 from infembed_ray.llm.journal import encode, new_segment
 from infembed_ray.llm.lease import Lease
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import LEASE_S, SLOTS, USD, LeaseReport
+from infembed_ray.llm.rate_limits import LEASE_S, USD, LeaseReport
 from tests.support.chat import completion, request
 
 
 def test_a_grant_of_a_budget_is_noted_on_disk_before_it_can_be_spent(tmp_path: Path) -> None:
-    limits = budget.DurableLedger(Limits(budget_usd=10), 4, 1.0, tmp_path / "journal")
-    none, wanted = {"slots": 0.0, "usd": 0.0}, {"slots": 2.0, "usd": 3.0}
+    limits = budget.DurableLedger(Limits(budget_usd=10), 1.0, tmp_path / "journal")
+    none, wanted = {"usd": 0.0}, {"usd": 3.0}
     limits.exchange(LeaseReport("a", held=none, wanted=wanted, first=wanted, ahead=none))
     assert 4.0 <= budget.spent_usd(tmp_path / "journal", PriceTable("2026-01-01", {})) <= 4.1
 
 
 def test_the_time_that_a_note_takes_expires_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = budget.DurableLedger(Limits(budget_usd=10), 4, 1.0, tmp_path / "journal")
+    limits = budget.DurableLedger(Limits(budget_usd=10), 1.0, tmp_path / "journal")
     now = 0.0
     monkeypatch.setattr(limits, "_clock", lambda: now)
-    none, held = {"slots": 0.0, "usd": 0.0}, {"slots": 1.0, "usd": 3.0}
+    none, held = {"usd": 0.0}, {"usd": 3.0}
     limits.exchange(LeaseReport("a", held=held, wanted=none, first=none, ahead=none))
 
     def slowly(*_: object) -> None:
@@ -45,8 +45,8 @@ def test_the_time_that_a_note_takes_expires_no_lease(tmp_path: Path, monkeypatch
 
 def test_a_failed_note_is_written_by_the_next_exchange(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    limits = budget.DurableLedger(Limits(budget_usd=10), 4, 1.0, journal)
-    none, held = {"slots": 0.0, "usd": 0.0}, {"slots": 1.0, "usd": 3.0}
+    limits = budget.DurableLedger(Limits(budget_usd=10), 1.0, journal)
+    none, held = {"usd": 0.0}, {"usd": 3.0}
     report = LeaseReport("a", held=held, wanted=none, first=none, ahead=none)
     journal.write_text("no directory")
     with pytest.raises(FileExistsError):
@@ -61,13 +61,13 @@ TABLE = PriceTable("2026-01-01", {"small": (1e6, 0.0)})  # a USD per token of a 
 
 def granted(journal: Path, began_usd: float = 1.0) -> tuple[budget.DurableLedger, Lease]:
     """Return a ledger, and the lease of a process that settled 0.25 of its requests and has 0.5 USD in flight."""
-    ledger = budget.DurableLedger(Limits(budget_usd=100), 4, began_usd, journal)
-    lease = Lease("a", (SLOTS, USD), 4, record=budget.spend_record(journal, "a"))
+    ledger = budget.DurableLedger(Limits(budget_usd=100), began_usd, journal)
+    lease = Lease("a", (USD,), 4, record=budget.spend_record(journal, "a"))
     for usd in (2.0, 0.5, 3.0, 1.0, 4.0):  # more than there are slots for
-        lease.start({SLOTS: 1.0, USD: usd}, lambda begun: None)
+        lease.start({USD: usd}, lambda begun: None)
     lease.accept(ledger.exchange(lease.end_period()))
     for usd, used in ((2.0, 0.25), (3.0, 0.0), (1.0, 0.0), (4.0, 0.0)):
-        lease.settle({SLOTS: 1.0, USD: usd}, {USD: used}, 0.0)
+        lease.settle({USD: usd}, {USD: used}, 0.0)
     return ledger, lease
 
 
@@ -86,7 +86,7 @@ def test_after_a_kill_only_what_was_in_flight_counts_at_its_worst_case(
 
 def test_an_answer_that_reached_the_journal_is_not_counted_twice(tmp_path: Path) -> None:
     _, lease = granted(tmp_path)
-    lease.settle({SLOTS: 1.0, USD: 0.5}, {USD: 0.5}, 0.0)
+    lease.settle({USD: 0.5}, {USD: 0.5}, 0.0)
     (tmp_path / "dead.jsonl").write_bytes(encode(request(), completion("x", tokens=(1, 0))))  # 1 USD
     assert budget.resume(tmp_path, TABLE) == pytest.approx(1.0 + 0.25 + 0.5)
 

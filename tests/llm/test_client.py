@@ -13,11 +13,11 @@ from aiohttp.test_utils import TestServer
 from infembed_ray.config.llm import Endpoint, Limits
 from infembed_ray.llm import client
 from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, Unjournaled, usable_text
-from infembed_ray.llm.client import ChatClient, replaying
-from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.client import ChatClient
+from infembed_ray.llm.journal import Journal, replaying
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger, resources
+from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from tests.support.chat import passage_request, request, unreadable
 from tests.support.stand_in_llm import REQUEST_FAULTS, StandIn, stand_in
 
@@ -46,14 +46,12 @@ async def within(
     bounds: Limits = Limits(),  # noqa: B008  frozen
     **how: Any,
 ) -> T:
-    ledger = Ledger(bounds, in_flight)
+    ledger = Ledger(bounds)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
 
-    limiter = RateLimiter(
-        Lease("the only one", resources(bounds), in_flight, bounds.window_s), exchange, interval_s=0.02
-    )
+    limiter = RateLimiter(bounds, in_flight, exchange, interval_s=0.02)
     chat = ChatClient(where if isinstance(where, Sequence) else [where], Journal(journal), limiter, TABLE, **how)
     try:
         return await use(chat)

@@ -11,9 +11,9 @@ from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.driver_watch import DriverWatch, Process, this_process
 from infembed_ray.llm.journal import Journal, has_writer, segments
-from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger, resources
+from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from tests.support.chat import passage_request
 from tests.support.stand_in_llm import StandIn, stand_in
 
@@ -27,12 +27,12 @@ def test_after_the_driver_dies_an_actor_journals_the_requests_in_flight_and_exit
     monkeypatch.setattr(driver_watch, "DRAIN_S", drain_s)
 
     async def live(server: StandIn) -> list[object]:
-        ledger, exited = Ledger(Limits(), 4), asyncio.get_running_loop().create_future()
+        ledger, exited = Ledger(Limits()), asyncio.get_running_loop().create_future()
 
         async def exchange(report: LeaseReport) -> Grant:
             return ledger.exchange(report)
 
-        limiter = RateLimiter(Lease("the only one", resources(Limits()), 4), exchange, interval_s=0.02)
+        limiter = RateLimiter(Limits(), 4, exchange, interval_s=0.02)
         journal = Journal(tmp_path)
         client = ChatClient([Endpoint(base_url=server.url, api_key_env=None)], journal, limiter, PriceTable("", {}))
         driver = subprocess.Popen(["sleep", "60"])
@@ -74,9 +74,9 @@ def test_a_process_id_of_another_pid_namespace_is_not_watched(tmp_path: Path) ->
 
     async def orphaned(namespace: str) -> bool:
         async def exchange(report: LeaseReport) -> Grant:
-            return Ledger(Limits(), 4).exchange(report)
+            return Ledger(Limits()).exchange(report)
 
-        limiter = RateLimiter(Lease("the only one", resources(Limits()), 4), exchange, interval_s=0.02)
+        limiter = RateLimiter(Limits(), 4, exchange, interval_s=0.02)
         client = ChatClient([Endpoint(api_key_env=None)], Journal(tmp_path), limiter, PriceTable("", {}))
         exited = asyncio.get_running_loop().create_future()
         watcher = DriverWatch(Process(namespace, gone.pid), limiter, client, Journal(tmp_path), exited.set_result)

@@ -21,10 +21,14 @@ class Gated:
     def __init__(self, slots: int) -> None:
         self.now = 0.0
         self.paused: list[float] = []
-        self.gate = Gate(slots, self.pause, lambda: self.now)
+        self.reports = 0
+        self.gate = Gate(slots, self.pause, self.report, lambda: self.now)
 
     async def pause(self, seconds: float) -> None:
         self.paused.append(seconds)
+
+    def report(self) -> None:
+        self.reports += 1
 
     def answer(self, answered: int, limited: int) -> None:
         """Let requests end one after another; all arrive within a second."""
@@ -80,6 +84,7 @@ def test_requests_beyond_the_quota_wait_for_an_answer_with_a_new_one() -> None:
         gated.gate.leave(limited=False)
         await asyncio.wait_for(waiting, 1)
         assert not gated.paused
+        assert not gated.reports
 
     asyncio.run(run())
 
@@ -98,7 +103,7 @@ def test_with_nothing_in_flight_a_used_up_quota_is_waited_for() -> None:
 
         await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(5))), 1)
         assert gated.paused[0] == pytest.approx(20 * 100 / 1000)
-        assert len(gated.paused) == 5
+        assert len(gated.paused) == gated.reports == 5
 
     asyncio.run(run())
 

@@ -214,7 +214,7 @@ def test_the_budget_counts_answers_and_notes_in_an_object_store(folder: Folder) 
     assert budget.spent_usd(folder, table) == pytest.approx(answers)
     budget.note_unjournaled(folder, table, answers + 5.0)
     assert budget.spent_usd(folder, table) == pytest.approx(answers + 5.0)
-    ledger = budget.DurableLedger(Limits(budget_usd=10), 4, 6.0, folder)
+    ledger = budget.DurableLedger(Limits(budget_usd=10), 6.0, folder)
     ledger.conclude()
     assert budget.spent_usd(folder, table) == 6.0
 
@@ -262,9 +262,9 @@ def test_a_compaction_deletes_only_objects_that_it_merged(folder: Folder, monkey
     two_objects(folder)
     compact = journal_tools.compact
 
-    def compact_after_a_copy_was_lost(copies: Path) -> journal_tools.JournalStats:
+    def compact_after_a_copy_was_lost(copies: Path, folder: Folder) -> journal_tools.JournalStats:
         next(segments([copies])).unlink()
-        return compact(copies)
+        return compact(copies, folder)
 
     monkeypatch.setattr(journal_tools, "compact", compact_after_a_copy_was_lost)
     journal_tools.compact_objects(folder)

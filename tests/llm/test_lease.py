@@ -5,14 +5,14 @@ import pytest
 from infembed_ray.config.llm import Limits
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.lease import Lease, RateLimiter
-from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, Grant, LeaseReport, Ledger
+from infembed_ray.llm.rate_limits import REQUESTS, Grant, LeaseReport, Ledger
 
 
 def test_a_lease_that_reports_twice_in_a_row_keeps_its_advance() -> None:
     now, bounds = 0.0, Limits(requests_per_minute=10**6)
-    ledger = Ledger(bounds, 8, 0.0, lambda: now)
-    lease = Lease("a", (SLOTS, REQUESTS), 8, clock=lambda: now)
-    cost = {SLOTS: 1.0, REQUESTS: 1.0}
+    ledger = Ledger(bounds, 0.0, lambda: now)
+    lease = Lease("a", (REQUESTS,), 8, clock=lambda: now)
+    cost = {REQUESTS: 1.0}
     for _ in range(2):  # one stays in flight, so the lease is never idle
         lease.start(cost, lambda begun: None)
     lease.accept(ledger.exchange(lease.end_period()))
@@ -32,21 +32,21 @@ def test_a_lease_that_reports_twice_in_a_row_keeps_its_advance() -> None:
 
 def test_a_failure_in_one_process_stops_all() -> None:
     async def run() -> None:
-        ledger = Ledger(Limits(), 8)
+        ledger = Ledger(Limits())
 
         async def exchange(report: LeaseReport) -> Grant:
             await asyncio.sleep(0)
             return ledger.exchange(report)
 
-        limiters = [RateLimiter(Lease(name, (SLOTS,), 4), exchange, 0.01) for name in "ab"]
+        limiters = [RateLimiter(Limits(), 4, exchange, 0.01) for _ in range(2)]
         for limiter in limiters:
-            await limiter.enter({SLOTS: 1.0})
+            await limiter.enter({})
         limiters[0].fail("the key is refused")
         with pytest.raises(RunFailure, match="the key is refused"):
             for _ in range(4):
-                await asyncio.wait_for(limiters[1].enter({SLOTS: 1.0}), 5)
+                await asyncio.wait_for(limiters[1].enter({}), 5)
         for limiter in limiters:
-            limiter.settle({SLOTS: 1.0}, {}, 0.0)
+            limiter.settle({}, {}, 0.0)
         await limiters[0].flush()
 
     asyncio.run(run())

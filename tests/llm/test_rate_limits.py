@@ -16,7 +16,7 @@ from infembed_ray.config.llm import Limits
 from infembed_ray.llm import rate_limits
 from infembed_ray.llm.lease import Lease
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Grant, LeaseReport, Ledger, Traffic
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Grant, LeaseReport, Ledger, Traffic
 from tests.support.chat import request
 
 
@@ -75,7 +75,7 @@ class Process:
         self.done = self.refused = 0
         self.calls = calls
         for _ in range(calls):
-            cost = {SLOTS: 1.0, REQUESTS: 1.0, TOKENS: rng.randint(10, 60), USD: rng.uniform(0.1, 1.0)}
+            cost = {REQUESTS: 1.0, TOKENS: rng.randint(10, 60), USD: rng.uniform(0.1, 1.0)}
             self.lease.start(cost, lambda ok, cost=cost: self.send(cost) if ok else self.refuse())
         world.after(0, self.renew)
 
@@ -147,10 +147,10 @@ def test_the_server_never_counts_more_than_the_limits(
     bounds = Limits(requests_per_minute=rpm, tokens_per_minute=tpm, budget_usd=budget, window_s=12)
     rng = random.Random(seed)
     world = World()
-    slots = in_flight or actors * 16
-    ledger, server, names = Ledger(bounds, slots, 0.0, lambda: world.now), Server(world), rate_limits.resources(bounds)
+    slots = in_flight or 16
+    ledger, server, names = Ledger(bounds, 0.0, lambda: world.now), Server(world), rate_limits.resources(bounds)
     processes = [
-        Process(world, ledger, server, names, str(number), bounds, rng, 40, 16, rng.choice([0.02, 0.5, 3]), faults)
+        Process(world, ledger, server, names, str(number), bounds, rng, 40, slots, rng.choice([0.02, 0.5, 3]), faults)
         for number in range(actors)
     ]
     for victim in rng.sample(processes, min(deaths, actors - 1)):
@@ -165,7 +165,7 @@ def test_the_server_never_counts_more_than_the_limits(
     if budget is not None:
         assert server.spent <= budget
     if not deaths:
-        assert server.most_in_flight <= slots
+        assert server.most_in_flight <= actors * slots
     for process in processes:
         assert process.dead or process.done + process.refused == process.calls
         assert budget is not None or process.refused == 0
@@ -179,7 +179,7 @@ def test_the_server_never_counts_more_than_the_limits(
 def test_under_demand_nearly_all_of_a_window_is_used(rpm: int | None, tpm: int | None, actors: int) -> None:
     bounds = Limits(requests_per_minute=rpm, tokens_per_minute=tpm)
     world = World()
-    ledger, server = Ledger(bounds, 512, 0.0, lambda: world.now), Server(world)
+    ledger, server = Ledger(bounds, 0.0, lambda: world.now), Server(world)
     for number in range(actors):
         Process(
             world, ledger, server, rate_limits.resources(bounds), str(number), bounds, random.Random(number),
@@ -192,41 +192,39 @@ def test_under_demand_nearly_all_of_a_window_is_used(rpm: int | None, tpm: int |
 
 
 def report(holder: str = "a", **values: object) -> LeaseReport:
-    nothing: dict[str, float] = {SLOTS: 0.0}
+    nothing: dict[str, float] = {USD: 0.0}
     return LeaseReport(
         **{"holder": holder, "held": nothing, "wanted": nothing, "first": nothing, "ahead": nothing} | values
     )  # type: ignore[arg-type]
 
 
-def test_an_expired_lease_returns_its_slots_and_counts_its_budget_as_spent() -> None:
+def test_the_budget_of_an_expired_lease_counts_as_spent() -> None:
     now = 0.0
-    ledger = Ledger(Limits(budget_usd=10), 4, 0.0, lambda: now)
-    wanted = {SLOTS: 4.0, USD: 4.0}
-    values = {"held": {SLOTS: 0.0, USD: 0.0}, "wanted": wanted, "first": {SLOTS: 1.0, USD: 1.0}}
-    ahead = {"ahead": {SLOTS: 0.0, USD: 0.0}}
-    assert ledger.exchange(report("dies", **values, **ahead)).amounts == wanted
-    assert ledger.exchange(report("lives", **values, **ahead)).amounts[SLOTS] == 0
+    ledger = Ledger(Limits(budget_usd=10), 0.0, lambda: now)
+    values = {"wanted": {USD: 4.0}, "first": {USD: 1.0}, "in_flight": 1}
+    assert ledger.exchange(report("dies", **values)).amounts == {USD: 4.0}
+    assert ledger.exchange(report("lives", **values)).amounts == {USD: 4.0}
+    assert ledger.stats().in_flight == 2
+    now = rate_limits.LEASE_S / 2
+    ledger.exchange(report("lives", held={USD: 4.0}, in_flight=1))
     now = rate_limits.LEASE_S + 1
-    assert ledger.exchange(report("lives", **values, **ahead)).amounts == wanted
+    assert ledger.exchange(report("lives", held={USD: 4.0}, in_flight=1)).amounts == {USD: 0.0}
+    assert ledger.stats().in_flight == 1
     assert ledger.stats().spent_usd == 4
 
 
 def test_committed_usd_is_spent_usd_plus_what_leases_hold() -> None:
-    ledger = Ledger(Limits(budget_usd=10), 4, 1.0)
-    held = {SLOTS: 2.0, USD: 3.0}
-    none = {SLOTS: 0.0, USD: 0.0}
-    ledger.exchange(report(held=held, wanted=none, first=none, ahead=none, used=((0.0, {USD: 0.5}),)))
+    ledger = Ledger(Limits(budget_usd=10), 1.0)
+    ledger.exchange(report(held={USD: 3.0}, used=((0.0, {USD: 0.5}),)))
     assert ledger.committed_usd == 4.5
     assert ledger.stats().spent_usd == 1.5
 
 
 def test_a_used_up_budget_stops_all_leases_with_a_reason() -> None:
-    ledger = Ledger(Limits(budget_usd=1), 4, 0.9)
-    amounts = {SLOTS: 1.0, USD: 0.2}
-    none = {SLOTS: 0.0, USD: 0.0}
-    grant = ledger.exchange(report(held=none, wanted=amounts, first=amounts, ahead=none))
+    ledger = Ledger(Limits(budget_usd=1), 0.9)
+    grant = ledger.exchange(report(wanted={USD: 0.2}, first={USD: 0.2}))
     assert grant.failure == "limits.budget_usd=1: used up (0.9000 USD spent); raise it"
-    assert ledger.exchange(report("b", held=none, wanted=none, first=none, ahead=none)).failure == grant.failure
+    assert ledger.exchange(report("b")).failure == grant.failure
 
 
 @given(st.text(max_size=200), st.integers(1, 5000))
@@ -237,7 +235,7 @@ def test_the_worst_case_is_at_least_the_prompts_bytes(text: str, most: int) -> N
     worst = rate_limits.worst_case(asked, table)
     assert worst[TOKENS] >= len(text.encode()) + most
     assert worst[USD] >= (2 * len(text.encode()) + 8 * most) / 1e6
-    assert worst[SLOTS] == worst[REQUESTS] == 1
+    assert worst[REQUESTS] == 1
 
 
 @given(st.lists(st.floats(0.001, 100), min_size=1, max_size=200))

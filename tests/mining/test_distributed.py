@@ -1,5 +1,8 @@
 """`infembed mine` on a Ray cluster: any number of actors, an interruption, and what is refused before Ray starts."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from infembed_ray import examples
@@ -10,7 +13,8 @@ from infembed_ray.examples import Example
 from infembed_ray.mining import distributed
 from infembed_ray.mining.miner import Miner, known_positives
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.index import Index, change_log
+from infembed_ray.retrieval.updates.write_ahead_log import Delete
 from infembed_ray.storage import STATES
 from tests.mining.test_miner import PASSAGES
 from tests.support.files import write_jsonl
@@ -82,3 +86,12 @@ def test_inputs_that_cannot_be_used_are_refused(settings, changes, message):
     with pytest.raises(InputError) as refused:
         distributed.prepare(settings.model_copy(update=changes))
     assert message in str(refused.value)
+
+
+def test_changes_of_the_index_count_as_another_input(settings, tmp_path):
+    shutil.copytree(Path(settings.index).parent, tmp_path / "index")
+    changed = settings.model_copy(update={"index": str(tmp_path / "index" / Path(settings.index).name)})
+    assert distributed.prepare(changed)[1].identity == distributed.prepare(settings)[1].identity
+    index = Index.describe(changed.index)
+    change_log(index.path, index.facts).append([Delete("0")])
+    assert distributed.prepare(changed)[1].identity != distributed.prepare(settings)[1].identity

@@ -10,7 +10,6 @@ from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.examples import Example
 from infembed_ray.mining.miner import Miner, as_examples, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import columns_of
 from infembed_ray.retrieval.index import Index
 from tests.evaluation.retrievers import models
 from tests.support.files import write_jsonl
@@ -131,7 +130,7 @@ def test_another_encoder_than_that_of_the_index_is_refused(index, minilm, monkey
 
 
 def test_an_infir_record_is_three_tuples_with_the_others_as_negatives(tmp_path):
-    path = write_jsonl(tmp_path / "records.jsonl", [columns_of(record(1))])
+    path = write_jsonl(tmp_path / "records.jsonl", [vars(record(1))])
     good, bad, other = read(settings("-"), path)
     assert good == Example(
         "r1/1", "query 1", ("passage 1",), ("first negative 1", "second negative 1"), "good 1", "bad 1"

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    Gemma4TextConfig,
+    Gemma4TextModel,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
@@ -62,6 +64,12 @@ def _model(family: str, vocabulary: int) -> torch.nn.Module:
         config = ModernBertConfig(vocab_size=vocabulary, local_attention=16, **_SMALL, **tokens)
         return ModernBertModel(config)
     small = {"vocab_size": vocabulary, "num_key_value_heads": 2, "max_position_embeddings": 512, **_SMALL}
+    if family == "gemma4":  # with saved buffers
+        heads = {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1}
+        model = Gemma4TextModel(Gemma4TextConfig(**small, **heads))
+        for layer in model.layers:
+            layer.layer_scalar.fill_(0.5)
+        return model
     if family == "qwen2":
         return Qwen2Model(Qwen2Config(**small))
     if family == "mistral":

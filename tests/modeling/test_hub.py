@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.hub import _MODEL
 from tests.support import hub
 from tests.training.test_launch import in_one_process, settings  # noqa: F401  (fixtures)
 
@@ -25,8 +27,19 @@ def train_again(finished, server, token=TOKEN):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+def test_the_files_of_separate_encoders_are_uploaded(backbone_path, tmp_path):
+    InstructionEncoder.from_pretrained(backbone_path("qwen2"), share_encoder=False).save_pretrained(tmp_path)
+    files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    assert "query_0_Transformer/tokenizer.json" in files
+    assert set(filter_repo_objects(files, allow_patterns=list(_MODEL))) == files
+
+
 @pytest.mark.integration
 def test_a_finished_training_is_uploaded_and_loads_as_the_model(settings, in_one_process, tmp_path):  # noqa: F811
+    earlier = [tmp_path / "org" / "made" / name for name in ("model-00001-of-00002.safetensors", "notes.md")]
+    earlier[0].parent.mkdir(parents=True)
+    for file in earlier:
+        file.write_text("of an earlier model")
     with hub.serving(tmp_path) as server:
         server.token = TOKEN
         refused = train_again(settings, server, token="hf_other")
@@ -42,6 +55,7 @@ def test_a_finished_training_is_uploaded_and_loads_as_the_model(settings, in_one
     assert {"README.md", "model.safetensors", "modules.json", "infembed.json", "1_Pooling/config.json"} <= set(files)
     for kept in ("manifest.json", "metrics.jsonl", "report.html", "deepspeed.json", "events.jsonl"):
         assert kept not in files
+    assert [file.exists() for file in earlier] == [False, True]
     texts = ["how is aspirin dosed", "bread"]
     ours = InstructionEncoder.from_pretrained(in_one_process.path).encode_queries(texts, "For nurses .")
     uploaded = InstructionEncoder.from_pretrained(tmp_path / "org" / "made").encode_queries(texts, "For nurses .")

@@ -24,7 +24,7 @@ from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Tokens, padded
-from infembed_ray.records import Record, columns_of
+from infembed_ray.records import Record
 from infembed_ray.training.loop import train_worker
 from infembed_ray.training.observability.metrics import read_metrics
 
@@ -362,7 +362,7 @@ def test_a_trained_instruction_changes_the_embedding(trained):
 @pytest.mark.integration
 @pytest.mark.ray
 def test_evaluation_and_training_encode_a_checkpoint_alike(trained, ray_cluster, tmp_path):
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(columns_of(record(n))) + "\n" for n in range(8)))
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(vars(record(n))) + "\n" for n in range(8)))
     published = evaluate(
         EvaluateSettings(
             records=str(tmp_path / "records.jsonl"), models={"ours": str(trained)}, output=str(tmp_path / "out")

@@ -70,7 +70,7 @@ def test_a_measured_mfu_scales_all_times(small, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "mfu": 0.1}) + "\n" for n in range(1, 10)))
     found = plan(PlanTrainSettings.from_mapping(SMALL | {"measured": str(tmp_path)}))
     assert (small.speed, found.speed) == ("assumed", "measured")
-    assert found.mfu(found.plans[found.asked]) == pytest.approx(0.1)
+    assert found.totals(found.plans[found.asked])["mfu"] == pytest.approx(0.1)
     slower = [a.step_seconds / b.step_seconds for a, b in zip(found.plans, small.plans, strict=True)]
     assert slower == pytest.approx([slower[0]] * len(slower))
 

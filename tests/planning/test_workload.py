@@ -11,7 +11,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.planning.backbones import as_stand_in, load
 from infembed_ray.planning.workload import workload
-from infembed_ray.records import columns_of
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import Workload as Counter
@@ -30,7 +29,7 @@ def test_a_batch_of_the_records_that_are_there_is_what_training_would_read(tmp_p
     path = backbones.write("llama", tmp_path)
     rows = [record(n) for n in range(4)]
     file = Path(path) / "records.jsonl"
-    file.write_text("".join(json.dumps(columns_of(row)) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(vars(row)) + "\n" for row in rows))
     settings = PlanTrainSettings(records=str(file), model=path, records_per_step=4, epochs=3, objective="uni{P}")
     found = of(settings)
     encoder = InstructionEncoder.from_pretrained(path).train()

@@ -15,9 +15,8 @@ from infembed_ray.analysis.inputs import read
 from infembed_ray.analysis.page import summarise
 from infembed_ray.analysis.texts import TextSet, compare, from_records
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.evaluation.paper import figures, sheets
-from infembed_ray.evaluation.paper import page as evaluation_page
 from infembed_ray.evaluation.paper.collection import collect
+from infembed_ray.evaluation.paper.report import Report
 from infembed_ray.storage import resolve
 from infembed_ray.training.observability import report as training_report
 from infembed_ray.training.observability.events import Event
@@ -96,10 +95,7 @@ def evaluation(root):
         }
     )
     named = {"trained": "InF-Embed (e5-base-v2)"}
-    drawn = figures.figure_5(collection, named), figures.figure_6(collection, ["raw"])
-    return evaluation_page.render(
-        {"models": "runs/evaluation"}, collection, sheets.ours(collection), sheets.papers(collection, named), *drawn
-    )
+    return Report.from_collection({"models": "runs/evaluation"}, collection, named, ["raw"]).as_html()
 
 
 def quickstart(root):

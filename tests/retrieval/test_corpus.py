@@ -94,7 +94,7 @@ def test_bad_rows_are_named_with_their_column(tmp_path: Path) -> None:
     )
     refuse("row 1: column y must be a date", {**good, "y": 5}, metadata={"d": "date"}, columns={"d": "y"})
     refuse("row 3: id a is a duplicate", good, {**good, "id": "b"}, good)
-    refuse("column text is missing", {"id": "a", "body": "x"})
+    refuse("no column text", {"id": "a", "body": "x"})
     refuse("empty, it has no rows")
     refuse(
         r"metadata.yaer: no row of corpus=\S+ has a column yaer: .*year.*set columns.yaer=",

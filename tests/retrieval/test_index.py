@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.places import open_binary
 from infembed_ray.records import Passage
 from infembed_ray.retrieval import build, work
 from infembed_ray.retrieval.index import Index, IndexFacts, warn_of_changes
@@ -248,7 +249,7 @@ def files_of(index: Index) -> dict[str, bytes]:
     root = index.path
     if isinstance(root, Path):
         return {str(file.relative_to(root)): file.read_bytes() for file in root.glob("shard-*/*")}
-    files = {name: root.open_input(name).read() for name in root.entries() if name != MANIFEST}
+    files = {name: open_binary(root / name).read() for name in root.entries() if name != MANIFEST}
     return {re.sub("-[0-9a-f]{8}/", "/", name): content for name, content in files.items()}
 
 

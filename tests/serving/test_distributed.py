@@ -48,8 +48,9 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving import distributed
+from infembed_ray.serving.address import require_free_port
 from infembed_ray.serving.arguments import ENCODER, INGRESS
-from infembed_ray.serving.distributed import require_free_port, run, serving
+from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.replicas import ShardSearch
 from infembed_ray.storage import output_files

@@ -23,7 +23,7 @@ COMMIT = "c0ffee" * 6 + "beef"
 """The newest commit."""
 
 _INFO = re.compile(r"/api/datasets/(?P<name>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
-_TREE = re.compile(r"/api/datasets/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)/?")
+_TREE = re.compile(r"/api/(datasets|models)/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)/?")
 _PREUPLOAD = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/preupload/main")
 _BATCH = re.compile(r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
 _COMMIT = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/commit/main")
@@ -122,6 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             path = repository / file["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.hub.objects[file["oid"]] if "oid" in file else base64.b64decode(file["content"]))
+        for operation in operations:
+            if operation["key"] == "deletedFile":
+                (repository / operation["value"]["path"]).unlink()
         self.hub.commits.append(sorted(file["path"] for file in changed))
         self._json(
             {

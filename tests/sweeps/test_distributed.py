@@ -17,7 +17,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.places import read_binary
-from infembed_ray.records import columns_of
 from infembed_ray.storage import find_input
 from infembed_ray.sweeps.distributed import run
 from infembed_ray.sweeps.trials import trials
@@ -36,7 +35,7 @@ MEMORY = 80 * 2**20
 def values(tmp_path_factory):
     root = tmp_path_factory.mktemp("sweep")
     (root / "model").mkdir()
-    write_jsonl(root / "records.jsonl", (columns_of(record(n)) for n in range(4)))
+    write_jsonl(root / "records.jsonl", (vars(record(n)) for n in range(4)))
     return {
         "train": {
             "records": str(root / "records.jsonl"),
@@ -168,7 +167,7 @@ def test_a_sweep_on_nodes_without_a_common_directory_gives_the_same_table(bucket
     local, folder = tmp_path / "local", Folder.open(f"{bucket}/{tmp_path.name}", "output")
     (local / "model").mkdir(parents=True)
     backbones.write("llama", local / "model")
-    write_jsonl(local / "records.jsonl", (columns_of(record(n)) for n in range(4)))
+    write_jsonl(local / "records.jsonl", (vars(record(n)) for n in range(4)))
     upload(local, folder)
     monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
     nodes = [tmp_path / f"node-{number}" for number in range(2)]

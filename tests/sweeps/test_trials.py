@@ -12,7 +12,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import columns_of
 from infembed_ray.settings_help import as_yaml
 from infembed_ray.storage import Step
 from infembed_ray.sweeps.trials import BASE, inputs, trials
@@ -25,7 +24,7 @@ from tests.training.test_collate import record
 def values(tmp_path_factory):
     root = tmp_path_factory.mktemp("sweep")
     (root / "model").mkdir()
-    (root / "records.jsonl").write_text(json.dumps(columns_of(record(0))) + "\n")
+    (root / "records.jsonl").write_text(json.dumps(vars(record(0))) + "\n")
     return {
         "train": {"records": str(root / "records.jsonl"), "learning_rate": 1e-4},
         "evaluate": {"records": str(root / "records.jsonl")},
@@ -129,7 +128,7 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
     here = Path(values["train"]["records"]).parent
     monkeypatch.chdir(here)
     held_out = here / "held-out.jsonl"
-    held_out.write_text(json.dumps(columns_of(record(1))) + "\n")
+    held_out.write_text(json.dumps(vars(record(1))) + "\n")
     rows = {
         "stopped": {"validation": {"records": "held-out.jsonl", "distractors": "records.jsonl"}},
         "taught": {"teacher": "model", "offload": {"nvme_path": "disk"}},
@@ -146,7 +145,7 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
 
     before = identity()
     assert identity() == before
-    held_out.write_text(json.dumps(columns_of(record(2))) + "\n")
+    held_out.write_text(json.dumps(vars(record(2))) + "\n")
     assert identity() != before
 
 

@@ -83,6 +83,7 @@ def test_the_canary_of_a_run_in_batches_is_asked_online_and_forecasts_the_price_
         manifest = run(given).manifest
         assert answered_most(server) == 1
         online = [entry for entry in server.log("answered") if "batch" not in entry]
+        assert len(server.log("probed")) == 2  # each model once, though the canary, the batches and the run ask them
     canary = manifest["canary"]
     assert len(online) == canary["counts"]["calls"]
     assert manifest["counts"]["calls"] == 0

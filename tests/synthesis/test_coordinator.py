@@ -42,10 +42,10 @@ def test_nothing_is_asked_about_parameters_that_may_exceed_the_budget(seeds: Pat
     model = {"model": "gpt-4o-mini", "max_tokens": 64}
     with stand_in() as server:
         given = settings(seeds, tmp_path, server, generator=model, judge=model, limits={"budget_usd": 0.01})
-        refused = Coordinator(given, 4, 0.00999, tmp_path / "journal", tmp_path / "tasks").dialects()
+        refused = Coordinator(given, 0.00999, tmp_path / "journal", tmp_path / "tasks").dialects()
         assert str(refused).startswith("limits.budget_usd=0.01: used up (0.0100 USD spent; to find out")
         assert not server.log()
-        assert Coordinator(given, 4, 0.0, tmp_path / "journal", tmp_path / "tasks").dialects() == ({"gpt-4o-mini": {}},)
+        assert Coordinator(given, 0.0, tmp_path / "journal", tmp_path / "tasks").dialects() == ({"gpt-4o-mini": {}},)
 
 
 @pytest.mark.ray

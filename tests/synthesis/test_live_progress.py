@@ -24,7 +24,7 @@ def test_the_note_has_forecast_and_load_and_a_warning_is_printed_once(
     def stats() -> LedgerStats:
         for _ in range(50):
             traffic.add_answer(0.1)
-        return replace(Ledger(Limits(), 64).stats(), in_flight=7, spent_usd=1.25, traffic=traffic, warnings=("slow",))
+        return replace(Ledger(Limits()).stats(), in_flight=7, spent_usd=1.25, traffic=traffic, warnings=("slow",))
 
     def advance(n: int = 1, note: str = "") -> None:
         assert n == 0

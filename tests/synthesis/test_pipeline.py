@@ -20,7 +20,7 @@ from infembed_ray.llm.journal import decode, encode
 from infembed_ray.records import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.outcome import SCHEMAS, Outcome, Spend
-from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS, synthesize
+from infembed_ray.synthesis.pipeline import synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, SETTINGS, WRITING, Model, outcome
 
@@ -281,51 +281,6 @@ def test_the_prompt_version_names_only_prompts_that_were_asked() -> None:
     named = outcome(model).row["provenance"]["prompt_version"]
     assert named == "instruction_generation=1 instruction_poisoning=1"
     assert " ".join(sorted({call.prompt for call in model.calls})) == named
-
-
-COMPLEMENT = SETTINGS.model_copy(update={"complement": True})
-
-
-def test_a_complement_does_not_change_its_record() -> None:
-    model = Model()
-    plain, got = outcome(Model()), outcome(model, COMPLEMENT)
-    assert plain.complement is None
-    assert got.complement is not None
-    row = fits(got.complement, records.COMPLEMENT)
-    assert row["fault"] is None
-    for column in ("id", "source", "query_positive", "hard_negative_document_1", "document_positive"):
-        assert row[column] == got.row[column]
-    assert {**got.row, "provenance": None} == {**plain.row, "provenance": None}
-    assert list(model.asked) == [*WRITING, *JUDGING, "instruction_complement", "judge_complement"]
-    assert list(model.asked) == [step for step in STEPS if not step.startswith(CHEAP_JUDGE)]
-    assert f"Instruction: {row['instruction_complement']}\n" in model.prompt("judge_complement")
-    assert got.paid.calls == 10 == len(got.row["provenance"]["request_hashes"])
-    assert got.row["provenance"]["judge"] == "o4-mini-2026-01-01"
-
-
-@pytest.mark.parametrize(
-    ("step", "answer", "fault"),
-    [
-        ("instruction_complement", "Instruction: \nNothing", "empty before the first newline"),
-        ("instruction_complement", RowFailure("HTTP 500; tried 7 times"), "tried 7 times"),
-        ("judge_complement", "Answer: none", "the judge picked none"),
-        ("judge_complement", "The third.", "malformed answer"),
-        ("instruction_complement", KeyError("surprise"), "KeyError: 'surprise'"),
-    ],
-)
-def test_a_failed_complement_does_not_affect_its_record(step: str, answer: str | Exception, fault: str) -> None:
-    got = outcome(Model(**{step: answer}), COMPLEMENT)
-    assert got.kind == "kept"
-    assert got.complement is not None
-    row = fits(got.complement, records.COMPLEMENT)
-    assert fault in row["fault"]
-    assert (row["instruction_complement"] is None) == isinstance(answer, Exception)
-
-
-def test_no_complement_is_asked_for_a_row_that_is_not_kept() -> None:
-    model = Model(judge_positive="Answer: none")
-    assert outcome(model, COMPLEMENT).complement is None
-    assert "instruction_complement" not in model.asked
 
 
 def test_a_label_without_a_passage_is_malformed() -> None:

@@ -2,18 +2,21 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infembed_ray import records
 from infembed_ray.config.llm import Endpoint, SelfHosted
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, StartError
 from infembed_ray.llm import prices
-from infembed_ray.synthesis.preflight import check_settings
+from infembed_ray.quickstart import sample
+from infembed_ray.synthesis.preflight import check_settings, resolve
+from infembed_ray.synthesis.sources import Source
 from tests.synthesis.batches import SEEDS
+from tests.synthesis.runs import settings
 
 PACKAGE = Path(__file__).parents[1] / "support" / "stand_in_vllm"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -59,6 +62,24 @@ def test_without_vllm_the_message_says_how_to_install_it(monkeypatch: pytest.Mon
         self_hosted.hosting(endpoint(), "run").__enter__()
 
 
+def test_nothing_is_started_if_the_journal_answers_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infembed_ray.synthesis import distributed, self_hosted
+
+    served = {
+        "generator": {"model": sample.MODEL.model},
+        "judge": {"model": sample.MODEL.model},
+        "replay": [str(sample.JOURNAL)],
+    }
+    given = settings(sample.SEEDS, tmp_path, endpoint={"serve": {"model": sample.MODEL.model}}, **served)
+    job = resolve(given, Source(given), prices.load())
+    with distributed._hosting(job, "run", None) as hosted:  # type: ignore[arg-type]
+        assert hosted is job
+    monkeypatch.setattr(self_hosted, "connect", lambda: pytest.fail("it starts"))
+    unanswered = replace(job, replay=[])
+    with pytest.raises(pytest.fail.Exception), distributed._hosting(unanswered, "run", None):  # type: ignore[arg-type]
+        pass
+
+
 @pytest.fixture(scope="module")
 def stand_in_vllm() -> Iterator[None]:
     """Give this process and the cluster that it starts a package `vllm` and an engine that answers by rule."""
@@ -94,7 +115,7 @@ class TestOnACluster:
         from infembed_ray.synthesis.distributed import run
 
         file = tmp_path / "seeds.jsonl"
-        file.write_text("".join(json.dumps(records.columns_of(seed)) + "\n" for seed in SEEDS), encoding="utf-8")
+        file.write_text("".join(json.dumps(vars(seed)) + "\n" for seed in SEEDS), encoding="utf-8")
         hosted = {"model": MODEL, "accelerator": "cpu", "port": 8765, "usd_per_gpu_hour": 2.0, "start_timeout_s": 120}
         structured = {"model": MODEL, "structured": True, "max_tokens": 400}
         done = run(

@@ -45,6 +45,15 @@ def table(count: int) -> Rows:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
+def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path: Path) -> None:
+    rows = table(2)
+    rows[1] |= {"topic": "tides", "split": "test"}
+    assert [(seed.topic, seed.split) for seed in source(jsonl(tmp_path / "s.jsonl", rows))] == [
+        (None, None),
+        ("tides", "test"),
+    ]
+
+
 def written(rows: Rows, suffix: str, directory: Path) -> Path:
     path = directory / f"seeds{suffix}"
     if suffix == ".parquet":
@@ -128,10 +137,10 @@ def test_an_empty_passage_is_a_seed_but_no_distractor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"id": "1", "query": "q"}\n', r"column passage is missing (found: id, query)"),
+        ('{"id": "1", "query": "q"}\n', r"no column passage (found: id, query)"),
         (
             '{"id": "1"}\n',
-            r"columns query, passage are missing (found: id); rename them or set columns.query=<its name>, columns.passage=",
+            r"no column query, passage (found: id); set columns.query=<its name>, columns.passage=",
         ),
         ("", "no seeds in it as format=table (it has no rows)"),
         ('{"id": "1", "query": "q", "passage": "p"}\n{"id"', "line 2 is not JSON"),
@@ -157,7 +166,7 @@ def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
 def test_a_missing_column_is_found_before_the_survey(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", table(3))
     jsonl(tmp_path / "b.jsonl", [{"id": "1", "query": "q"}])
-    with pytest.raises(InputError, match=r"b.jsonl: column passage is missing"):
+    with pytest.raises(InputError, match=r"b.jsonl: no column passage"):
         source(tmp_path)
 
 

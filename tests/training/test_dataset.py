@@ -10,7 +10,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder
-from infembed_ray.records import Record, columns_of, stream
+from infembed_ray.records import Record, stream
 from infembed_ray.training.dataset import Dataset
 from tests.training.test_collate import record
 
@@ -18,7 +18,7 @@ MANY = 2500  # more than two batches of the file
 
 
 def varied(n):
-    return Record(**columns_of(record(n)) | {"source": f"s{n % 3}", "topic": None if n % 2 else "t"})
+    return Record(**vars(record(n)) | {"source": f"s{n % 3}", "topic": None if n % 2 else "t"})
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_pickle_holds_only_the_path(dataset):
 
 
 def test_fingerprint_does_not_depend_on_the_input_format(dataset, tmp_path):
-    rows = [columns_of(varied(n)) for n in range(MANY)]
+    rows = [vars(varied(n)) for n in range(MANY)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("a.parquet", "a.jsonl"):
@@ -88,7 +88,7 @@ def test_memory_of_write_does_not_grow_with_the_records(tmp_path):
 
 
 def test_bad_records_leave_no_file(tmp_path):
-    rows = [columns_of(varied(n)) for n in range(5)]
+    rows = [vars(varied(n)) for n in range(5)]
     rows[3]["query_negative"] = " "
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match=r"records=.*a.jsonl: row 4: column query_negative is empty; fill it or drop"):

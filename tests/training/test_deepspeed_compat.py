@@ -1,7 +1,7 @@
 """Contract tests: one for each private name of DeepSpeed and torch in `deepspeed_compat`, so that an upgrade fails here.
 
-They look at the installed libraries only. That the names do their work in every ZeRO stage is shown by test_engine.py,
-checkpoints/test_manager.py and test_compiled_ops.py.
+They look at the installed libraries only. That the names do their work in every ZeRO stage is shown by test_engine.py
+and checkpoints/test_manager.py.
 """
 
 import inspect
@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
+import deepspeed.comm.torch as communication
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -30,23 +30,18 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_jit_load_compiles_an_op():
-    assert parameters(OpBuilder.jit_load) == ["self", "verbose"]
+def test_shared_memory_op_is_for_inference_and_is_not_built():
+    """No collective of a training reads it, so that training needs no compiler."""
+    source = inspect.getsource(communication)
+    assert source.count("build_shm_op()") == 2  # its definition, and the one use
+    users = [name for name, f in vars(communication.TorchBackend).items() if "torch.ops.deepspeed" in source_of(f)]
+    assert users == ["inference_all_reduce"]
+    deepspeed_compat.skip_shared_memory_op()
+    assert communication.build_shm_op() is None
 
 
-def test_op_builds_are_wrapped_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(OpBuilder, "jit_load", lambda self, verbose: f"{self.name} compiled")
-    calls = []
-
-    def build(name, directory, compile_op):
-        calls.append((name, directory))
-        return compile_op()
-
-    deepspeed_compat.wrap_op_builds(build)
-    deepspeed_compat.wrap_op_builds(build)
-    assert OpBuilder.jit_load(SimpleNamespace(name="tiny"), False) == "tiny compiled"
-    assert calls == [("tiny", tmp_path / "tiny")]
+def source_of(value):
+    return inspect.getsource(value) if inspect.isfunction(value) else ""
 
 
 def test_torch_guards_a_build_with_the_lock_file():
@@ -62,8 +57,19 @@ def test_a_parameter_is_partitioned_by_itself():
     assert "dist.broadcast(param.data" in source  # from worker 0, which alone reads the weights
 
 
-def test_async_io_builder_knows_whether_nvme_offload_is_available():
-    assert isinstance(deepspeed_compat.nvme_offload_available(), bool)
+def test_killed_build_of_the_nvme_op_is_discarded(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    builder = deepspeed_compat.AsyncIOBuilder
+    left = tmp_path / builder().name / deepspeed_compat.BUILD_LOCK
+    left.parent.mkdir()
+    left.touch()
+    there = []
+    monkeypatch.setattr(builder, "is_compatible", lambda self: True)
+    monkeypatch.setattr(builder, "load", lambda self, verbose: there.append(left.parent.exists()))
+    assert deepspeed_compat.build_async_io()
+    assert there == [False]
+    monkeypatch.setattr(builder, "is_compatible", lambda self: False)
+    assert not deepspeed_compat.build_async_io()
 
 
 def test_checkpoint_engine_saves_and_makes_directories():

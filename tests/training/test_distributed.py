@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from infembed_ray.config.training import Lora, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import columns_of
 from infembed_ray.training.distributed import _explained
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.events import read_events
@@ -30,7 +29,7 @@ from tests.training.test_launch import assert_same_run, decoder_settings
 
 @pytest.fixture(scope="module")
 def records_file(tmp_path_factory):
-    rows = [columns_of(record(n)) for n in range(6)]
+    rows = [vars(record(n)) for n in range(6)]
     for n, row in enumerate(rows):  # uneven lengths, so that the workers' batches differ in shape
         row["document_positive"] += " and so on" * 7 * n
     return write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", rows)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infembed_ray.config.training import TrainSettings
+from infembed_ray.config.training import Lora, TrainSettings
 from infembed_ray.modeling import checkpoint_writer
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.deepspeed_compat import WHOLE_STATE
 from infembed_ray.training.export import export
 from tests.modeling import backbones
@@ -20,19 +21,24 @@ from tests.modeling import backbones
     [
         ("qwen2", {}),
         ("modernbert", {"share_encoder": False}),
-        ("qwen2", {"interaction": "cross_attention"}),  # loaded whole
+        ("qwen2", {"interaction": "cross_attention"}),
+        ("qwen2", {"lora": Lora(rank=4)}),
+        ("modernbert", {"lora": Lora(rank=4, target_modules=("Wo",)), "share_encoder": False}),
+        ("gemma4", {}),
     ],
 )
 def test_exported_files_are_those_of_the_whole_model(family, changes, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     model = backbones.write(family, tmp_path / "model")
     settings = TrainSettings(records="-", model=model, output="-", **changes)
-    trained = InstructionEncoder.from_pretrained(model, **changes)
+    trained = load_encoder(settings)
     torch.manual_seed(1)
     for parameter in trained.parameters():
-        parameter.data.normal_()
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    frozen = {name for name, parameter in trained.named_parameters() if not parameter.requires_grad}
+    state = {f"encoder.{name}": w.clone() for name, w in trained.state_dict().items() if name not in frozen}
     trained.save_pretrained(tmp_path / "expected")
-    state = {f"encoder.{name}": weight for name, weight in trained.state_dict().items()}
     (tmp_path / "step").mkdir()
     torch.save({"module": state | {"temperature.logit": torch.zeros(1)}}, tmp_path / "step" / WHOLE_STATE)
 
@@ -40,7 +46,7 @@ def test_exported_files_are_those_of_the_whole_model(family, changes, tmp_path, 
     export(tmp_path / "step", settings, tmp_path / "exported")
     for expected in sorted((tmp_path / "expected").rglob("*")):
         found = tmp_path / "exported" / expected.relative_to(tmp_path / "expected")
-        if expected.name == "model.safetensors" and "interaction" not in changes:
+        if expected.name == "model.safetensors":
             assert_same_tensors(found.parent, load_file(expected))
         elif expected.suffix == ".json":
             assert json.loads(found.read_text()) == json.loads(expected.read_text())

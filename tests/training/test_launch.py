@@ -15,7 +15,6 @@ import torch
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import columns_of
 from infembed_ray.storage import Staging
 from infembed_ray.training import launch
 from infembed_ray.training.launch import run
@@ -35,7 +34,7 @@ def decoder_settings(root):
     """Return settings of a decoder without dropout, whose result does not depend on launcher and workers."""
     (root / "model").mkdir()
     return TrainSettings(
-        records=str(write_jsonl(root / "records.jsonl", map(columns_of, records()))),
+        records=str(write_jsonl(root / "records.jsonl", map(vars, records()))),
         model=backbones.write("qwen2", root / "model"),
         output=str(root / "process"),
         launcher="process",
@@ -167,7 +166,7 @@ def test_settings_that_do_not_fit_the_launcher_are_rejected(settings, change, me
     ],
 )
 def test_joint_texts_of_the_largest_batch_are_limited(settings, tmp_path, limit, change, message):
-    file = write_jsonl(tmp_path / "records.jsonl", (columns_of(record(n)) for n in range(28)))
+    file = write_jsonl(tmp_path / "records.jsonl", (vars(record(n)) for n in range(28)))
     model = {"model": backbones.write("modernbert", tmp_path / "model"), "output": str(tmp_path / "out")}
     with pytest.raises(InputError, match=message):
         run(settings.model_copy(update={"records": str(file), **model, **limit, **change}))

@@ -10,7 +10,6 @@ import pytest
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import columns_of
 from infembed_ray.training import sources
 from infembed_ray.training.collate import drawn
 from infembed_ray.training.dataset import Dataset
@@ -27,7 +26,7 @@ from tests.training.test_launch import assert_same_run, by_torchrun
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
     plain = [{"question": f"plain {n}", "answers": [f"plain answer {n}"]} for n in range(12)]
-    write_jsonl(root / "infir.jsonl", (columns_of(record(n)) for n in range(9)))
+    write_jsonl(root / "infir.jsonl", (vars(record(n)) for n in range(9)))
     write_jsonl(root / "plain.jsonl", plain)
     write_jsonl(root / "scored.jsonl", (vars(example(n, instruction=f"asked {n}")) for n in range(20)))
     return root
@@ -52,6 +51,8 @@ def test_a_mix_is_read_as_one_set_with_the_names_of_its_sources(files, tmp_path)
     assert Counter(row.source for row in rows) == {"infir": 9, "plain": 12, "scored": 20}
     assert rows[0] == replace(record(0), id="infir/r0", source="infir")
     assert rows[9].id == "plain/row-1"
+    named = read(mix(files, sources={"v1.5": {"path": str(files / "scored.jsonl")}}, objective="uni{P}"))
+    assert (named[0].id, named[0].source) == ("v1.5/x0", "v1.5")
     assert rows[21] == replace(example(0, instruction="asked 0"), id="scored/x0", source="scored")
     assert [tally.describe(Path(name)) for name, tally in tallies.items()] == [
         "9 of sources.infir.path",
@@ -85,6 +86,20 @@ def test_the_order_of_a_mix_depends_on_neither_workers_nor_resuming_and_keeps_th
     assert len(orders[1]) == 18
 
 
+def test_a_source_keeps_the_names_that_its_records_have(files, tmp_path):
+    """The licence of the model card depends on them; `mixture` weighs the source as a whole."""
+    write_jsonl(tmp_path / "a.jsonl", ({**vars(record(n)), "source": "msmarco"} for n in range(4)))
+    settings = mix(files, sources={"a": {"path": str(tmp_path / "a.jsonl")}}, mixture={"a": 1}, workers=1)
+    rows = read(settings)
+    assert {row.source for row in rows} == {"a/msmarco"}
+    assert Sampler.from_settings(settings, rows, None).epoch_size == 4
+
+
+def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
+    settings = mix(files, objective="uni{I}", mixture={"infir": 1, "plain": 0, "scored": 1})
+    assert len(read(settings)) == 41
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -99,12 +114,21 @@ def test_the_order_of_a_mix_depends_on_neither_workers_nor_resuming_and_keeps_th
             {"keep": ["plain"]},
             "objective=multi{P,I}: contrasts instructions, and no record has one; set objective='uni{P}'",
         ),
+        ({"distillation": {}, "hard_negatives": 0}, "hard_negatives=0: distillation trains on hard negatives; set"),
+        (
+            {"sources": {"org/a": {"path": "infir"}}},
+            "sources.org/a: the name of a source is a part of its records' ids",
+        ),
+        (
+            {"mixture": {"infir": 0, "plain": 1, "scored": 0}},
+            "objective=multi{P,I}: contrasts instructions, and no record has one",
+        ),
         ({"keep": ["infir"], "distillation": {}}, "distillation: no record has positive_scores and negative_scores"),
         (
             {"sources": {"a": {"path": "infir", "columns": {"document_positive": ["a", "b"]}}}},
             "columns.document_positive=['a', 'b']: a column of InF-IR records is one text",
         ),
-        ({"sources": {"a": {"path": "plain"}}}, "missing (found: question, answers)"),
+        ({"sources": {"a": {"path": "plain"}}}, "hard_negative_document_2 (found: question, answers)"),
         (
             {"sources": {"a": {"path": "plain", "columns": {"query": "question"}}}},
             "no column positives (found: question",

@@ -12,7 +12,6 @@ from infembed_ray.evaluation import distributed as evaluation
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import columns_of
 from infembed_ray.training import launch
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.launch import run
@@ -48,8 +47,8 @@ def data(tmp_path_factory):
     """Files of 8 training records, 6 held-out records and distractors."""
     path = tmp_path_factory.mktemp("data")
     return {
-        "records": jsonl(path / "train.jsonl", [columns_of(record(n)) for n in range(8)]),
-        "held": jsonl(path / "dev.jsonl", [columns_of(about(n, t)) for n, t in enumerate(TOPICS[:6], start=50)]),
+        "records": jsonl(path / "train.jsonl", [vars(record(n)) for n in range(8)]),
+        "held": jsonl(path / "dev.jsonl", [vars(about(n, t)) for n, t in enumerate(TOPICS[:6], start=50)]),
         "distractors": jsonl(path / "others.jsonl", [{"id": str(n), "text": f"Nothing {n}"} for n in range(20)]),
     }
 
@@ -229,7 +228,7 @@ def test_error_names_a_bad_held_out_file(settings, changes, message):
 
 def test_metric_with_nothing_to_measure_is_rejected(settings, tmp_path):
     rows = [
-        columns_of(replace(about(n, t), instruction_negative=f"For children, about {t}, in plain words."))
+        vars(replace(about(n, t), instruction_negative=f"For children, about {t}, in plain words."))
         for n, t in enumerate(TOPICS)
     ]
     nothing = with_validation(settings, records=jsonl(tmp_path / "dev.jsonl", rows))

@@ -1,18 +1,17 @@
-"""Tables as Markdown, CSV and LaTeX."""
+"""Tables as text, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict, fields
 from itertools import groupby
 
 from infembed_ray.evaluation.paper.sheets import Line, Number, Sheet
+from infembed_ray.evaluation.tables import MARK, WIDTH
 
-_CSV = (
-    *("table", "section", "row", "source", "seeds", "column", "value", "low", "high", "stdev_over_seeds"),
-    *("difference", "difference_low", "difference_high", "p", "p_holm", "significant", "printed", "remark"),
-)
+_NUMBER = [field.name for field in fields(Number)]
 
 
 def as_markdown(sheet: Sheet) -> str:
@@ -31,18 +30,39 @@ def as_markdown(sheet: Sheet) -> str:
     return "\n".join([*table, *(["", *remarks] if remarks else [])])
 
 
+def as_text(sheet: Sheet) -> str:
+    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
+    header = [sheet.of, *(" ".join(filter(None, column)) for column in sheet.columns)]
+    rows = [header, *([line.label, *map(_plain, line.numbers)] for line in sheet.lines)]
+    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    parts = [[first]]
+    for column in others:  # each part begins with the labels
+        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
+            parts.append([first])
+        parts[-1].append(column)
+    blocks = []
+    for part in parts:
+        lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
+        rule = "  ".join("-" * len(column[0]) for column in part)
+        blocks.append("\n".join([sheet.name, lines[0], rule, *lines[1:]]))
+    return "\n\n".join(blocks)
+
+
 def as_csv(sheets: Iterable[Sheet]) -> str:
     """Format all tables as one, with one line per number."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_CSV)
+    writer.writerow(["table", "section", "row", "source", "seeds", "column", *_NUMBER])
     for sheet in sheets:
         for line in sheet.lines:
             source = "ours" if line.ours else "paper"
             for number, column in zip(line.numbers, sheet.columns, strict=True):
                 if number is not None:
                     place = (sheet.name, line.section, line.label, source, line.seeds if line.ours else "")
-                    writer.writerow([*place, " ".join(filter(None, column)), *_fields(number)])
+                    values = asdict(number) | {
+                        "significant": None if number.p is None else str(number.significant).lower()
+                    }
+                    writer.writerow([*place, " ".join(filter(None, column)), *values.values()])
     return text.getvalue()
 
 
@@ -112,20 +132,17 @@ def _markdown(number: Number | None) -> str:
     parts = [number.value + ("†" if number.remark else "")]
     if number.low is not None:
         parts.append(f"[{number.low}, {number.high}]")
-    if number.spread is not None:
-        parts.append(f"± {number.spread}")
+    if number.stdev_over_seeds is not None:
+        parts.append(f"± {number.stdev_over_seeds}")
     if number.difference is not None:
         parts.append(number.difference + ("\\*" if number.significant else ""))
     return " ".join(parts)
 
 
-def _fields(number: Number) -> Sequence[str | float | None]:
-    return (
-        *(number.value, number.low, number.high, number.spread),
-        *(number.difference, number.low_difference, number.high_difference),
-        *(number.p, number.adjusted, None if number.p is None else str(number.significant).lower()),
-        *(number.printed, number.remark),
-    )
+def _plain(number: Number | None) -> str:
+    if number is None:
+        return "n/a"
+    return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
 
 
 def _seeds(line: Line) -> str:

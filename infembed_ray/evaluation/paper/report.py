@@ -3,20 +3,122 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results, tables
-from infembed_ray.evaluation.paper import figures, formats, page, published, sheets
+from infembed_ray.evaluation.paper import figures, formats, published, sheets
 from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
+from infembed_ray.evaluation.tasks import infir
 from infembed_ray.places import Place
 from infembed_ray.progress import say
+from infembed_ray.reporting import page
 from infembed_ray.storage import Published, Step, find_input
 
 PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The tables and figures of combined results.
+
+    Attributes:
+        outputs: label -> path of each evaluated output.
+        collection: its results.
+        ours: our tables.
+        papers: the paper's tables, with our rows.
+        bar_charts: Figure 5.
+        panels: Figure 6.
+    """
+
+    outputs: Mapping[str, str]
+    collection: Collection
+    ours: Sequence[Sheet]
+    papers: Sequence[Sheet]
+    bar_charts: Sequence[figures.Chart]
+    panels: Sequence[figures.Panel]
+
+    @classmethod
+    def from_collection(
+        cls,
+        outputs: Mapping[str, str],
+        collection: Collection,
+        rows: Mapping[str, str] | None = None,
+        unfiltered: Sequence[str] = (),
+    ) -> Report:
+        """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
+        rows = rows or {}
+        own, papers = sheets.ours(collection), sheets.papers(collection, rows)
+        charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
+        return cls(outputs, collection, own, papers, charts, panels)
+
+    @property
+    def baselines(self) -> str | None:
+        """The baseline of the differences, in words; None without differences."""
+        compared = [model for key, model in self.collection.models.items() if model.baseline != key]
+        named = list(dict.fromkeys(model.baseline for model in compared))
+        if len(named) > 1:
+            return "the first model of the same output, of a sweep its backbone as it is"
+        return repr(named[0]) if named else None
+
+    @property
+    def note(self) -> str:
+        """How differences and intervals are computed."""
+        return tables.note(self.baselines)
+
+    @property
+    def summary(self) -> str:
+        """One line: the size of the results, and the paper's tables that have a row of them."""
+        ours = ", ".join(sheet.name for sheet in self.papers if sheet.ours) or "no row of the paper's tables"
+        return f"models {len(self.collection.models)}, tasks {len(self.collection.results.tasks)}; ours in {ours}"
+
+    def as_html(self) -> str:
+        """Render the page; equal reports give equal HTML."""
+        found, models = self.collection.results, self.collection.models.values()
+        return page.render(
+            "infembed_ray.evaluation.paper",
+            "page.html",
+            **vars(self),
+            runs=sum(len(model.runs) for model in models),
+            values=sum(len(v) for of_model in found.scores.values() for t in of_model.values() for v in t.values()),
+            spread=any(len(model.runs) > 1 for model in models),
+            baselines=self.baselines,
+            mark=tables.MARK,
+            note=self.note,
+            conventions=conventions_of(found.measures),
+            notation={
+                mark: meaning
+                for mark, meaning in infir.MEANINGS.items()
+                if any(figure.name.endswith(mark) for task in found.tasks.values() for figure in task.figures)
+            },
+            source=published.SOURCE,
+            spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
+        )
+
+    def as_text(self) -> str:
+        """Format our means and differences for a terminal or a log."""
+        about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
+        files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
+        return "\n\n".join([*map(formats.as_text, self.ours), (about if self.baselines else "") + files])
+
+    def as_markdown(self, with_paper: bool = True) -> str:
+        """Format our tables, perhaps the paper's, and how the numbers are computed."""
+        parts = ["# Evaluation report"]
+        parts += [f"## {sheet.name}\n\n{formats.as_markdown(sheet)}" for sheet in self.ours]
+        for sheet in sorted(self.papers if with_paper else (), key=lambda sheet: not sheet.ours):
+            mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
+            parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
+        found = self.collection.results
+        listed = conventions_of(found.measures)
+        for task, asked in found.tasks.items():
+            listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
+        parts += [self.note, "\n".join(f"- {name}: {text}" for name, text in listed.items())]
+        return "\n\n".join([*parts, *([f"The paper: {published.SOURCE}."] if with_paper else [])]) + "\n"
 
 
 def run(settings: ReportSettings) -> Published:
@@ -29,18 +131,16 @@ def run(settings: ReportSettings) -> Published:
     paths, step = prepare(settings)
     if done := step.finished():
         return done
-    collection, own, papers, charts, panels = compose(settings, paths)
+    report = compose(settings, paths)
+    every = [*report.ours, *report.papers]
     with step.publish() as staging:
-        html = page.render(settings.results, collection, own, papers, charts, panels)
-        (staging.path / PAGE).write_text(html, encoding="utf-8")
-        markdown = _markdown(collection, own, papers)
-        (staging.path / MARKDOWN).write_text(markdown, encoding="utf-8")
-        (staging.path / CSV).write_text(formats.as_csv([*own, *papers]), encoding="utf-8")
-        latex = formats.as_latex([*own, *papers], tables.note(page.baselines(collection)))
-        (staging.path / LATEX).write_text(latex, encoding="utf-8")
-        staging.counts = {"models": len(collection.models), "tasks": len(collection.results.tasks)}
-        staging.facts = {"tables_with_ours": [sheet.name for sheet in papers if sheet.ours]}
-    say(f"report: {summary(collection, papers)}")
+        (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
+        (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
+        (staging.path / CSV).write_text(formats.as_csv(every), encoding="utf-8")
+        (staging.path / LATEX).write_text(formats.as_latex(every, report.note), encoding="utf-8")
+        staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
+        staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
+    say(f"report: {report.summary}")
     return step.published()
 
 
@@ -61,10 +161,8 @@ def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
     return paths, Step("report", settings, settings.output, inputs)
 
 
-def compose(
-    settings: ReportSettings, paths: Mapping[str, Place]
-) -> tuple[Collection, list[Sheet], list[Sheet], list[figures.Chart], list[figures.Panel]]:
-    """Read and combine the results, and make their tables, the paper's tables, and Figures 5 and 6.
+def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
+    """Read and combine the results, and make their report.
 
     Raises:
         InputError: as `run`.
@@ -72,29 +170,9 @@ def compose(
     collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
     if settings.baseline is not None:
         collection = collection.against(settings.baseline)
-    charts, panels = figures.figure_5(collection, settings.rows), figures.figure_6(collection, settings.unfiltered)
-    return collection, sheets.ours(collection), sheets.papers(collection, settings.rows), charts, panels
+    return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
 
 
-def summary(collection: Collection, papers: Sequence[Sheet]) -> str:
-    """Return one line: the size of the results, and the paper's tables that have a row of them."""
-    ours = ", ".join(sheet.name for sheet in papers if sheet.ours) or "no row of the paper's tables"
-    return f"models {len(collection.models)}, tasks {len(collection.results.tasks)}; ours in {ours}"
-
-
-def page_of(output: str, found: Results) -> str:
-    """Render the page of a single evaluation, whose output is at this path."""
-    collection = collect({"results": found})
-    own, papers = sheets.ours(collection), sheets.papers(collection, {})
-    return page.render({"results": output}, collection, own, papers, figures.figure_5(collection, {}), [])
-
-
-def _markdown(collection: Collection, own: list[Sheet], papers: list[Sheet]) -> str:
-    parts = ["# Evaluation report"]
-    parts += [f"## {sheet.name}\n\n{formats.as_markdown(sheet)}" for sheet in own]
-    for sheet in sorted(papers, key=lambda sheet: not sheet.ours):
-        mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
-        parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
-    conventions = [f"- {name}: {text}" for name, text in conventions_of(collection.results.measures).items()]
-    parts += [tables.note(page.baselines(collection)), "\n".join(conventions), f"The paper: {published.SOURCE}."]
-    return "\n\n".join(parts) + "\n"
+def of_evaluation(output: str, found: Results) -> Report:
+    """Make the report of a single evaluation, whose output is at this path."""
+    return Report.from_collection({"results": output}, collect({"results": found}))

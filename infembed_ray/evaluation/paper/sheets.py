@@ -27,15 +27,14 @@ class Number:
     value: str
     low: str | None = None
     high: str | None = None
+    stdev_over_seeds: str | None = None
     difference: str | None = None
     """Difference to the baseline, with its sign."""
-    low_difference: str | None = None
-    high_difference: str | None = None
+    difference_low: str | None = None
+    difference_high: str | None = None
     p: float | None = None
-    adjusted: float | None = None
+    p_holm: float | None = None
     significant: bool = False
-    spread: str | None = None
-    """Standard deviation over seeds."""
     printed: str | None = None
     """The paper's print, if it is known to be wrong."""
     remark: str | None = None
@@ -49,12 +48,12 @@ class Number:
             low=column.number(mean.low),
             high=column.number(mean.high),
             difference=None if delta is None else column.number(delta.value, sign=True),
-            low_difference=None if delta is None else column.number(delta.low, sign=True),
-            high_difference=None if delta is None else column.number(delta.high, sign=True),
+            difference_low=None if delta is None else column.number(delta.low, sign=True),
+            difference_high=None if delta is None else column.number(delta.high, sign=True),
             p=cell.compared.p,
-            adjusted=cell.adjusted,
+            p_holm=cell.adjusted,
             significant=cell.significant,
-            spread=None if spread is None else column.number(spread),
+            stdev_over_seeds=None if spread is None else column.number(spread),
         )
 
 

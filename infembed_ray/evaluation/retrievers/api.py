@@ -10,7 +10,6 @@ import asyncio
 import base64
 import itertools
 import json
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,14 +26,12 @@ from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, r
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import Lease, RateLimiter
+from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, SLOTS, TOKENS, USD, Amounts, Grant, LeaseReport, resources
+from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport
 from infembed_ray.modeling.layout import Side
 from infembed_ray.storage import local_path, require_writable
 
-REPORT_INTERVAL_S = 0.5
-"""Seconds between reports to the ledger while nothing fails."""
 COHERE_TEXTS = 96
 """Maximum texts of a request to Cohere."""
 BLANK = "."
@@ -66,8 +63,7 @@ class ApiEncoder:
         self._prices = prices.load(api.prices)
         self._journal = Journal(directory)
         spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(directory, self._prices)
-        slots = min(api.limits.in_flight or api.in_flight, api.in_flight)
-        self._ledger = budget.DurableLedger(api.limits, slots, spent_usd, directory)
+        self._ledger = budget.DurableLedger(api.limits, spent_usd, directory)
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32.
@@ -123,8 +119,7 @@ class ApiEncoder:
         async def exchange(report: LeaseReport) -> Grant:
             return self._ledger.exchange(report)
 
-        lease = Lease(uuid.uuid4().hex, resources(api.limits), api.in_flight, api.limits.window_s)
-        gate = RateLimiter(lease, exchange, min(REPORT_INTERVAL_S, api.limits.window_s / 100))
+        gate = RateLimiter(api.limits, min(api.limits.in_flight or api.in_flight, api.in_flight), exchange)
         wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
@@ -222,7 +217,7 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     assert isinstance(request, _EmbedRequest)
     tokens = sum(len(text.encode()) + 2 for text in request.texts)
     usd = table.usd(request.model, Completion("", "", "", tokens, 0))
-    return {SLOTS: 1, REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
+    return {REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
 
 
 def embeddings_of(protocol: str, body: bytes) -> Completion:

@@ -7,6 +7,7 @@ pooling and lengths it was made for.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 from collections.abc import Collection, Mapping
@@ -24,7 +25,6 @@ from infembed_ray.config.evaluation import (
     BaselineSettings,
     Bm25Settings,
     EncoderSettings,
-    RandomSettings,
     RetrieverSettings,
     SentenceTransformersSettings,
     retriever_settings,
@@ -37,6 +37,19 @@ from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
+_CLASSES = {
+    "encoder": ("encoders", "CheckpointEncoder"),
+    "sentence_transformers": ("encoders", "SentenceTransformersEncoder"),
+    "api": ("api", "ApiEncoder"),
+    "bm25": ("bm25", "Bm25Ranker"),
+    "seq2seq": ("rerankers", "Seq2Seq"),
+    "causal": ("rerankers", "Causal"),
+    "classifier": ("rerankers", "Classifier"),
+    "random": ("rerankers", "RandomReranker"),
+}
+"""Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
+_WITHOUT_WEIGHTS = ("api", "bm25", "random")
+"""Kinds that take neither a device nor a number of tokens."""
 
 # ------------------------------------------------------------------------------------------------------ entries
 
@@ -66,7 +79,7 @@ def entries() -> Mapping[str, Baseline]:
     """Read the baselines, by name."""
     listed: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return {
-        name: Baseline(name, values, tuple(values.pop("rows")), values.pop("source"), values.pop("refused", None))
+        name: Baseline(name, values, tuple(values.pop("rows", ())), values.pop("source"), values.pop("refused", None))
         for name, values in ((name, dict(values)) for name, values in listed.items())
     }
 
@@ -245,24 +258,7 @@ def load(
     # A model in an object store is copied to this node.
     copies = {part: checkpoint.local(model) for part, model, _ in _models(settings) if is_uri(model)}
     settings = settings.model_copy(update=copies)
-    if isinstance(settings, EncoderSettings):
-        from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
-
-        return CheckpointEncoder(settings, device, batch_tokens, own)
-    if isinstance(settings, SentenceTransformersSettings):
-        from infembed_ray.evaluation.retrievers.encoders import SentenceTransformersEncoder
-
-        return SentenceTransformersEncoder(settings, device, batch_tokens, own)
-    if isinstance(settings, ApiSettings):
-        from infembed_ray.evaluation.retrievers.api import ApiEncoder
-
-        return ApiEncoder(settings, own)
-    if isinstance(settings, Bm25Settings):
-        from infembed_ray.evaluation.retrievers.bm25 import Bm25Ranker
-
-        return Bm25Ranker(settings, own)
-    from infembed_ray.evaluation.retrievers import rerankers
-
-    if isinstance(settings, RandomSettings):
-        return rerankers.RandomReranker(settings, own)
-    return rerankers.load(settings, device, batch_tokens, own)
+    module, name = _CLASSES[settings.kind]
+    retriever = getattr(importlib.import_module(f"infembed_ray.evaluation.retrievers.{module}"), name)
+    made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)), own)
+    return made

@@ -31,24 +31,11 @@ from infembed_ray.config.evaluation import (
 )
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers.encoders import with_adapters
-from infembed_ray.evaluation.retrievers.retriever import Reranker, fill, passage_text, query_text
+from infembed_ray.evaluation.retrievers.retriever import fill, passage_text, query_text
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.progress import say
-
-
-def load(settings: RerankerSettings, device: str, batch_tokens: int, identity: str) -> Reranker:
-    """Load the reranker of resolved settings.
-
-    Raises:
-        InputError: the model cannot be loaded, or is of another kind.
-    """
-    if isinstance(settings, Seq2SeqSettings):
-        return Seq2Seq(settings, device, batch_tokens, identity)
-    if isinstance(settings, CausalSettings):
-        return Causal(settings, device, batch_tokens, identity)
-    return Classifier(settings, device, batch_tokens, identity)
 
 
 class RandomReranker:

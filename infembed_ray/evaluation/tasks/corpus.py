@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.tasks.task import CORPUS
 from infembed_ray.object_store import Folder, scratch
 from infembed_ray.places import Place
@@ -22,13 +23,15 @@ from infembed_ray.progress import track
 _FORMAT = 1
 """Version of the cached files; raise it when the same sources must give another file."""
 _ROWS = 4096
+_NAME = b"file"
+"""Key of the table's metadata with the name of its file."""
 
 
 def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
     """Return the corpus of some files, memory-mapped: (m) `CORPUS`, in the order of the files.
 
-    It is cached in this machine's scratch directory (`object_store.scratch`), keyed by the names, sizes and times of the
-    files. Texts are stripped, as in mteb. Duplicate documents with equal texts are dropped.
+    It is cached in `directory`, where a link named by the names, sizes and times of the files leads to it. Texts are
+    stripped, as in mteb. Duplicate documents with equal texts are dropped.
 
     Args:
         task: name of the task, for progress and error messages.
@@ -39,16 +42,39 @@ def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[t
         InputError: there are no documents, an id is empty, or an id has two texts; and whatever `documents` raises.
     """
     stats = [(str(file), *_size_and_time(file)) for file in files]
-    key = hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
-    path = scratch() / "corpora" / f"{key}.arrow"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f"{key}.", dir=path.parent) as folder:  # other processes may write it too
-            partial = Path(folder, path.name)
+    link = directory() / hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
+    if not link.is_file():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{link.name}.", dir=link.parent) as folder:  # other processes may write it too
+            partial = Path(folder, "corpus")
             _write(partial, task, documents())
             _drop_duplicates(partial, task)
+            path = link.with_name(name_of(_open(partial)))
             partial.replace(path)
-    return _open(path)
+            partial.symlink_to(path.name)
+            partial.replace(link)
+    return _open(link).replace_schema_metadata({_NAME: link.readlink().name})
+
+
+def directory() -> Path:
+    """Return this machine's directory of corpora, each a file with the name of its contents."""
+    return scratch() / "corpora"
+
+
+def name_of(corpus: pa.Table) -> str:
+    """Return the name of a corpus's file: a hash of its contents, which a corpus from `mapped` knows."""
+    known = (corpus.schema.metadata or {}).get(_NAME)
+    if known is not None:
+        return str(known.decode())
+    texts = (text for batch in batches(corpus) for column in batch.columns for text in column.to_pylist())
+    return f"{digest(texts)}.arrow"
+
+
+def batches(corpus: pa.Table) -> Iterator[pa.RecordBatch]:
+    """Yield the rows in batches that do not depend on the table's own chunks."""
+    for start in range(0, corpus.num_rows, _ROWS):
+        (batch,) = corpus.slice(start, _ROWS).combine_chunks().to_batches()
+        yield batch
 
 
 def _size_and_time(file: Place) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def record() -> tuple[bytes, bytes]:
             await pass_through(seed, row)
 
     asyncio.run(pass_all_through())
-    columns = [{name: value for name, value in records.columns_of(seed).items() if value} for seed in seeds]
+    columns = [{name: value for name, value in vars(seed).items() if value} for seed in seeds]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in columns]
     return "".join(lines).encode(), b"".join(journal)
 

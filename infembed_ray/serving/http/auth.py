@@ -1,4 +1,4 @@
-"""API keys: bearer tokens, stored as hashes and compared in constant time."""
+"""API keys: bearer tokens with scopes and rate limits, stored as hashes and compared in constant time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import math
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from infembed_ray.errors import InputError
@@ -22,26 +24,48 @@ PREFIX = "ifr-"
 """Prefix of generated keys, so that scanners for leaked secrets recognise them."""
 RECHECK_S = 1.0
 """Seconds between two checks whether the key file has changed: keys are added and revoked without a restart."""
-HEADER = "# API keys: SHA-256 of a key, and its name. To revoke a key, delete its line.\n"
-_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) +(?P<name>\S+)")
+HEADER = (
+    "# API keys: SHA-256 of a key, its name, its scopes, its requests per second. To revoke a key, delete its line.\n"
+)
+SCOPES = ("read", "write", "admin")
+"""What a key may do: read searches, embeds and reads documents; write puts and deletes documents; admin reads `/metrics`."""
+_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) +(?P<name>\S+)(?: +(?P<scopes>[a-z,]+))?(?: +(?P<rate>\d+(?:\.\d+)?)/s)?")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """An accepted key.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        scopes: some of `SCOPES`.
+        rate: most requests per second; None: no limit.
+    """
+
+    digest: bytes
+    scopes: frozenset[str] = frozenset(SCOPES)
+    rate: float | None = None
 
 
 class ApiKeys:
     """The API keys that are accepted. Without keys and without a file, the API needs no key. Only hashes are kept.
 
     Args:
-        keys: in clear text.
+        keys: in clear text; they have all scopes and no rate limit.
         file: key file with hashes, read again within `RECHECK_S` after it changes. If it becomes unreadable, the last
             good keys stay valid and the error is logged. If its last key is removed, all requests are rejected.
+        replicas: processes that share the rate limits; each grants its part of them.
 
     Raises:
         InputError: the file does not exist, holds no key or has an invalid line.
     """
 
-    def __init__(self, keys: Iterable[str] = (), file: str | Path | None = None) -> None:
-        self._fixed_keys = [_digest(key.encode()) for key in keys]
+    def __init__(self, keys: Iterable[str] = (), file: str | Path | None = None, replicas: int = 1) -> None:
+        self._fixed_keys = [ApiKey(_digest(key.encode())) for key in keys]
         self._file = None if file is None else Path(file)
-        self._file_keys: list[bytes] = []
+        self._replicas = replicas
+        self._buckets: dict[ApiKey, TokenBucket] = {}
+        self._file_keys: list[ApiKey] = []
         self._checked_at = 0.0
         self._file_state: object = None
         if self._file is not None:
@@ -51,7 +75,7 @@ class ApiKeys:
                 raise InputError(f"api_keys_file={file}: holds no key; create one with `infembed key NAME {file}`")
 
     @classmethod
-    def load(cls, variable: str | None, file: str | None = None) -> ApiKeys:
+    def load(cls, variable: str | None, file: str | None = None, replicas: int = 1) -> ApiKeys:
         """Load the comma-separated keys of an environment variable, if it is set, and those of a file, if one is given.
 
         Raises:
@@ -59,28 +83,37 @@ class ApiKeys:
         """
         value = os.environ.get(variable) if variable else None
         if value is None:
-            return cls(file=file)
+            return cls(file=file, replicas=replicas)
         keys = [key.strip() for key in value.split(",")]
         if not all(keys):
             raise InputError(
                 f"api_keys_env={variable}: the variable is set but holds an empty key; "
                 "set it to key1,key2,... or unset it"
             )
-        return cls(keys, file)
+        return cls(keys, file, replicas)
 
     def __bool__(self) -> bool:
         """Return whether requests need a key. They still do after the last key of the file is revoked."""
         return bool(self._fixed_keys) or self._file is not None
 
-    def accept(self, authorization: bytes | None) -> bool:
-        """Return whether an `Authorization` header holds a valid key. The time does not depend on the token."""
+    def find(self, authorization: bytes | None) -> ApiKey | None:
+        """Return the valid key in an `Authorization` header; None if there is none. The time does not depend on the token."""
         self._reload()
         scheme, _, token = (authorization or b"").partition(b" ")
         presented = _digest(token.strip())
-        matches = [
-            hmac.compare_digest(presented, digest) for digest in (*self._fixed_keys, *self._file_keys)
-        ]  # no early exit
-        return scheme.lower() == b"bearer" and any(matches)
+        found = None
+        for key in (*self._fixed_keys, *self._file_keys):  # no early exit
+            if hmac.compare_digest(presented, key.digest):
+                found = key
+        return found if scheme.lower() == b"bearer" else None
+
+    def wait_s(self, key: ApiKey) -> float:
+        """Count a request of a key; return 0, or the seconds until its rate limit allows one, which then does not count."""
+        if key.rate is None:
+            return 0.0
+        if key not in self._buckets:
+            self._buckets[key] = TokenBucket(key.rate / self._replicas)
+        return self._buckets[key].take()
 
     def _reload(self) -> None:
         now = time.monotonic()
@@ -111,8 +144,27 @@ class ApiKeys:
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def read_keys(file: Path) -> dict[str, bytes]:
-    """Read a key file; returns name -> SHA-256 of the key.
+class TokenBucket:
+    """Token bucket: `rate` requests per second, in bursts of up to one second's requests and at least one."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._capacity = max(1.0, rate)
+        self._tokens, self._filled_at = self._capacity, time.monotonic()
+
+    def take(self) -> float:
+        """Take a token and return 0; if there is none, return the seconds until there is."""
+        now = time.monotonic()
+        self._tokens = min(self._capacity, self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+        if self._tokens < 1:
+            return (1 - self._tokens) / self._rate
+        self._tokens -= 1
+        return 0.0
+
+
+def read_keys(file: Path) -> dict[str, ApiKey]:
+    """Read a key file; returns name -> key. A line without scopes has all of them.
 
     Raises:
         InputError: the file cannot be read or has an invalid line. The message does not show the line.
@@ -127,33 +179,54 @@ def read_keys(file: Path) -> dict[str, bytes]:
         raise InputError(
             f"api_keys_file={file}: is not a text file; create one with `infembed key NAME FILE`"
         ) from error
-    keys: dict[str, bytes] = {}
+    keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
+        where = f"api_keys_file={file}: line {number}"
         key = _LINE.fullmatch(line.strip())
         if key is None:
             raise InputError(
-                f"api_keys_file={file}: line {number} is not `SHA-256 NAME`; correct it, or add keys with `infembed key`"
+                f"{where} is not `SHA-256 NAME [SCOPES] [RATE/s]`; correct it, or add keys with `infembed key`"
             )
         if key["name"] in keys:
-            raise InputError(
-                f"api_keys_file={file}: line {number}: the name {key['name']!r} appears twice; rename one of the two"
-            )
-        keys[key["name"]] = bytes.fromhex(key["digest"])
+            raise InputError(f"{where}: the name {key['name']!r} appears twice; rename one of the two")
+        scopes = _scopes(key["scopes"] or ",".join(SCOPES), f"{where}: scopes")
+        rate = None if key["rate"] is None else _rate(float(key["rate"]), f"{where}: rate")
+        keys[key["name"]] = ApiKey(bytes.fromhex(key["digest"]), frozenset(scopes), rate)
     return keys
 
 
-def new_key(name: str, file: str | Path) -> str:
+def _scopes(text: str, where: str) -> list[str]:
+    scopes = text.split(",")
+    if unknown := [scope for scope in scopes if scope not in SCOPES]:
+        raise InputError(f"{where}: {unknown[0]!r} is no scope; give some of {','.join(SCOPES)}")
+    return scopes
+
+
+def _rate(value: float, where: str) -> float:
+    if not 0 < value < math.inf:
+        raise InputError(f"{where}={value:g}: must be above 0 requests per second; leave it out for no limit")
+    return value
+
+
+def new_key(name: str, file: str | Path, scopes: str = "read", rate: float | None = None) -> str:
     """Create a key and append its hash to a file. A new file is readable by its owner only.
+
+    Args:
+        scopes: some of `SCOPES`, comma-separated.
+        rate: most requests per second; None: no limit.
 
     Returns:
         The key. It is stored nowhere; a lost key cannot be recovered.
 
     Raises:
-        InputError: the name is taken or invalid, or the file cannot be written or is not a key file.
+        InputError: the name is taken, an argument is invalid, or the file cannot be written or is not a key file.
     """
     path = Path(file)
+    facts = [name, ",".join(_scopes(scopes, f"scopes={scopes}"))]
+    if rate is not None:
+        facts.append(f"{_rate(rate, 'rate'):.6f}".rstrip("0").rstrip(".") + "/s")
     if not re.fullmatch(r"[\w.@-]{1,100}", name):
         raise InputError(f"name={name!r}: must be 1 to 100 letters, digits or any of . _ - @")
     key = PREFIX + secrets.token_urlsafe(32)
@@ -167,7 +240,7 @@ def new_key(name: str, file: str | Path) -> str:
                 )
             before = keys.read()
             start = "" if before.endswith(b"\n") else "\n" if before else HEADER
-            keys.write(f"{start}{_digest(key.encode()).hex()} {name}\n".encode())
+            keys.write(f"{start}{_digest(key.encode()).hex()} {' '.join(facts)}\n".encode())
             os.fsync(keys.fileno())
     except OSError as error:
         raise InputError(f"file={file}: cannot be written ({error.strerror}); name a writable file") from error

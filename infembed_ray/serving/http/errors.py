@@ -95,6 +95,18 @@ def too_many_requests() -> ApiError:
     return ApiError.later(429, "too many requests are waiting", 2.0, type="rate_limit_error", code="queue_full")
 
 
+KEY_LIMIT_HEADER = "X-RateLimit-Limit-Requests"
+"""Header of answers to requests above the rate limit of their API key; they are no sign of overload."""
+
+
+def key_rate_limited(rate: float, wait_s: float) -> ApiError:
+    """Return the answer to a request above the rate limit of its API key (requests per second)."""
+    message = f"this API key allows {rate:g} requests per second"
+    error = ApiError.later(429, message, wait_s, type="rate_limit_error", code="rate_limit_exceeded")
+    error.headers[KEY_LIMIT_HEADER] = f"{rate:g}"
+    return error
+
+
 def invalid(error: ValidationError) -> ApiError:
     """Return the error for the first invalid field of a body."""
     if error.error_count() > _MAX_DETAILED_ERRORS:

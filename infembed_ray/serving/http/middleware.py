@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
-from infembed_ray.serving.http.errors import ApiError
+from infembed_ray.serving.http.errors import ApiError, key_rate_limited
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class HttpMetrics:
 class ApiMiddleware:
     """Checks keys before the body is read, adds the response headers and counts the requests.
 
-    Without a valid key a request gets 401. An API without keys serves its own machine only: a request with a foreign
+    Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. An API without keys serves its own machine only: a request with a foreign
     Host header gets 403. Otherwise a web page in a browser of that machine could send requests under a host name that
     resolves to 127.0.0.1 (DNS rebinding).
 
@@ -106,7 +106,7 @@ class ApiMiddleware:
 
         self._metrics.begin()
         try:
-            if rejection := self._check(scope["path"], headers):
+            if rejection := self._check(scope["method"], scope["path"], headers):
                 await rejection.response()(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive, send_with_headers)
@@ -122,7 +122,7 @@ class ApiMiddleware:
         finally:
             self._metrics.end(_route(scope), status, time.perf_counter() - start)
 
-    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+    def _check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
         """Return the error for a request that is not allowed."""
         if not self._keys:
             host = headers.get(b"host", b"").decode("latin-1")
@@ -134,15 +134,31 @@ class ApiMiddleware:
                 "configure API keys to reach it under another name",
                 code="foreign_host",
             )
-        if path in OPEN_PATHS or path.startswith(OPEN_PREFIX) or self._keys.accept(headers.get(b"authorization")):
+        if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
-        return ApiError(
-            401,
-            "send a valid API key: Authorization: Bearer KEY",
-            type="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        key = self._keys.find(headers.get(b"authorization"))
+        if key is None:
+            return ApiError(
+                401,
+                "send a valid API key: Authorization: Bearer KEY",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        scope = _scope_of(method, path)
+        if scope not in key.scopes:
+            message = f"this API key has no scope {scope!r}, which {method} {path} needs; use a key that has it"
+            return ApiError(403, message, code="missing_scope")
+        if wait_s := self._keys.wait_s(key):
+            return key_rate_limited(key.rate or 0.0, wait_s)
+        return None
+
+
+def _scope_of(method: str, path: str) -> str:
+    """Return the scope of a key that a request needs, one of `auth.SCOPES`."""
+    if path == "/metrics":
+        return "admin"
+    return "write" if method in ("PUT", "DELETE") else "read"
 
 
 def _hostname(host: str) -> str:

@@ -32,13 +32,13 @@ class AnyId(PathConvertor):
 register_url_convertor("any", AnyId())
 
 
-def add_query_routes(api: APIRouter, current: Callable[[], Service]) -> None:
-    """Add the routes that encode: embeddings and search."""
+def add_query_routes(api: APIRouter, choose: Callable[[str | None], Service]) -> None:
+    """Add the routes that encode: embeddings and search. `choose` returns the service of a query that names a model or none."""
 
     @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404, 429, 503, 504))
     async def embeddings(request: schema.EmbeddingsRequest) -> Response:
         """Embed texts or token arrays: one unit vector per input, in order."""
-        service = current()
+        service = choose(request.model)
         card = _require_model(service, request.model)
         inputs = request.inputs()
         _require_possible(request, inputs, card)
@@ -53,7 +53,7 @@ def add_query_routes(api: APIRouter, current: Callable[[], Service]) -> None:
     )
     async def search(request: schema.SearchRequest) -> Response:
         """Search the nearest passages to one query or several queries, each under an instruction, best first."""
-        service = current()
+        service = choose(request.model)
         card = _require_model(service, request.model)
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]

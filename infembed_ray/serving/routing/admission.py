@@ -3,16 +3,17 @@
 The limit falls by one for each request that the service behind it rejects with 429. It recovers with the time since the
 last of those rejections. Under steady overload it settles just above the service's capacity, with about one late rejection
 a second. After a transient it is back at its maximum within `RECOVERY_S`, whether or not requests arrive. Nothing else
-counts as overload: time-outs and slow clients leave the limit unchanged.
+counts as overload: time-outs, slow clients and the rate limits of API keys leave the limit unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import monotonic
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infembed_ray.serving.http.errors import too_many_requests
+from infembed_ray.serving.http.errors import KEY_LIMIT_HEADER, too_many_requests
 
 LIMITED_PATHS = ("/v1/search", "/v1/embeddings", "/v1/documents")
 """Paths that use the encoder or the shards; each has its own limit."""
@@ -22,6 +23,7 @@ MIN_LIMIT = 8
 """Minimum limit."""
 RECOVERY_S = 8.0
 """Seconds without overload in which the limit grows from its minimum to its maximum."""
+_KEY_LIMIT_HEADER = KEY_LIMIT_HEADER.lower().encode()
 
 
 class ConcurrencyLimit:
@@ -76,7 +78,7 @@ class AdmissionControl:
             nonlocal answered
             if message["type"] == "http.response.start" and not answered:
                 answered = True
-                if message["status"] == 429:
+                if message["status"] == 429 and not _is_key_limit(message["headers"]):
                     limit.decrease()
                 limit.in_flight -= 1  # before sending: a client that reads slowly takes no place
             await send(message)
@@ -86,3 +88,7 @@ class AdmissionControl:
             await self._app(scope, receive, observed_send)
         finally:
             limit.in_flight -= not answered
+
+
+def _is_key_limit(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == _KEY_LIMIT_HEADER for name, _ in headers)

@@ -24,6 +24,7 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
+from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, ReplicaLost, Stuck
 
 MAX_BATCH_CHARACTERS = 4_096
@@ -64,6 +65,20 @@ class ReleaseSpec(BaseModel):
     """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
     card: schema.Model
 
+    canary: Canary | None = None
+    """Another release that answers a share of the queries."""
+
+
+class Canary(BaseModel):
+    """A new release that answers a share of the queries before the API is switched to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    release: ReleaseSpec
+    share: float
+    until: float
+    """Unix time from which the current release answers all queries again, whatever became of the driver."""
+
 
 class Inputs(NamedTuple):
     """Texts or token arrays of one request."""
@@ -92,6 +107,7 @@ class Release:
         metrics: has `page() -> bytes`.
         timeout_s: request time-out.
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
+        outcomes: counts the queries.
     """
 
     def __init__(
@@ -104,8 +120,10 @@ class Release:
         timeout_s: float,
         encoder_replicas: int = 1,
         shard_replicas: int = 1,
+        outcomes: Outcomes | None = None,
     ) -> None:
         self.spec = spec
+        self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
         self._shards = shards
         self._metrics = metrics
@@ -143,12 +161,19 @@ class Release:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
+        with self._counted():
+            return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
 
     async def search(
         self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
     ) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
+        with self._counted():
+            return await self._searched(queries, top_k, filter, allow_partial)
+
+    async def _searched(
+        self, queries: Sequence[Query], top_k: int, filter: Mapping[str, Any] | None, allow_partial: bool
+    ) -> Found:
         filters.parse(filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
         vectors = (await self._embed(list(queries), deadline)).vectors

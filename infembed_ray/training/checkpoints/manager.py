@@ -230,6 +230,7 @@ class CheckpointManager:
         if world()[0] == 0 and error is None:
             try:
                 durable.replace_json(self.directory / tag / MARKER, checkpoint.marker)
+                durable.sync_directory(self.directory)  # the new checkpoint's own name, before older ones are deleted
             except OSError as failure:
                 error = f"{failure.strerror} at {self.directory / tag / MARKER}"
         if error is not None:

@@ -46,7 +46,7 @@ def check(settings: TrainSettings) -> None:
     for name in settings.callbacks:
         try:
             found = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # importing a module runs its code
             raise InputError(
                 f"callbacks={name}: {in_one_line(error)}; give module:name of a module that every node can import"
             ) from error

@@ -9,7 +9,8 @@ from infembed_ray.cli import main
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
-from infembed_ray.evaluation.paper.report import page_of, run
+from infembed_ray.evaluation.metrics import CONVENTIONS
+from infembed_ray.evaluation.paper.report import of_evaluation, run
 from tests.evaluation.paper import made
 from tests.support.pages import Page
 
@@ -79,9 +80,26 @@ def test_the_page_shows_ours_beside_the_paper_and_labels_as_they_are(page):
 
 def test_the_page_of_one_evaluation_is_the_one_of_the_report(outputs, tmp_path):
     models = outputs["models"]
-    html = page_of(models, results.read(Path(models)))
+    html = of_evaluation(models, results.read(Path(models))).as_html()
     published = run(ReportSettings(results={"results": models}, output=str(tmp_path)))
     assert html == (published.path / "report.html").read_text()
+
+
+def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions():
+    tasks = made.records()
+    found = made.evaluation(tasks, {"base": ("x", 0), "uni|multi": ("y", 0.3)})
+    markdown = of_evaluation("runs/x", found).as_markdown(with_paper=False)
+    rows = [line for line in markdown.splitlines() if line.startswith("| ")]
+    assert rows[-1].startswith("| uni\\|multi |")
+    mean = 100 * found.figures["uni|multi"]["records"]["p-MRR"]
+    assert rows[-1].split(" | ")[1].startswith(f"{mean:.1f} [")
+    assert "- records: queries 20, passages 40" in markdown
+    assert f"- p-MRR: {CONVENTIONS['p-MRR']}" in markdown
+    assert "Robustness" not in markdown
+    assert "The paper" not in markdown
+    assert "Differences are to 'base'" in markdown
+    alone = of_evaluation("runs/x", made.evaluation(tasks, {"base": ("x", 0)}))
+    assert "Differences" not in alone.as_markdown(with_paper=False) + alone.as_text()
 
 
 def test_the_markdown_tells_the_same(published):

@@ -76,7 +76,7 @@ def test_rows_of_a_sweep_stand_at_their_objective_and_backbone(sheets):
     assert backbones[-2:] == ["MiniLM", "MiniLM"]  # not the paper's: beside them
     assert {b for b, n in zip(backbones, own.numbers, strict=True) if n is not None} == {"Qwen2.5-1.5B", "MiniLM"}
     assert own.seeds == 2
-    assert own.numbers[-1].spread is not None
+    assert own.numbers[-1].stdev_over_seeds is not None
     own_table = sheets["Table 6, MiniLM"]
     assert [line.label for line in own_table.lines] == ["MiniLM, base", "MiniLM, uni{P}", "MiniLM, multi{P,I}"]
     assert own_table.ours

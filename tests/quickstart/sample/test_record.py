@@ -7,8 +7,7 @@ import pytest
 
 from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm.client import replaying
-from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.quickstart import sample
 from infembed_ray.quickstart.sample.record import TEST_TOPICS, record
 from infembed_ray.synthesis.outcome import Outcome

@@ -3,34 +3,36 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from infembed_ray.cli import main
 from infembed_ray.errors import InputError
 from infembed_ray.serving.http import auth
-from infembed_ray.serving.http.auth import ApiKeys, is_loopback, new_key, read_keys
+from infembed_ray.serving.http.auth import ApiKey, ApiKeys, is_loopback, new_key, read_keys
 
 
 @pytest.mark.parametrize("header", [b"Bearer one", b"bearer one", b"BEARER  one ", b"Bearer two"])
 def test_every_key_is_accepted(header: bytes) -> None:
-    assert ApiKeys(["one", "two"]).accept(header)
+    assert ApiKeys(["one", "two"]).find(header)
 
 
 @pytest.mark.parametrize(
     "header", [None, b"", b"one", b"Bearer", b"Bearer ", b"Basic one", b"Bearer on", b"Bearer one,two", b"Bearer \xff"]
 )
 def test_other_headers_are_rejected(header: bytes | None) -> None:
-    assert not ApiKeys(["one", "two"]).accept(header)
+    assert not ApiKeys(["one", "two"]).find(header)
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYS", "one, two")
-    assert ApiKeys.load("KEYS").accept(b"Bearer two")
+    assert ApiKeys.load("KEYS").find(b"Bearer two")
     monkeypatch.delenv("KEYS")
     assert not ApiKeys.load("KEYS")
     assert not ApiKeys.load(None)
@@ -69,13 +71,13 @@ def test_a_new_key_is_accepted_and_only_its_hash_is_written(tmp_path: Path) -> N
     content = file.read_text()
     assert not any(key in content for key in keys)
     assert [line.split() for line in content.splitlines()[1:]] == [
-        [hashlib.sha256(key.encode()).hexdigest(), name]
+        [hashlib.sha256(key.encode()).hexdigest(), name, "read"]
         for key, name in zip(keys, ("alice", "ci@build-1"), strict=True)
     ]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     accepting = ApiKeys(["from-the-environment"], file)
-    assert all(accepting.accept(bearer(key)) for key in [*keys, "from-the-environment"])
-    assert not accepting.accept(bearer("ifr-other"))
+    assert all(accepting.find(bearer(key)) for key in [*keys, "from-the-environment"])
+    assert not accepting.find(bearer("ifr-other"))
 
 
 def test_keys_are_added_and_revoked_without_a_restart(tmp_path: Path, always_checking: None) -> None:
@@ -83,15 +85,15 @@ def test_keys_are_added_and_revoked_without_a_restart(tmp_path: Path, always_che
     first = new_key("first", file)
     keys = ApiKeys(file=file)
     second = new_key("second", file)
-    assert keys.accept(bearer(second))
-    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.endswith("first\n")))
-    assert not keys.accept(bearer(first))
-    assert keys.accept(bearer(second))
+    assert keys.find(bearer(second))
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if " first " not in line))
+    assert not keys.find(bearer(first))
+    assert keys.find(bearer(second))
     replacement = tmp_path / "new"
     third = new_key("third", replacement)
     os.replace(replacement, file)
-    assert keys.accept(bearer(third))
-    assert not keys.accept(bearer(second))
+    assert keys.find(bearer(third))
+    assert not keys.find(bearer(second))
 
 
 def test_when_the_last_key_is_revoked_all_requests_are_rejected(tmp_path: Path, always_checking: None) -> None:
@@ -99,7 +101,7 @@ def test_when_the_last_key_is_revoked_all_requests_are_rejected(tmp_path: Path, 
     key = new_key("only", file)
     keys = ApiKeys(file=file)
     file.write_text("")
-    assert not keys.accept(bearer(key))
+    assert not keys.find(bearer(key))
     assert keys  # still asked for
 
 
@@ -110,12 +112,12 @@ def test_the_file_is_checked_at_most_once_a_second(tmp_path: Path, monkeypatch: 
     first = new_key("first", file)
     keys = ApiKeys(file=file)
     now = 100.0
-    assert keys.accept(bearer(first))
+    assert keys.find(bearer(first))
     second = new_key("second", file)
     now = 100.9
-    assert not keys.accept(bearer(second))
+    assert not keys.find(bearer(second))
     now = 101.1
-    assert keys.accept(bearer(second))
+    assert keys.find(bearer(second))
 
 
 @pytest.mark.parametrize("broken", [b"nonsense\n", b"\xff\xfe", None])
@@ -129,7 +131,7 @@ def test_a_file_that_becomes_unreadable_keeps_the_last_good_keys_and_is_logged_o
         file.unlink()
     else:
         file.write_bytes(broken)
-    assert all(keys.accept(bearer(key)) for _ in range(3))
+    assert all(keys.find(bearer(key)) for _ in range(3))
     complaints = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(complaints) == 1
     assert "1 keys read before stay valid" in complaints[0]
@@ -141,9 +143,12 @@ def test_a_file_that_becomes_unreadable_keeps_the_last_good_keys_and_is_logged_o
     [
         ("", "holds no key; create one with `infembed key"),
         ("# nothing but this\n", "holds no key"),
-        ("ifr-a-key-in-the-clear alice\n", "line 1 is not `SHA-256 NAME`"),
+        ("ifr-a-key-in-the-clear alice\n", "line 1 is not `SHA-256 NAME"),
         ("0" * 64 + " a\n" + "1" * 64 + " a\n", "line 2: the name 'a' appears twice"),
         ("0" * 63 + " a\n", "line 1 is not"),
+        ("0" * 64 + " a read,all\n", "line 1: scopes: 'all' is no scope"),
+        ("0" * 64 + " a read 0/s\n", "line 1: rate=0: must be above 0"),
+        ("0" * 64 + " a read often\n", "line 1 is not"),
         (None, "cannot be read (No such file"),
     ],
 )
@@ -173,8 +178,56 @@ def test_concurrent_new_keys_are_all_written(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda i: new_key(f"k{i}", file), range(32)))
     keys = ApiKeys(file=file)
-    assert all(keys.accept(bearer(key)) for key in made)
+    assert all(keys.find(bearer(key)) for key in made)
     assert file.read_text().count("#") == 1
+
+
+def test_keys_have_the_scopes_and_the_rate_of_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    reader, writer = new_key("reader", file), new_key("writer", file, "read,write", 2.5)
+    file.write_text(file.read_text() + "0" * 64 + " written-by-an-older-version\n")
+    keys = ApiKeys(["from-the-environment"], file)
+    found = [keys.find(bearer(key)) for key in (reader, writer, "from-the-environment")]
+    assert [(key.scopes, key.rate) for key in found if key] == [
+        ({"read"}, None),
+        ({"read", "write"}, 2.5),
+        ({"read", "write", "admin"}, None),
+    ]
+    assert read_keys(file)["written-by-an-older-version"].scopes == {"read", "write", "admin"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("own",), "scopes=own: 'own' is no scope; give some of read,write,admin"),
+        (("",), "scopes=: '' is no scope"),
+        (("read", 0.0), "rate=0: must be above 0 requests per second"),
+        (("read", float("inf")), "rate=inf"),
+        (("read", float("nan")), "rate=nan"),
+    ],
+)
+def test_unknown_scopes_and_impossible_rates_are_refused(
+    tmp_path: Path, arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        new_key("a", tmp_path / "keys", *arguments)
+    assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize(("rate", "replicas"), [(4.0, 1), (4.0, 2), (0.5, 1)])
+def test_a_key_gets_its_rate_and_no_more(monkeypatch: pytest.MonkeyPatch, rate: float, replicas: int) -> None:
+    now = 0.0
+    monkeypatch.setattr(auth, "time", SimpleNamespace(monotonic=lambda: now))
+    keys, key = ApiKeys(replicas=replicas), ApiKey(b"", rate=rate)
+    granted = 0
+    for tick in range(1001):  # 100 s of ten requests a second
+        now = tick / 10
+        wait_s = keys.wait_s(key)
+        granted += not wait_s
+        if wait_s:  # one that waits as told is granted
+            assert 0 < wait_s <= replicas / rate
+    burst = max(1.0, rate / replicas)
+    assert granted == pytest.approx(burst + 100 * rate / replicas, abs=1)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\nb", "ü" * 101, "#x"])
@@ -196,7 +249,7 @@ def test_the_command_prints_the_key_alone(tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "keys"
     assert main(["key", "alice", str(file)]) == 0
     printed = capsys.readouterr()
-    assert ApiKeys(file=file).accept(bearer(printed.out.strip()))
+    assert ApiKeys(file=file).find(bearer(printed.out.strip()))
     assert "api_keys_file=" in printed.err
     assert main(["key", "alice", str(file)]) == 2
     assert "infembed key: name='alice'" in capsys.readouterr().err

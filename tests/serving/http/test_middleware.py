@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from infembed_ray.serving.http.app import Limits, create_app
-from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.http.auth import SCOPES, ApiKeys, new_key
+from infembed_ray.serving.http.errors import KEY_LIMIT_HEADER
 from infembed_ray.serving.http.middleware import HEADERS
 from tests.serving.debug import DebugService
 
@@ -42,6 +44,48 @@ def test_with_keys_all_paths_but_health_and_pages_need_one() -> None:
         assert client.get(path).status_code == 200
     assert client.get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
     assert client.get("/metrics", headers={"Authorization": "Bearer two"}).status_code == 200
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_key_may_do_what_its_scope_says_and_nothing_else(tmp_path: Path, scope: str) -> None:
+    key = new_key("a", tmp_path / "keys", scope)
+    client = TestClient(create_app(DebugService(), "f", ApiKeys(file=tmp_path / "keys")), base_url="http://localhost")
+    documents = {"documents": [{"id": "d", "text": "t"}]}
+    requests: dict[tuple[str, str], Any] = {
+        ("POST", "/v1/search"): SEARCH,
+        ("POST", "/v1/embeddings"): {"input": "a"},
+        ("GET", "/v1/models"): None,
+        ("PUT", "/v1/documents"): documents,
+        ("DELETE", "/v1/documents"): {"ids": ["d"]},
+        ("DELETE", "/v1/documents/d"): None,
+        ("GET", "/metrics"): None,
+    }
+    allowed = set()
+    for (method, path), body in requests.items():
+        answer = client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
+        if answer.status_code == 200:
+            allowed.add((method, path))
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "missing_scope")
+            assert f"{method} {path}" in answer.json()["error"]["message"]
+    of_scope = {"read": list(requests)[:3], "write": list(requests)[3:6], "admin": [("GET", "/metrics")]}
+    assert allowed == set(of_scope[scope])
+
+
+def test_a_request_above_the_rate_of_its_key_is_told_when_to_come_back(tmp_path: Path) -> None:
+    slow, fast = new_key("slow", tmp_path / "keys", rate=0.1), new_key("fast", tmp_path / "keys")
+    client = TestClient(create_app(DebugService(), "f", ApiKeys(file=tmp_path / "keys")), base_url="http://localhost")
+
+    def ask(key: str) -> Any:
+        return client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+
+    assert ask(slow).status_code == 200
+    answer = ask(slow)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(answer.headers["retry-after"]) <= 10
+    assert answer.headers[KEY_LIMIT_HEADER] == "0.1"
+    assert all(ask(fast).status_code == 200 for _ in range(50))
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:80", "127.1.2.3", "[::1]", "[::1]:8000"])

@@ -8,6 +8,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from infembed_ray.serving.http.errors import key_rate_limited
 from infembed_ray.serving.routing import admission as module
 from infembed_ray.serving.routing.admission import MAX_LIMIT, MIN_LIMIT, RECOVERY_S, AdmissionControl
 
@@ -219,5 +220,18 @@ def test_clients_that_do_not_read_their_answers_take_no_place() -> None:
             one.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
         assert await storm(admission, clients=MAX_LIMIT, requests=1) == {200: MAX_LIMIT}
+
+    asyncio.run(scenario())
+
+
+def test_the_rate_limit_of_a_key_is_no_overload() -> None:
+    async def scenario() -> None:
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            await key_rate_limited(1.0, 1.0).response()(scope, receive, send)
+
+        admission = AdmissionControl(limited)
+        statuses = await storm(admission, clients=MAX_LIMIT, requests=4)
+        assert statuses == {429: 4 * MAX_LIMIT}
+        assert admission._limits["/v1/search"].limit == MAX_LIMIT
 
     asyncio.run(scenario())

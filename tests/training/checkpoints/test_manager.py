@@ -24,7 +24,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling import onnx
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import Folder
-from infembed_ray.records import columns_of
 from infembed_ray.storage import resolve_input
 from infembed_ray.training import launch
 from infembed_ray.training.checkpoints.checkpoint import Progress
@@ -331,7 +330,7 @@ def test_run_in_an_object_store_survives_the_loss_of_its_machine(runs, bucket, t
     """The run is killed, its scratch is lost, its newest checkpoint is damaged and a newer one incomplete."""
     monkeypatch.setenv("INFEMBED_SCRATCH", str(tmp_path / "scratch"))
     folder = Folder.open(f"{bucket}/{tmp_path.name}", "x")
-    folder.write("records.jsonl", "".join(json.dumps(columns_of(record(n))) + "\n" for n in range(RECORDS)))
+    folder.write("records.jsonl", "".join(json.dumps(vars(record(n))) + "\n" for n in range(RECORDS)))
     for file in Path(tiny).iterdir():
         folder.upload(file, f"model/{file.name}")
     settings = settings_of(f"{folder}/model", workers=1, launcher="process", **LONG).model_copy(

@@ -181,3 +181,10 @@ def test_a_callback_that_fails_is_disabled(tmp_path):
 def test_a_callback_that_does_not_exist_is_refused(name):
     with pytest.raises(InputError, match="callbacks="):
         trackers.check(settings().model_copy(update={"callbacks": (name,)}))
+
+
+def test_a_callback_whose_module_fails_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "broken_callbacks.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="callbacks=broken_callbacks:f: ZeroDivisionError: division by zero; give"):
+        trackers.check(settings().model_copy(update={"callbacks": ("broken_callbacks:f",)}))

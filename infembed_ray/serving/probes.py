@@ -1,0 +1,110 @@
+"""Probe set: queries with known answers that a new release must rank as well as the current one. No Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
+from infembed_ray.records import raw_rows
+from infembed_ray.serving.service import Found, Query
+from infembed_ray.storage import resolve_input
+
+TOP_K = 100
+"""Hits per probe; a passage that is not among them has rank TOP_K + 1."""
+QUERIES_AT_ONCE = 32
+_NDCG = "nDCG@10"
+
+
+class Probe(BaseModel):
+    """A query under an instruction and the ids of its relevant passages; optionally the same under another instruction."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    query: str = Field(min_length=1)
+    instruction: str | None = None
+    relevant: list[str] = Field(min_length=1)
+    changed_instruction: str | None = None
+    changed_relevant: list[str] = []
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Probe:
+        if (self.changed_instruction is None) != (not self.changed_relevant):
+            raise ValueError("changed_instruction and changed_relevant: give both or neither")
+        return self
+
+
+class ProbeFigures(NamedTuple):
+    """Means over the probes, x100."""
+
+    ndcg: float
+    """nDCG@10 over all queries, those under the changed instruction too."""
+    p_mrr: float | None
+    """p-MRR over the probes whose changed instruction takes relevance away; None if there are none."""
+
+
+class Searcher(Protocol):
+    """The part of a `service.Service` that probes need."""
+
+    async def search(self, queries: Sequence[Query], top_k: int, filter: None, allow_partial: bool) -> Found:
+        """As `Service.search`."""
+
+
+def read_probes(value: str) -> list[Probe]:
+    """Read a probe set.
+
+    Args:
+        value: of the setting `canary.probes`: a file of rows with the fields of `Probe`.
+
+    Raises:
+        InputError: no such file, no rows, or a row that is no probe.
+    """
+    probes = []
+    for number, row in enumerate(raw_rows(resolve_input(value, "canary.probes"), "canary.probes"), start=1):
+        try:
+            probes.append(Probe.model_validate(row))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"]))
+            raise InputError(
+                f"canary.probes={value}: row {number}: {where}{': ' if where else ''}{fault['msg'].removeprefix('Value error, ')}; "
+                "give every row a query and the ids of its relevant passages (`relevant`)"
+            ) from None
+    if not probes:
+        raise InputError(f"canary.probes={value}: has no rows; give at least one query with its relevant passages")
+    return probes
+
+
+async def probe(searcher: Searcher, probes: Sequence[Probe]) -> ProbeFigures:
+    """Search all probes and measure the rankings."""
+    queries = list(_queries(probes))
+    run: dict[str, dict[str, float]] = {}
+    for start in range(0, len(queries), QUERIES_AT_ONCE):
+        some = queries[start : start + QUERIES_AT_ONCE]
+        found = await searcher.search([query for _, query in some], TOP_K, None, False)
+        for (name, _), hits in zip(some, found.results, strict=True):
+            run[name] = {hit.id: hit.score for hit in hits}
+    judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
+    judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
+    ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, [_NDCG])
+    changes = [
+        Change(f"{n}", f"{n} changed", tuple(set(p.relevant) - set(p.changed_relevant)))
+        for n, p in enumerate(probes)
+        if p.changed_instruction is not None
+    ]
+    moved = p_mrr(changes, run)
+    return ProbeFigures(
+        100 * fmean(values[_NDCG] for values in ndcg.values()), 100 * fmean(moved.values()) if moved else None
+    )
+
+
+def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, Query]]:
+    """Yield a name and the query, for both instructions of each probe."""
+    for number, item in enumerate(probes):
+        yield f"{number}", Query(item.query, item.instruction)
+        if item.changed_instruction is not None:
+            yield f"{number} changed", Query(item.query, item.changed_instruction)

@@ -1,0 +1,91 @@
+"""Outcomes of the queries of each release, as Prometheus metrics that the driver of a canary reads. No Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from infembed_ray.retrieval.filters import FilterError
+from infembed_ray.serving.encoder.batching import EmptySequence
+
+LATENCY_BUCKETS = tuple(round(0.001 * 1.25**step, 6) for step in range(48))
+"""Upper bounds of the latency histogram, 1 ms to 36 s: a quantile is known to a quarter of itself."""
+QUANTILE = 0.95
+_REQUESTS, _SECONDS = "infembed_release_requests", "infembed_release_seconds"
+
+
+class Outcomes:
+    """Prometheus metrics of the queries of each release. Faults of the client are not counted."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            _REQUESTS, "Queries of a release by outcome.", ("release", "outcome"), registry=registry
+        )
+        self._seconds = Histogram(
+            _SECONDS, "Latency of answered queries.", ("release",), buckets=LATENCY_BUCKETS, registry=registry
+        )
+
+    @contextmanager
+    def counted(self, release: str) -> Iterator[None]:
+        """Count the query that the block answers.
+
+        Args:
+            release: fingerprint.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        except (FilterError, EmptySequence):
+            raise
+        except Exception:
+            self._requests.labels(release, "failed").inc()
+            raise
+        self._requests.labels(release, "answered").inc()
+        self._seconds.labels(release).observe(time.perf_counter() - start)
+
+
+class Window(NamedTuple):
+    """What a release answered, over all replicas: `slower` counts the answers above each bound of `LATENCY_BUCKETS`."""
+
+    answered: int = 0
+    failed: int = 0
+    slower: tuple[int, ...] = (0,) * len(LATENCY_BUCKETS)
+
+    @classmethod
+    def of_page(cls, page: str, release: str) -> Window:
+        """Read the totals of a release from a page in Prometheus text format."""
+        counts = {"answered": 0.0, "failed": 0.0}
+        within = dict.fromkeys(LATENCY_BUCKETS, 0.0)
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.labels.get("release") != release:
+                    continue
+                if sample.name == f"{_REQUESTS}_total":
+                    counts[sample.labels["outcome"]] += sample.value
+                elif sample.name == f"{_SECONDS}_bucket" and (bound := float(sample.labels["le"])) in within:
+                    within[bound] += sample.value
+        answered = int(counts["answered"])
+        return cls(answered, int(counts["failed"]), tuple(answered - int(within[bound]) for bound in LATENCY_BUCKETS))
+
+    def since(self, before: Window) -> Window:
+        """Return what came after an earlier window; nothing if counters fell because a replica was lost."""
+        if self.answered < before.answered or self.failed < before.failed:
+            return Window()
+        slower = tuple(now - then for now, then in zip(self.slower, before.slower, strict=True))
+        return Window(self.answered - before.answered, self.failed - before.failed, slower)
+
+    @property
+    def failures(self) -> float:
+        """Share of the queries that failed."""
+        return self.failed / max(1, self.answered + self.failed)
+
+    @property
+    def latency_s(self) -> float:
+        """p95 latency: the bound of the first bucket that holds it."""
+        most = (1 - QUANTILE) * self.answered
+        return next((bound for bound, n in zip(LATENCY_BUCKETS, self.slower, strict=True) if n <= most), float("inf"))

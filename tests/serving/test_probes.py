@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infembed_ray.errors import InputError
+from infembed_ray.serving import schema
+from infembed_ray.serving.probes import Probe, probe, read_probes
+from infembed_ray.serving.service import Found, Query
+
+
+class Rankings:
+    """Answers each (query, instruction) with a list of ids."""
+
+    def __init__(self, rankings: dict[tuple[str, str | None], list[str]]) -> None:
+        self.rankings = rankings
+        self.calls: list[int] = []
+
+    async def search(self, queries: Sequence[Query], top_k: int, filter: None, allow_partial: bool) -> Found:
+        self.calls.append(len(queries))
+        results = [
+            [schema.SearchHit(id=id, score=-rank, text="", metadata={}) for rank, id in enumerate(self.rankings[query])]
+            for query in queries
+        ]
+        return Found(results, "m", "v", 0, schema.Timings(encode_ms=0, search_ms=0))
+
+
+def dcg(ranks: Sequence[int]) -> float:
+    return sum(1 / math.log2(rank + 1) for rank in ranks if rank <= 10)
+
+
+def test_figures_equal_those_by_hand() -> None:
+    searcher = Rankings(
+        {
+            ("a", "for doctors"): ["x", "1", "y", "2"],
+            ("a", "for history"): ["2", *"bcdefgh", "1"],
+            ("b", None): [f"n{n}" for n in range(10)] + ["3"],
+        }
+    )
+    probes = [
+        Probe(
+            query="a",
+            instruction="for doctors",
+            relevant=["1", "2"],
+            changed_instruction="for history",
+            changed_relevant=["2"],
+        ),
+        Probe(query="b", relevant=["3"]),
+    ]
+    figures = asyncio.run(probe(searcher, probes))
+    ndcg = [dcg([2, 4]) / dcg([1, 2]), 1.0, 0.0]
+    assert figures.ndcg == pytest.approx(100 * sum(ndcg) / 3)
+    assert figures.p_mrr == pytest.approx(100 * (1 - 2 / 9))  # passage 1 fell from rank 2 to 9
+
+
+def test_without_changed_instructions_there_is_no_p_mrr() -> None:
+    searcher = Rankings({(f"q{n}", None): ["1"] for n in range(70)})
+    figures = asyncio.run(probe(searcher, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)]))
+    assert figures == (pytest.approx(100), None)
+    assert searcher.calls == [32, 32, 6]
+
+
+def test_an_empty_answer_counts_as_nothing_found() -> None:
+    figures = asyncio.run(probe(Rankings({("a", None): []}), [Probe(query="a", relevant=["1"])]))
+    assert figures == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no rows"),
+        ([{"query": "a"}], "row 1: relevant: Field required"),
+        ([{"query": "a", "relevant": []}], "row 1: relevant: "),
+        ([{"query": "a", "relevant": ["1"]}, {"query": "", "relevant": ["1"]}], "row 2: query: "),
+        (
+            [{"query": "a", "relevant": ["1"], "changed_instruction": "b"}],
+            "row 1: changed_instruction and changed_relevant: give both or neither",
+        ),
+    ],
+)
+def test_a_file_that_is_no_probe_set_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
+    file = tmp_path / "probes.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(InputError) as refusal:
+        read_probes(str(file))
+    assert str(refusal.value).startswith(f"canary.probes={file}: ")
+    assert message in str(refusal.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"canary\.probes="):
+        read_probes(str(tmp_path / "none.jsonl"))
