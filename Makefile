@@ -51,7 +51,7 @@ $(PRODUCT): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV): $(PRODUCT)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,dev]' milvus-lite
 	@touch $@
 
 clean:

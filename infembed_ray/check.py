@@ -343,8 +343,12 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     from infembed_ray.records import data_files
     from infembed_ray.retrieval import factory, preflight
     from infembed_ray.retrieval.build import choose_build
+    from infembed_ray.retrieval.stores.address import is_address
     from infembed_ray.retrieval.work import work_root
 
+    if is_address(settings.output):
+        yield from _index_in_engine(settings)
+        return
     corpus, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
     if (yield from state(step, work)):
@@ -365,6 +369,17 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     encoded = passages * encoder.dimension * (2 if settings.vectors == "float16" else 4)
     if not more and isinstance(work, Path):
         yield require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
+
+
+def _index_in_engine(settings: IndexSettings) -> Iterator[str]:
+    from infembed_ray.retrieval import preflight
+
+    engine, local = preflight.prepare_engine(settings)
+    corpus, _, step = preflight.prepare(local)
+    passages, more = preflight.count_passages(corpus, settings)
+    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    there = any(version.id == step.identity for version in engine.versions())
+    yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"
 
 
 # ---------------------------------------------------------------------------------------------------------- serve

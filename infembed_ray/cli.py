@@ -159,6 +159,7 @@ def require_files(settings: Settings, prefix: str = "") -> None:
 def _file_checks(settings: Settings, prefix: str) -> Iterator[Callable[[], Any]]:
     from infembed_ray.config.base import Settings
     from infembed_ray.object_store import is_uri
+    from infembed_ray.retrieval.stores.address import is_address
     from infembed_ray.storage import resolve_input
 
     for field, value in settings:
@@ -170,7 +171,7 @@ def _file_checks(settings: Settings, prefix: str) -> Iterator[Callable[[], Any]]
         for name, item in named:
             if isinstance(item, Settings):
                 yield from _file_checks(item, f"{prefix}{name}.")
-            elif not isinstance(item, str) or not item or is_uri(item):
+            elif not isinstance(item, str) or not item or is_uri(item) or is_address(item):
                 continue
             elif field in INPUTS or (field in MODELS and item.startswith(("/", ".", "~"))):
                 yield partial(resolve_input, item, f"{prefix}{name}")

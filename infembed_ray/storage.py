@@ -326,7 +326,7 @@ class Step:
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
             yield staging
-            durable.replace_json(staging.path / MANIFEST, self._manifest(staging, time.monotonic() - start))
+            durable.replace_json(staging.path / MANIFEST, self.manifest(staging, time.monotonic() - start))
             with errors_at(self._place, "output"):
                 if self.remote is not None:
                     _upload(staging, self.remote, before, still_held)
@@ -365,7 +365,8 @@ class Step:
         if moved is None:
             say(f"{self.stage}: {LATEST} stays at the output that another run has published at the same time")
 
-    def _manifest(self, staging: Staging, seconds: float) -> dict[str, Any]:
+    def manifest(self, staging: Staging, seconds: float) -> dict[str, Any]:
+        """Return the manifest of an output."""
         return {
             "stage": self.stage,
             "identity": self.identity,
@@ -425,8 +426,7 @@ def _origin(path: Place) -> str:
     for root in path.parents:
         if (root / _ORIGIN).is_file():
             base, _, query = (root / _ORIGIN).read_text(encoding="utf-8").partition("?")
-            below = path.relative_to(root).parts[1:]
-            return "/".join([base, *below]) + (f"?{query}" if query else "")
+            return "/".join([base, *path.relative_to(root).parts[1:]]) + (f"?{query}" if query else "")
     return str(path)
 
 

@@ -22,7 +22,17 @@ class IndexSettings(Settings):
     columns: dict[str, str] = Field({}, description="column name of the index -> column name in the corpus")
     metadata: dict[str, FieldType] = Field({}, description="further columns, for filters and hits -> their type")
     model: str = runtime_field(description="checkpoint directory or hub name of the encoder")
-    output: str = runtime_field(description="directory for the published index")
+    output: str = runtime_field(
+        description="directory for the published index, or milvus+http://HOST:PORT/ALIAS for an external engine"
+    )
+    store_token_env: str | None = runtime_field(
+        "INFEMBED_STORE_TOKEN",
+        description="environment variable with the token of an external engine: user:password or an API key; unset: none",
+    )
+    work: str | None = runtime_field(
+        None,
+        description="with an external engine, directory or object-store folder, seen by all nodes, for an unfinished build; null: scratch directory of this machine",
+    )
     shards: int = Field(2, ge=1, description="shards of the index; a hash of its id assigns a passage")
     dimensions: int | None = Field(
         None, ge=1, description="dimensions of the embeddings (Matryoshka); null: the model's"
@@ -30,7 +40,7 @@ class IndexSettings(Settings):
     vectors: Precision = Field("float16", description="precision of the stored vectors; float16 takes half the space")
     factory: str | None = Field(
         None,
-        description="index type of all shards, as faiss.index_factory spells it; null: chosen by count, dimension and memory",
+        description="index type of all shards, as faiss.index_factory spells it, or the engine's own name; null: chosen by count, dimension and memory",
     )
     memory_gib: float | None = Field(
         None, gt=0, description="most memory of a shard's index while it is searched (GiB); null: no limit"

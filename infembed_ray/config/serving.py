@@ -29,7 +29,11 @@ class CanarySettings(Settings):
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
-    index: str = runtime_field(description="a published index")
+    index: str = runtime_field(description="a published index, or milvus+http://HOST:PORT/ALIAS")
+    store_token_env: str | None = Field(
+        "INFEMBED_STORE_TOKEN",
+        description="environment variable with the token of an external engine: user:password or an API key; unset: none",
+    )
     model: str | None = runtime_field(None, description="encoder; null: the one that built the index")
     model_name: str | None = Field(None, description="the model's name in the API; null: its hub or directory name")
     suggestions: str | None = runtime_field(

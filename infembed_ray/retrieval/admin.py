@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.index import IndexFacts, change_log
+from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.storage import find_input
 
 
@@ -13,12 +19,15 @@ def run(action: str, directory: str, version: str | None = None) -> None:
 
     Args:
         action: versions, use or verify.
-        directory: output of `infembed index`; for verify also one version of it.
+        directory: output of `infembed index`: a directory, an object-store URI, or the address of an external engine; for
+            verify also one version of it.
         version: to use.
 
     Raises:
         InputError: there is no such version, or one of its files or changes is missing or corrupted.
     """
+    if is_address(directory):
+        return _run_in_engine(action, directory, version)
     if action == "versions":
         _list(directory)
     elif action == "use":
@@ -37,9 +46,30 @@ def _list(directory: str) -> None:
         rows.append(
             (current, v.id, v.created, f"{v.facts.passages}", recall, size, f"{v.facts.folded}", v.facts.lineage)
         )
+    _print(rows)
+
+
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _run_in_engine(action: str, address: str, version: str | None) -> None:
+    engine = connect(Address.parse(address, "index"))
+    known = engine.versions()
+    if action == "use":
+        meant = versions.chosen(version or "", [found.id for found in known], address)
+        engine.use(meant)
+        say(f"index use: {address} names version {meant}; run `infembed serve` on it to switch a running API to it")
+    elif action == "versions":
+        rows = [("", "version", "created", "passages")]
+        for found in known:
+            row = (found.id, str(found.manifest["created"]), str(found.manifest["index"]["passages"]))
+            rows.append(("latest" if found.current else "", *row))
+        _print(rows)
+    else:
+        raise InputError(f"index={address}: an external engine verifies its own files; give a directory")
 
 
 def _verify(directory: str) -> None:

@@ -13,8 +13,9 @@ A build starts a lineage. Changes made to the served version through the API are
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -46,11 +47,14 @@ from infembed_ray.retrieval.corpus import BadRow
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.index import IndexFacts, counts_of, finished, reusing, warn_of_changes
 from infembed_ray.retrieval.pieces import Piece, parts_of
-from infembed_ray.retrieval.preflight import check_model, prepare
+from infembed_ray.retrieval.preflight import check_model, prepare, prepare_engine
 from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_other_attempts
 from infembed_ray.retrieval.shards import Build
+from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.stores.engines import connect as connect_store
+from infembed_ray.retrieval.stores.store import Address, Engine
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, work_directory
-from infembed_ray.storage import Published, find_input
+from infembed_ray.storage import Published, Staging, find_input
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -63,6 +67,8 @@ def run(settings: IndexSettings) -> Published:
         InputError: corpus, model, index type or output cannot be used; an embedding is not finite; no type fits the
             memory or reaches the recall floor; or the disk is full. Nothing is published then.
     """
+    if is_address(settings.output):
+        return _run_in_engine(settings)
     corpus, model, step = prepare(settings)
     if done := finished(step):
         return done
@@ -92,6 +98,52 @@ def run(settings: IndexSettings) -> Published:
         drop_other_attempts(step.remote, shards)
         work.delete()
     return step.published()
+
+
+def _run_in_engine(settings: IndexSettings) -> Published:
+    """As `run`, into a new collection of an external engine, which its alias names in the end."""
+    engine, local = prepare_engine(settings)
+    corpus, model, step = prepare(local)
+    if done := next((version for version in engine.versions() if version.id == step.identity), None):
+        engine.use(step.identity)
+        return Published(step.path, done.manifest, fresh=False, uri=settings.output)
+    started = time.monotonic()
+    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    with output_errors(local.output), work_directory(step, local) as work:
+        engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
+        sizes = partition_corpus(corpus, local, work, partial(_partition, local, work))
+        connect()
+        _sort_shards(corpus, local, work, sizes)
+        chunks = work.chunks(sizes)
+        say(f"index: {counted(sum(sizes), 'passage')} to {settings.output}, {model}")
+        _encode(chunks, work, model, local)
+        _insert(engine, step.identity, chunks, work, encoder.dimension)
+        facts = replace(IndexFacts.of_build(encoder, model, settings, [], step.identity), passages=sum(sizes))
+        made = Staging(step.partial, counts={"passages": facts.passages}, facts={"index": facts.as_json()})
+        manifest = step.manifest(made, time.monotonic() - started)
+        engine.finish(step.identity, manifest)
+        work.delete()
+    say(f"index: {engine.address} names this version; `infembed index use` names another")
+    return Published(step.path, manifest, fresh=True, uri=settings.output)
+
+
+def _insert(engine: Engine, identity: str, chunks: Sequence[Chunk], work: Work, dimension: int) -> None:
+    """Insert all chunks into a new collection: one task per shard, or one task if the engine takes one writer."""
+    parts: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        parts.setdefault(0 if engine.one_writer else chunk.shard, []).append(chunk)
+    tasks = [_insert_chunks.remote(engine.address, identity, part, work, dimension) for part in parts.values()]
+    with track("insert", sum(chunk.count for chunk in chunks)) as advance:
+        for _, count in _as_completed(tasks):
+            advance(count)
+
+
+@ray.remote(num_cpus=1, max_retries=0)  # a second attempt would insert twice
+def _insert_chunks(address: Address, identity: str, chunks: Sequence[Chunk], work: Work, dimension: int) -> int:
+    engine = connect_store(address)
+    for chunk in chunks:
+        engine.insert(identity, work.passages(chunk), work.vectors(chunk, dimension))
+    return sum(chunk.count for chunk in chunks)
 
 
 def _require_gpu_faiss(verb: str, gpus: float) -> None:

@@ -130,8 +130,16 @@ class IndexFacts:
         """
         return cls.of_manifest(read_manifest(root, name), root, name)
 
+    def require_encoder(self, fingerprint: str, place: object) -> None:
+        """Raise InputError unless this encoder built the index at a place."""
+        if fingerprint != self.encoder:
+            raise InputError(
+                f"index={place}: built by another encoder ({self.encoder}, {self.model}) than the one given "
+                f"({fingerprint}); build it again with this encoder, or use the one that built it"
+            )
+
     @classmethod
-    def of_manifest(cls, manifest: Mapping[str, Any], root: Place, name: str = "index") -> IndexFacts:
+    def of_manifest(cls, manifest: Mapping[str, Any], root: object, name: str = "index") -> IndexFacts:
         """As `read`, of a manifest that was read already."""
         if "index" not in manifest:
             raise InputError(f"{name}={root}: the output of `{manifest['stage']}`; give one of `infembed index`")
@@ -249,11 +257,7 @@ class Index:
 
     def require_encoder(self, fingerprint: str) -> None:
         """Raise InputError unless this encoder built the index."""
-        if fingerprint != self.facts.encoder:
-            raise InputError(
-                f"index={self.path}: built by another encoder ({self.facts.encoder}, {self.facts.model}) than the one "
-                f"given ({fingerprint}); build it again with this encoder, or use the one that built it"
-            )
+        self.facts.require_encoder(fingerprint, self.path)
 
     @property
     def changes(self) -> Place:

@@ -12,10 +12,13 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.object_store import scratch
 from infembed_ray.places import Place, errors_at, open_binary
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
 from infembed_ray.retrieval.index import FORMAT
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address, Engine
 from infembed_ray.storage import Step, find_input
 
 SAMPLE = 10_000
@@ -39,6 +42,23 @@ def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
     )
     names = {**model.names, "format": str(FORMAT)}
     return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
+
+
+def prepare_engine(settings: IndexSettings) -> tuple[Engine, IndexSettings]:
+    """Connect to the external engine that `output` names.
+
+    Returns:
+        The engine; and the settings of the steps before it, whose output is the place of the unfinished build.
+
+    Raises:
+        InputError: a setting is for FAISS only, or the engine cannot be used.
+    """
+    for name, given in (("memory_gib", settings.memory_gib), ("gpus_per_shard", settings.gpus_per_shard or None)):
+        if given is not None:
+            raise InputError(f"{name}={given:g}: an external engine manages its own memory and devices; leave it out")
+    engine = connect(Address.parse(settings.output, "output", settings.store_token_env))
+    place = settings.work or str(scratch() / "stores" / engine.address.alias)
+    return engine, settings.model_copy(update={"output": place, "vectors": "float32"})
 
 
 def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:

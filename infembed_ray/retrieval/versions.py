@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,17 +71,26 @@ def use(output: str | Path, version: str) -> None:
         InputError: there is no such version, or one of its files or changes is missing or corrupted; `latest` is kept.
     """
     root = _root(output)
-    known = [found.id for found in versions(output)]
+    meant = chosen(version, [found.id for found in versions(output)], root)
+    if isinstance(root, Folder):
+        verify((root / meant).uri)
+        root.write(LATEST, f"{meant}\n")
+    else:
+        verify(root / meant)
+        set_latest(root, meant)
+
+
+def chosen(version: str, known: Sequence[str], root: object) -> str:
+    """The version in `root` whose id is given, or begins with what is given.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
     meant = [version] if version in known else [id for id in known if id.startswith(version)] if version else []
     if len(meant) != 1:
         fault = "several versions begin with it" if meant else "no such version"
         raise InputError(f"version={version}: {fault} in {root}; it has {', '.join(meant or known) or 'none'}")
-    if isinstance(root, Folder):
-        verify((root / meant[0]).uri)
-        root.write(LATEST, f"{meant[0]}\n")
-    else:
-        verify(root / meant[0])
-        set_latest(root, meant[0])
+    return meant[0]
 
 
 def prune(version: Place, keep: int | None = None) -> None:

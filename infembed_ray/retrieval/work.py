@@ -202,10 +202,11 @@ class Work:
             numbers = range(batches.num_record_batches)
             tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
             count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        vectors = (self._vectors(chunk, dimension) for chunk in chunks)
+        vectors = (self.vectors(chunk, dimension) for chunk in chunks)
         write_vectors(directory / VECTORS_FILE, vectors, count, dimension, precision)
 
-    def _vectors(self, chunk: Chunk, dimension: int) -> np.ndarray:
+    def vectors(self, chunk: Chunk, dimension: int) -> np.ndarray:
+        """Read the vectors of a chunk, encoded and reused, (n, dimension) float32."""
         vectors = np.empty((chunk.count, dimension), np.float32)
         rows = self.reused(chunk)
         if chunk.new:

@@ -17,8 +17,8 @@ from infembed_ray.config.serving import ServeSettings
 
 APPLICATION = "infembed"
 """Serve application of the API, and prefix of the others."""
-ENCODER, INGRESS, METRICS = "encoder", "ingress", "metrics"
-"""Deployments."""
+ENCODER, INGRESS, METRICS, STORE = "encoder", "ingress", "metrics", "store"
+"""Deployments; `STORE` stands for the shards where an external engine holds the index."""
 INGRESS_CPUS = 0.1
 """CPUs that an ingress replica reserves; it mostly waits."""
 
@@ -70,11 +70,12 @@ class IndexArguments(_Arguments):
         "gpus_per_shard",
         "cpus_per_shard",
         "shard_cache",
+        "store_token_env",
         "max_queue",
         "request_timeout_s",
     }
     index: str
-    """Directory of an index version, or its URI in an object store."""
+    """Directory of an index version, its URI in an object store, or its address in an external engine."""
     version: str
 
     @property

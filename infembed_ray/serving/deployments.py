@@ -16,12 +16,14 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.serving import startup
 from infembed_ray.serving.arguments import (
     ENCODER,
     INGRESS,
     INGRESS_CPUS,
     METRICS,
+    STORE,
     ApiArguments,
     EncoderArguments,
     IndexArguments,
@@ -29,6 +31,7 @@ from infembed_ray.serving.arguments import (
 from infembed_ray.serving.replicas import Encoder, Ingress, MetricsPage, ShardSearch
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S
+from infembed_ray.serving.store_search import StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""
@@ -60,10 +63,12 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
     arguments = IndexArguments.model_validate(arguments)
     settings = arguments.settings
     per_node = spread(settings.shard_replicas, CPU=settings.cpus_per_shard, GPU=settings.gpus_per_shard)
+    in_engine = is_address(arguments.index)
+    names = [STORE] if in_engine else [facts.name for facts in Index.describe(arguments.index).facts.shards]
     shards = [
         serve.deployment(
-            ShardSearch,
-            name=facts.name,
+            StoreSearch if in_engine else ShardSearch,
+            name=name,
             ray_actor_options={
                 "num_cpus": settings.cpus_per_shard,
                 "num_gpus": settings.gpus_per_shard,
@@ -73,7 +78,7 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
             **_replicas(settings.shard_replicas),
             **_limits(settings),
         )
-        for facts in Index.describe(arguments.index).facts.shards
+        for name in names
     ]
     # An application is a graph with one root. Any shard can be the root, because shards do not call each other.
     *others, last = range(len(shards))

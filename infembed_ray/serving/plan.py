@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -23,13 +23,17 @@ from infembed_ray.places import address, listing, place_of
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
-from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import local_directory
+from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving import schema
 from infembed_ray.serving.arguments import (
     APPLICATION,
     INGRESS,
     INGRESS_CPUS,
+    STORE,
     ApiArguments,
     EncoderArguments,
     IndexArguments,
@@ -75,15 +79,12 @@ class Plan:
         _require_safe(settings, keys)
         if settings.canary.probes is not None:
             read_probes(settings.canary.probes)
-        index = Index.describe(settings.index)
-        if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
-            for shard in index.facts.shards:
-                local_directory(index.path, shard)
+        index = _describe(settings)
         found = locate(settings.model or index.facts.model, "model")
         path = local(found.path)
         described = InstructionEncoder.from_pretrained(path, dimensions=index.facts.dimensions, device="meta")
         fingerprint = described.fingerprint()
-        index.require_encoder(fingerprint)
+        index.facts.require_encoder(fingerprint, index.place)
         require_runnable(described, settings, path)
         card = schema.Model(
             id=settings.model_name or _model_name(settings.model or index.facts.model, path),
@@ -100,14 +101,14 @@ class Plan:
         encoder = EncoderArguments(
             model=found.path, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
         )
-        shards = IndexArguments(index=address(index.path), version=index.version, settings=settings)
+        shards = IndexArguments(index=index.place, version=index.version, settings=settings)
         api = ApiArguments(locked=bool(keys), settings=settings)
         release = ReleaseSpec(
             fingerprint=_fingerprint(settings, card, api.locked),
             encoder=encoder.application,
             index=shards.application,
-            shards=tuple(facts.name for facts in index.facts.shards),
-            changes=address(index.changes),
+            shards=index.shards,
+            changes=index.changes,
             card=card,
         )
         return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path))
@@ -206,6 +207,40 @@ class Plan:
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
             f"{key}"
         )
+
+
+class _Described(NamedTuple):
+    """An index that is not open: of files, or in an external engine."""
+
+    place: str
+    version: str
+    facts: IndexFacts
+    shards: tuple[str, ...]
+    changes: str | None
+
+
+def _describe(settings: ServeSettings) -> _Described:
+    """Read the facts of the index, and check the files of its shards.
+
+    Raises:
+        InputError: there is no such index, it is damaged, or the external engine cannot be used.
+    """
+    if is_address(settings.index):
+        engine = connect(Address.parse(settings.index, "index", settings.store_token_env))
+        version = engine.current()
+        if engine.one_writer and settings.shard_replicas > 1:
+            raise InputError(
+                f"shard_replicas={settings.shard_replicas}: {settings.index} takes one writer at a time; set 1, or use a "
+                "server of several nodes"
+            )
+        facts = IndexFacts.of_manifest(version.manifest, engine.address)
+        return _Described(str(engine.address), version.id, facts, (STORE,), None)
+    index = Index.describe(settings.index)
+    if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
+        for shard in index.facts.shards:
+            local_directory(index.path, shard)
+    names = tuple(shard.name for shard in index.facts.shards)
+    return _Described(address(index.path), index.version, index.facts, names, address(index.changes))
 
 
 def read_suggestions(value: str) -> list[schema.Suggestion]:

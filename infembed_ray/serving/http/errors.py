@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from infembed_ray.retrieval.filters import FilterError
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, EmptySequence, QueueFull
 from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
@@ -142,6 +143,7 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]]
     ApiError: lambda _, error: error,
     HTTPException: _http_error,
     FilterError: lambda _, error: ApiError(400, str(error), param="filter"),
+    ChangeError: lambda _, error: ApiError(400, str(error), param="documents"),
     EmptySequence: lambda _, error: ApiError(400, f"{error}: send text", param="input"),
     ReadOnly: lambda *_: ApiError(403, "this index is read-only: documents cannot be put or deleted", code="read_only"),
     Stuck: lambda _, error: ApiError.later(

@@ -71,8 +71,8 @@ class ReleaseSpec(BaseModel):
     """Serve application of the index."""
     shards: tuple[str, ...]
     """Deployments of the shards in that application, in order."""
-    changes: str
-    """Directory of the index's write-ahead log."""
+    changes: str | None
+    """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
     card: schema.Model
 
     canary: Canary | None = None
@@ -136,7 +136,9 @@ class Release:
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
-        self._log = ChangeLog(place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards))
+        self._log = spec.changes and ChangeLog(
+            place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
+        )
         self._max_changed = None if max_changed_documents is None else max_changed_documents * len(shards)
         self._warned = False
         self._states = [ShardState()] * len(shards)
@@ -213,13 +215,13 @@ class Release:
         self._require_room()
         embedded = await self._embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
         return await self._append(
-            Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)
+            [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
         )
 
     async def delete(self, ids: Sequence[str]) -> int:
         """As `Service.delete`."""
         await self._require_writable()
-        return await self._append(map(Delete, ids))
+        return await self._append(list(map(Delete, ids)))
 
     async def document(self, id: str) -> Document | None:
         """As `Service.document`."""
@@ -289,9 +291,13 @@ class Release:
                 *(self._changed, self.card.index_version, self._max_changed),
             )
 
-    async def _append(self, changes: Iterable[Change]) -> int:
+    async def _append(self, changes: Sequence[Change]) -> int:
+        if not self._log:
+            (store,) = self._shards
+            sequence: int = await HedgedCalls(is_lost)(lambda: store("change", changes), self._timeout_s)
+            return sequence
         # In a thread, because it waits for the disk.
-        return await asyncio.get_running_loop().run_in_executor(None, self._log.append, list(changes))
+        return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)
 
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""

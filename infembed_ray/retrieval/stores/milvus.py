@@ -1,0 +1,366 @@
+"""Milvus as the store of an index, through pymilvus: a Milvus server, Zilliz Cloud or `milvus-lite server`.
+
+A version is the collection ALIAS_IDENTITY: fields id, text, vector, and `m_NAME` for each metadata column. Its manifest is the
+collection's property `infembed.manifest`, written last. Metadata filters become Milvus expressions; a date is its ordinal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from infembed_ray.config.base import nearest
+from infembed_ray.config.retrieval import FieldType
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import filters
+from infembed_ray.retrieval.filters import Condition, Filter, Value
+from infembed_ray.retrieval.index import IndexFacts
+from infembed_ray.retrieval.shards import Hit
+from infembed_ray.retrieval.stores.store import TOKEN_ENV, Address, StoredVersion, StoreFault
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Put, typed_metadata
+
+MANIFEST = "infembed.manifest"
+"""Property of a finished collection: its manifest, as JSON."""
+PREFIX = "m_"
+"""Before the name of a metadata column, which may be a word of Milvus' expressions."""
+MAX_BYTES = 65_535
+"""UTF-8 bytes of the longest value that Milvus stores."""
+BATCH_ROWS = 500
+"""Rows of an insert; a server accepts 64 MiB."""
+STALE_MS = 5_000
+"""Milliseconds by which a search with bounded staleness may lag (Milvus' default); Lite does not lag."""
+PATIENCE_S = 5.0
+"""Seconds in which to connect: after a lost connection, gRPC refuses calls for a second or two, and the client gives up at once."""
+LEAST_LITE = (3, 2, 1)
+"""Milvus Lite 3.2.0 repeats and drops rows in iterations."""
+INDEX_TYPES = ["AUTOINDEX", "FLAT", "HNSW", "HNSW_SQ", "HNSW_PQ", "HNSW_PRQ", "IVF_FLAT", "IVF_SQ8", "IVF_PQ"]
+INDEX_TYPES += ["IVF_RABITQ", "SCANN", "DISKANN"]
+"""Index types of dense vectors. Lite accepts any name, and searches without an index if it does not know it."""
+EF, NPROBE = 256, 64
+"""Effort of a search: candidates of a graph, at least one a hit, and inverted lists."""
+_OPERATORS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"})
+_ID, _TEXT, _VECTOR = "id", "text", "vector"
+
+
+class Milvus:
+    """The versions of an index in Milvus; the methods are those of `store.Engine`."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._client, self.one_writer = _connect(address, timeout_s)
+
+    def _name(self, identity: str) -> str:
+        return f"{self.address.alias}_{identity}"
+
+    def versions(self) -> list[StoredVersion]:
+        """As `Engine.versions`."""
+        with _errors(self.address):
+            named = re.compile(re.escape(self._name("")) + "([0-9a-f]{12})")
+            found = [match[1] for name in self._client.list_collections() if (match := named.fullmatch(name))]
+            versions = [
+                StoredVersion(
+                    id,
+                    json.loads(manifest),
+                    self.address.alias in self._client.list_aliases(self._name(id))["aliases"],
+                )
+                for id in found
+                if (manifest := self._client.describe_collection(self._name(id))["properties"].get(MANIFEST))
+            ]
+        return sorted(versions, key=lambda version: (str(version.manifest.get("created")), version.id))
+
+    def begin(self, identity: str, metadata: Mapping[str, FieldType], dimension: int, index_type: str | None) -> None:
+        """As `Engine.begin`."""
+        alias, name = self.address.alias, self._name(identity)
+        if index_type not in (None, *INDEX_TYPES):
+            raise InputError(f"factory={index_type}: no index type of Milvus; {nearest(str(index_type), INDEX_TYPES)}")
+        for column in metadata:
+            if not (column.isidentifier() and column.isascii()):
+                raise InputError(
+                    f"metadata.{column}: Milvus takes names of letters, digits and underscores; choose such a name and set "
+                    f"columns.<that name>={column}"
+                )
+        with _errors(self.address):
+            if self._client.has_collection(alias) and not any(version.current for version in self.versions()):
+                raise StoreFault(
+                    f"{self.address.setting}={self.address}: {alias} names a collection there that `infembed index` did not "
+                    "build; choose another alias"
+                )
+            if self._client.has_collection(name):
+                self._client.drop_collection(name)
+            schema = _schema(self._client, metadata, dimension)
+            index = self._client.prepare_index_params()
+            index.add_index(_VECTOR, index_type=index_type or "AUTOINDEX", metric_type="IP")
+            self._client.create_collection(name, schema=schema, consistency_level="Bounded")
+            self._client.create_index(name, index)
+
+    def insert(self, identity: str, passages: pa.Table, vectors: np.ndarray) -> None:
+        """As `Engine.insert`."""
+        metadata = passages.schema.names[2:]
+        rows = [
+            _entity(row[_ID], row[_TEXT], {name: row[name] for name in metadata}, vector, InputError)
+            for row, vector in zip(passages.to_pylist(), vectors, strict=True)
+        ]
+        with _errors(self.address):
+            for batch in _batches(rows):
+                self._client.insert(self._name(identity), batch)
+
+    def finish(self, identity: str, manifest: Mapping[str, Any]) -> None:
+        """As `Engine.finish`."""
+        name, wanted = self._name(identity), manifest["index"]["passages"]
+        with _errors(self.address):
+            self._client.flush(name, timeout=None)
+            self._client.load_collection(name, timeout=None)  # waits for the index
+            (counted,) = self._client.query(name, output_fields=["count(*)"], consistency_level="Strong")
+            if counted["count(*)"] != wanted:
+                raise StoreFault(
+                    f"{self.address.setting}={self.address}: {name} holds {counted['count(*)']} of {wanted} passages, because "
+                    "a write was lost or repeated; run the same command again: it starts the collection over"
+                )
+            self._client.alter_collection_properties(name, {MANIFEST: json.dumps(manifest)})
+        self.use(identity)
+
+    def use(self, identity: str) -> None:
+        """As `Engine.use`."""
+        with _errors(self.address):
+            set_alias = (
+                self._client.alter_alias
+                if any(version.current for version in self.versions())
+                else self._client.create_alias
+            )
+            set_alias(self._name(identity), self.address.alias)
+
+    def current(self) -> StoredVersion:
+        """As `Engine.current`."""
+        return self._found("no index", (version for version in self.versions() if version.current))
+
+    def open(self, identity: str) -> MilvusStore:
+        """As `Engine.open`."""
+        version = self._found(f"no version {identity}", (v for v in self.versions() if v.id == identity))
+        facts = IndexFacts.of_manifest(version.manifest, self.address, self.address.setting)
+        return MilvusStore(self, self._client, self._name(identity), facts)
+
+    def _found(self, fault: str, versions: Iterable[StoredVersion]) -> StoredVersion:
+        for version in versions:
+            return version
+        raise StoreFault(
+            f"{self.address.setting}={self.address}: {fault} there; build one with `infembed index output={self.address}`, or "
+            f"list them with `infembed index versions {self.address}`"
+        )
+
+
+class MilvusStore:
+    """One version in Milvus; the methods are those of `store.Store`."""
+
+    def __init__(self, engine: Milvus, client: Any, name: str, facts: IndexFacts) -> None:
+        self.facts = facts
+        self._address = engine.address
+        self._client = client
+        self._name = name
+        self._timeout_s = engine.timeout_s  # without it, the client tries again for minutes
+        self._stale_ms = 0 if engine.one_writer else STALE_MS
+        self._fields = [_TEXT, *(PREFIX + column for column in facts.metadata)]
+        with _errors(self._address):
+            self._type = str(client.describe_index(name, _VECTOR)["index_type"])
+        self.ready()
+
+    def search(
+        self, vectors: np.ndarray, k: int, filter: Mapping[str, Any] | None = None, fresh: bool = False
+    ) -> tuple[list[list[Hit]], int]:
+        """As `Store.search`."""
+        parsed = filters.parse(filter, self.facts.metadata)
+        effort = {"HNSW": {"ef": max(EF, k)}, "IVF": {"nprobe": NPROBE}}.get(self._type.split("_")[0], {})
+        sequence = _now_ms() - (0 if fresh else self._stale_ms)
+        with _errors(self._address):
+            found = self._client.search(
+                self._name,
+                data=np.ascontiguousarray(vectors, np.float32),
+                limit=k,
+                filter="" if parsed is None else expression(parsed),
+                output_fields=self._fields,
+                search_params={"metric_type": "IP", "params": effort},
+                consistency_level="Strong" if fresh else "Bounded",
+                timeout=self._timeout_s,
+            )
+        hits = [[self._hit(hit["id"], hit["distance"], hit["entity"]) for hit in of_query] for of_query in found]
+        return [sorted(some, key=lambda hit: (hit.score, hit.id), reverse=True) for some in hits], sequence
+
+    def get(self, id: str) -> Hit | None:
+        """As `Store.get`."""
+        with _errors(self._address):
+            wanted = f"{_ID} in [{_literal(id)}]"
+            found = self._client.query(
+                self._name,
+                filter=wanted,
+                output_fields=self._fields,
+                consistency_level="Strong",
+                timeout=self._timeout_s,
+            )
+        return self._hit(id, 0.0, found[0]) if found else None
+
+    def change(self, changes: Sequence[Change]) -> int:
+        """As `Store.change`."""
+        final = {change.id: change for change in changes}.values()
+        rows = [
+            _entity(
+                put.id, put.text, typed_metadata(put.id, put.metadata, self.facts.metadata), put.vector, ChangeError
+            )
+            for put in final
+            if isinstance(put, Put)
+        ]
+        deleted = [change.id for change in final if not isinstance(change, Put)]
+        with _errors(self._address):
+            for batch in _batches(rows):
+                self._client.upsert(self._name, batch, timeout=self._timeout_s)
+            if deleted:
+                # The client's own `ids=` does not escape quotes.
+                some = f"{_ID} in [{', '.join(map(_literal, deleted))}]"
+                self._client.delete(self._name, filter=some, timeout=self._timeout_s)
+        return _now_ms()
+
+    def ready(self) -> bool:
+        """As `Store.ready`."""
+        with _errors(self._address):
+            if self._client.get_load_state(self._name, timeout=self._timeout_s)["state"].name != "Loaded":
+                self._client.load_collection(self._name, timeout=self._timeout_s)
+        return True
+
+    def _hit(self, id: str, score: float, stored: Mapping[str, Any]) -> Hit:
+        metadata = {column: _loaded(stored[PREFIX + column], kind) for column, kind in self.facts.metadata.items()}
+        return Hit(id, float(score), stored[_TEXT], metadata)
+
+
+def expression(filter: Filter) -> str:
+    """The expression of Milvus that lets through what `Filter.mask` does."""
+    return " and ".join(f"({_condition(condition)})" for condition in filter.conditions)
+
+
+def _condition(condition: Condition) -> str:
+    field, literals = PREFIX + condition.field, [_literal(value) for value in condition.values]
+    if condition.operator in _OPERATORS:
+        return f"{field} {_OPERATORS[condition.operator]} {literals[0]}"
+    # Lite hashes, and -0.0 hashes differently from 0.0.
+    literals += [_literal(-value) for value in condition.values if isinstance(value, float) and value == 0]
+    listed = f"[{', '.join(literals)}]"
+    if condition.operator in ("eq", "in"):
+        return f"{field} in {listed}"
+    return f"{field} is null or {field} not in {listed}"  # a comparison with null is false
+
+
+def _literal(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value.translate(_ESCAPES)}"'
+    return repr(value.toordinal() if isinstance(value, date) else value)
+
+
+def _entity(
+    id: str, text: str, metadata: Mapping[str, Value | None], vector: np.ndarray, fault: type[ValueError]
+) -> dict[str, Any]:
+    """A row of a collection; raises `fault` if a value is too long."""
+    entity: dict[str, Any] = {_ID: id, _TEXT: text}
+    entity |= {PREFIX + c: v.toordinal() if isinstance(v, date) else v for c, v in metadata.items()}
+    for field, value in entity.items():
+        if isinstance(value, str) and (size := len(value.encode())) > MAX_BYTES:
+            raise fault(
+                f"document {id[:80]!r}: its {field.removeprefix(PREFIX)} has {size} bytes, Milvus stores {MAX_BYTES}; "
+                "split the document"
+            )
+    return {**entity, _VECTOR: np.asarray(vector, np.float32)}
+
+
+def _loaded(value: Any, kind: FieldType) -> Any:
+    return date.fromordinal(value).isoformat() if kind == "date" and value is not None else value
+
+
+def _batches(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    for start in range(0, len(rows), BATCH_ROWS):
+        yield rows[start : start + BATCH_ROWS]
+
+
+def _schema(client: Any, metadata: Mapping[str, FieldType], dimension: int) -> Any:
+    from pymilvus import DataType
+
+    types = {"string": DataType.VARCHAR, "integer": DataType.INT64, "number": DataType.DOUBLE}
+    types |= {"boolean": DataType.BOOL, "date": DataType.INT64}
+    schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
+    schema.add_field(_ID, DataType.VARCHAR, is_primary=True, max_length=MAX_BYTES)
+    schema.add_field(_TEXT, DataType.VARCHAR, max_length=MAX_BYTES)
+    schema.add_field(_VECTOR, DataType.FLOAT_VECTOR, dim=dimension)
+    for column, kind in metadata.items():
+        length = {"max_length": MAX_BYTES} if kind == "string" else {}
+        schema.add_field(PREFIX + column, types[kind], nullable=True, **length)
+    return schema
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _connect(address: Address, timeout_s: float) -> tuple[Any, bool]:
+    """Connect; returns the client, and whether the server is Milvus Lite.
+
+    Raises:
+        StoreFault: see `engines.connect`.
+    """
+    try:
+        import pymilvus
+    except ImportError as error:
+        raise StoreFault(
+            f"{address.setting}={address}: needs the client of Milvus; pip install 'infembed-ray[milvus]'"
+        ) from error
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
+    token = os.environ.get(address.token_env or "", "")
+    deadline = time.monotonic() + min(PATIENCE_S, timeout_s)
+    while True:
+        try:
+            with _errors(address):
+                client = pymilvus.MilvusClient(address.url, token=token, db_name=address.database, timeout=timeout_s)
+                server = str(client.get_server_version())
+            break
+        except StoreFault:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    lite = "lite" in server
+    found, ours = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (server, pymilvus.__version__))
+    if lite and found < LEAST_LITE:
+        raise StoreFault(
+            f"{address.setting}={address}: {server} loses rows; pip install 'milvus-lite>={'.'.join(map(str, LEAST_LITE))}'"
+        )
+    if not lite and found[:2] != ours[:2]:
+        raise StoreFault(
+            f"{address.setting}={address}: the server is Milvus {server}, the client pymilvus {pymilvus.__version__}; "
+            f"pip install 'pymilvus=={found[0]}.{found[1]}.*'"
+        )
+    return client, lite
+
+
+@contextmanager
+def _errors(address: Address) -> Iterator[None]:
+    """Turn an error of the client in the block into a StoreFault."""
+    from grpc import RpcError
+    from pymilvus.exceptions import MilvusException
+
+    try:
+        yield
+    except (MilvusException, RpcError) as error:
+        reason = " ".join(str(error.message if isinstance(error, MilvusException) else error.details()).split())
+        remedy = "correct the setting, or see the server's log"
+        if "connecting to server" in reason or "UNAVAILABLE" in reason:
+            reason, remedy = f"no Milvus server answers there ({reason})", "start it, or correct host and port"
+        elif re.search(r"\bauth|unauthenticated|password", reason, re.IGNORECASE):
+            remedy = f"set {address.token_env or TOKEN_ENV} to user:password or an API key"
+        raise StoreFault(f"{address.setting}={address}: {reason}; {remedy}") from error

@@ -1,0 +1,254 @@
+"""The store against brute force, on a real Milvus Lite."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from infembed_ray.config.retrieval import FieldType
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval.filters import FilterError, parse
+from infembed_ray.retrieval.index import IndexFacts
+from infembed_ray.retrieval.passages import schema
+from infembed_ray.retrieval.shards import Hit
+from infembed_ray.retrieval.stores import milvus as module
+from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.store import Address, Engine, Store, StoreFault
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Delete, Put
+from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document
+from tests.retrieval.test_filters import SCHEMA, conditions, nothing_is_between
+from tests.retrieval.vectors import unit_vectors
+from tests.support.milvus import milvus_lite
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+AWKWARD = ["1é", "\"quoted'", "back\\slash", "new\nline\r\t", "0", "in [1]", "😀\x00\u2028"]
+IDS = st.sampled_from(AWKWARD)
+YEARS = st.none() | st.integers(2018, 2022)
+PUTS = st.builds(document, IDS, st.integers(0, 10_000), YEARS)
+CHANGES = st.lists(PUTS | st.builds(Delete, IDS), min_size=1, max_size=6)
+IDENTITY = "0123456789ab"
+NUMBERS = itertools.count()
+
+
+def manifest(passages: int, metadata: Mapping[str, FieldType] = METADATA, dimension: int = DIMENSION) -> dict[str, Any]:
+    facts = IndexFacts(
+        encoder="e",
+        model="m",
+        template="t",
+        dimension=dimension,
+        passages=passages,
+        metadata=metadata,
+        shards=[],
+        lineage="l",
+    )
+    return {"created": f"2026-01-01T00:00:{next(NUMBERS) % 60:02d}", "index": facts.as_json()}
+
+
+def insert(engine: Engine, identity: str, documents: Sequence[Put]) -> None:
+    rows = [
+        {"id": d.id, "text": d.text, **{name: _typed(name, d.metadata.get(name)) for name in METADATA}}
+        for d in documents
+    ]
+    if rows:
+        engine.insert(identity, pa.Table.from_pylist(rows, schema(METADATA)), np.array([d.vector for d in documents]))
+
+
+def _typed(name: str, value: Any) -> Any:
+    return date.fromisoformat(value) if METADATA[name] == "date" and value is not None else value
+
+
+def publish(engine: Engine, documents: Sequence[Put], identity: str = IDENTITY, kind: str | None = "FLAT") -> Store:
+    engine.begin(identity, METADATA, DIMENSION, kind)
+    insert(engine, identity, documents)
+    engine.finish(identity, manifest(len(documents)))
+    return engine.open(identity)
+
+
+def test_searches_under_puts_and_deletes_agree_with_brute_force(engine: Engine) -> None:
+    class Changed(RuleBasedStateMachine):
+        """A collection under puts and deletes, beside the oracle."""
+
+        @initialize(base=st.lists(PUTS, max_size=7, unique_by=lambda put: put.id))
+        def publish(self, base: list[Put]) -> None:
+            self.oracle, self.store, self.last = Oracle(base), publish(engine, base), 0
+
+        @rule(changes=CHANGES)
+        def change(self, changes: list[Change]) -> None:
+            self.oracle.apply(changes)
+            sequence = self.store.change(changes)
+            assert sequence >= self.last
+            self.last = sequence
+
+        @rule(seed=st.integers(0, 10_000), k=st.integers(1, 9), since=YEARS)
+        def search(self, seed: int, k: int, since: int | None) -> None:
+            queries = unit_vectors(2, DIMENSION, seed)
+            hits, sequence = self.store.search(queries, k, None if since is None else {"year": {"gte": since}})
+            assert sequence >= self.last
+            for query, found in zip(queries, hits, strict=True):
+                self.oracle.check(found, query, k, len(self.oracle.states) - 1, since)
+
+        @rule(id=IDS)
+        def get(self, id: str) -> None:
+            expected = self.oracle.states[-1].get(id)
+            assert self.store.get(id) == (expected and Hit(id, 0.0, expected.text, expected.metadata))
+
+    run_state_machine_as_test(Changed, settings=settings(max_examples=10, stateful_step_count=15, deadline=None))
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@given(written=conditions())
+def test_a_filter_lets_through_what_its_mask_does(all_types: tuple[Store, pa.Table], written: dict[str, Any]) -> None:
+    store, table = all_types
+    if nothing_is_between(written):
+        with pytest.raises(FilterError):
+            store.search(unit_vectors(1, 2), 100, written)
+        return
+    parsed = parse(written, SCHEMA)
+    ((hits,), _) = store.search(unit_vectors(1, 2), 100, written)
+    wanted = table.column("id").filter(pa.array(parsed.mask(table))) if parsed else table.column("id")
+    assert sorted(hit.id for hit in hits) == sorted(wanted.to_pylist())
+
+
+@pytest.fixture(scope="module")
+def all_types(milvus: str) -> tuple[Store, pa.Table]:
+    """Passages with every combination of a few values of each type, half of them changed after the build."""
+    rng = np.random.default_rng(0)
+    few = {
+        "lang": [None, "en", "日本語", "\u00e9", "e\u0301", "", "EN", "😀", "z\u2028", 'a"\\\n'],
+        "year": [None, 2018, 2020, 2024, -(2**63), 2**63 - 1],
+        "score": [None, -1.5, -0.0, 0.0, 0.5, 1e300, 2.0],
+        "draft": [None, True, False],
+        "published": [None, date(1, 1, 1), date(2020, 1, 1), date(2020, 1, 5)],
+    }
+    rows: list[dict[str, Any]] = [
+        {"id": f"d{n}", "text": "t", **{name: values[rng.integers(len(values))] for name, values in few.items()}}
+        for n in range(90)
+    ]
+    table = pa.Table.from_pylist(rows, schema(SCHEMA))
+    engine = connect(Address.parse(f"{milvus}/all_types", "output"))
+    engine.begin(IDENTITY, SCHEMA, 2, "FLAT")
+    vectors = unit_vectors(90, 2)
+    engine.insert(IDENTITY, table, vectors)
+    engine.finish(IDENTITY, manifest(90, SCHEMA, 2))
+    store = engine.open(IDENTITY)
+    puts = []
+    for row, vector in zip(rows[::2], vectors[::2], strict=True):
+        values = {name: v.isoformat() if isinstance(v, date) else v for name, v in row.items() if name in SCHEMA}
+        puts.append(Put(row["id"], "t", vector, {name: v for name, v in values.items() if v is not None}))
+    store.change(puts)
+    return store, table
+
+
+def test_a_flat_index_finds_all_neighbours(engine: Engine) -> None:
+    vectors, queries = unit_vectors(2000, DIMENSION, 1), unit_vectors(64, DIMENSION, 2)
+    documents = [Put(f"{n}", "t", vector, {}) for n, vector in enumerate(vectors)]
+    store = publish(engine, documents)
+    store.change([Put(f"{n}", "again", vectors[n], {}) for n in range(0, 2000, 7)])
+    hits, _ = store.search(queries, 10)
+    exact = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
+    assert [{int(hit.id) for hit in some} for some in hits] == [set(row) for row in exact.tolist()]
+
+
+def test_hits_with_equal_scores_are_ordered_by_id(engine: Engine) -> None:
+    vector = unit_vectors(1, DIMENSION)
+    store = publish(engine, [Put(id, "t", vector[0], {}) for id in "cabd"])
+    ((hits,), _) = store.search(vector, 4)
+    assert [hit.id for hit in hits] == ["d", "c", "b", "a"]
+
+
+def test_an_interrupted_build_is_not_served_and_starts_over(engine: Engine) -> None:
+    documents = [document(f"d{n}", n) for n in range(5)]
+    engine.begin(IDENTITY, METADATA, DIMENSION, None)
+    insert(engine, IDENTITY, documents[:3])
+    assert engine.versions() == []
+    with pytest.raises(StoreFault, match="no index there; build one with"):
+        engine.current()
+    store = publish(engine, documents)
+    ((hits,), _) = store.search(unit_vectors(1, DIMENSION), 10)
+    assert {hit.id for hit in hits} == {f"d{n}" for n in range(5)}
+    assert engine.current().id == IDENTITY
+
+
+def test_a_build_with_missing_passages_leaves_the_alias(engine: Engine) -> None:
+    publish(engine, [document("a", 1)])
+    other = "b" * 12
+    engine.begin(other, METADATA, DIMENSION, None)
+    insert(engine, other, [document("a", 1)])
+    with pytest.raises(StoreFault, match=r"holds 1 of 2 passages.*run the same command again"):
+        engine.finish(other, manifest(2))
+    assert [version.id for version in engine.versions()] == [IDENTITY]
+    assert engine.current().id == IDENTITY
+
+
+def test_the_alias_rolls_back_to_a_version_that_stays(engine: Engine) -> None:
+    other = "b" * 12
+    first, second = publish(engine, [document("a", 1)]), publish(engine, [document("b", 2)], other)
+    assert engine.current().id == other
+    engine.use(IDENTITY)
+    assert [(version.id, version.current) for version in engine.versions()] == [(IDENTITY, True), (other, False)]
+    assert first.get("a")  # open stores keep their version
+    assert second.get("b")
+    assert second.get("a") is None
+
+
+def test_a_restarted_server_is_ready_again(tmp_path: Path) -> None:
+    port = free_port()
+    with milvus_lite(tmp_path, port) as address:
+        store = publish(connect(Address.parse(f"{address}/a", "index"), 5), [document("a", 1)])
+    with pytest.raises(StoreFault, match=r"no Milvus server answers there \(.*\); start it"):
+        connect(Address.parse(f"{address}/a", "index"), 1)
+    with milvus_lite(tmp_path, port):
+        wait_until(lambda: ready(store), 30)
+        ((hits,), _) = store.search(unit_vectors(1, DIMENSION), 1)
+        assert [hit.id for hit in hits] == ["a"]
+
+
+def ready(store: Store) -> bool:
+    try:
+        return store.ready()
+    except StoreFault:  # gRPC waits between two attempts to connect
+        return False
+
+
+def test_what_milvus_cannot_hold_is_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(InputError, match=r"metadata\.pub date: .* columns\.<that name>=pub date"):
+        engine.begin(IDENTITY, {"pub date": "string"}, DIMENSION, None)
+    with pytest.raises(InputError, match=r"factory=HNSW32: no index type of Milvus; .*HNSW"):
+        engine.begin(IDENTITY, METADATA, DIMENSION, "HNSW32")
+    long = document("long", 1, text="é" * 40_000)
+    store = publish(engine, [])
+    with pytest.raises(InputError, match="'long': its text has 80000 bytes, Milvus stores 65535; split"):
+        insert(engine, IDENTITY, [long])
+    with pytest.raises(ChangeError, match="'long': its text has 80000 bytes"):
+        store.change([document("a", 1), long])
+    assert store.get("a") is None
+    with pytest.raises(ChangeError, match="'color' is no column"):
+        store.change([Put("a", "t", unit_vectors(1, DIMENSION)[0], {"color": 1})])
+
+
+def test_an_alias_of_another_application_is_kept(engine: Engine, milvus: str) -> None:
+    publish(engine, [document("a", 1)])
+    taken = connect(Address.parse(f"{milvus}/{engine.address.alias}_{IDENTITY}", "output"))
+    with pytest.raises(
+        StoreFault, match="names a collection there that `infembed index` did not build; choose another"
+    ):
+        taken.begin(IDENTITY, METADATA, DIMENSION, None)
+
+
+def test_a_lite_that_loses_rows_is_refused(milvus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_LITE", (99, 0, 0))
+    with pytest.raises(StoreFault, match=r"milvus_lite-.* loses rows; pip install 'milvus-lite>=99\.0\.0'"):
+        connect(Address.parse(f"{milvus}/a", "output"))
