@@ -173,10 +173,14 @@ class Work:
         with open_binary(self._file(shard, PASSAGES_FILE)) as file, pa.ipc.open_file(file) as batches:
             yield batches
 
+    def passages(self, chunk: Chunk) -> pa.Table:
+        """Read the passages of a chunk."""
+        with self._sorted(chunk.shard) as batches:
+            return pa.Table.from_batches([batches.get_batch(chunk.number)])
+
     def new_passages(self, chunk: Chunk) -> pa.Table:
         """Read the passages of a chunk that are to be encoded."""
-        with self._sorted(chunk.shard) as batches:
-            passages = pa.Table.from_batches([batches.get_batch(chunk.number)])
+        passages = self.passages(chunk)
         return passages if chunk.new == chunk.count else passages.filter(pa.array(self.reused(chunk) == NEW))
 
     def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
