@@ -162,15 +162,14 @@ def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> str:
     """Format a Markdown table: mean over seeds, and the sample standard deviation of several seeds."""
-    lines = ["| run | seeds | p-MRR x100 | reworded | nDCG@10 (I+,Q+) | (I-,Q+) | (I+,Q-) | MAP@1000 |"]
-    lines += ["|---|" + "---:|" * 7]
+    lines = ["| run | seeds | p-MRR x100 | nDCG@10 (I+,Q+) | (I-,Q+) | (I+,Q-) | MAP@1000 |", "|---|" + "---:|" * 6]
     for label in labels:
         rows = [r for r in results if r["label"] == label]
         if rows:
-            columns = [[r["p_mrr"] for r in rows], [r["reworded"]["p_mrr"] for r in rows]]
+            columns = [[r["p_mrr"] for r in rows]]
             columns += [[r["ndcg"][kind] for r in rows] for kind in range(3)]
             columns += [[r["map"] for r in rows]]
-            cells = [_cell(values, 1 if n < 2 else 3) for n, values in enumerate(columns)]
+            cells = [_cell(values, 1 if n == 0 else 3) for n, values in enumerate(columns)]
             lines.append(f"| {label} | {len(rows)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
