@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.comm.torch as communication
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -27,6 +27,8 @@ from torch.utils.cpp_extension import _get_build_directory
 
 from infembed_ray import durable
 
+communication: Any = importlib.import_module("deepspeed.comm.torch")
+"""DeepSpeed's communication backend. `import deepspeed.comm.torch as ...` may give torch itself, which `deepspeed.comm` imports."""
 SHARDED_STATES = "*zero_pp_rank_*_optim_states.pt"
 """Files of a ZeRO checkpoint; their names tell a sharded checkpoint from one of stage 0."""
 WHOLE_STATE = "mp_rank_00_model_states.pt"

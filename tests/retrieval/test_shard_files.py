@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from infembed_ray import object_store
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.shard_files import (
     ShardFacts,
     clear_finished,
@@ -196,7 +196,7 @@ def test_a_full_disk_and_a_store_that_fails_are_told_apart(
         def size(self) -> int:
             raise OSError("curlCode: 28, Timeout was reached")
 
-    monkeypatch.setattr(object_store.Folder, "open_input", lambda *_: Broken())
+    monkeypatch.setattr(shard_files, "open_binary", lambda *_: Broken())
     with pytest.raises(InputError, match=rf"^index={folder}: the object store failed \(curlCode: 28"):
         local_directory(folder, facts, tmp_path / "cache")
 

@@ -2,7 +2,6 @@ import csv
 import gzip
 import json
 import random
-import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.records import Seed
 from infembed_ray.synthesis import sources
 from infembed_ray.synthesis.sources import Source
+from tests.support.memory import peak_bytes
 
 Rows = list[dict[str, Any]]
 
@@ -200,26 +200,21 @@ def test_bad_source_settings_are_refused(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- bounded memory
 
 
+def read_all(path: Path) -> None:
+    sources.POOL_SIZE = 50  # in a process of its own
+    seeds = source(path)
+    assert seeds.survey().seeds == 6000 == sum(1 for _ in seeds)
+
+
 @pytest.mark.integration
-def test_memory_does_not_grow_with_the_length_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "POOL_SIZE", 50)
-
-    def peak(words: int, suffix: str) -> int:
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_memory_does_not_grow_with_the_length_of_the_seeds(tmp_path: Path, suffix: str) -> None:
+    peaks = []
+    for words in (1000, 1):
         rows = [{**row, "passage": f"{row['passage']} " + "x" * words} for row in table(6000)]
-        path = written(rows, suffix, tmp_path)
-        tracemalloc.start()
-        try:
-            seeds = source(path)
-            assert seeds.survey().seeds == 6000 == sum(1 for _ in seeds)
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    for suffix in (".jsonl", ".parquet"):
-        peak(1, suffix)  # what is allocated once
-        # 6 MB more passages; the pool and one block of 1,024 rows may grow. The least of three, because tracemalloc also
-        # counts what another thread allocates meanwhile.
-        assert min(peak(1000, suffix) for _ in range(3)) < peak(1, suffix) + 3_500_000
+        peaks.append(peak_bytes(read_all, written(rows, suffix, tmp_path)))
+    # 6 MB more passages; the pool and one block of 1,024 rows may grow.
+    assert peaks[0] < peaks[1] + 3_500_000
 
 
 @settings(deadline=None)

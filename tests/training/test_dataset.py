@@ -1,7 +1,6 @@
 import json
 import pickle
 import time
-import tracemalloc
 from dataclasses import replace
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder
 from infembed_ray.records import Record, stream
 from infembed_ray.training.dataset import Dataset
+from tests.support.memory import peak_bytes
 from tests.training.test_collate import record
 
 MANY = 2500  # more than two batches of the file
@@ -73,18 +73,14 @@ def test_an_upload_of_the_same_records_leaves_the_object_alone(bucket, tmp_path)
     assert second != first
 
 
+def write_records(file, count):
+    Dataset.write(file, (record(n) for n in range(count)))
+
+
 @pytest.mark.integration
 def test_memory_of_write_does_not_grow_with_the_records(tmp_path):
-    def peak(count):
-        tracemalloc.start()
-        Dataset.write(tmp_path / "a.arrow", (record(n) for n in range(count)))
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return most
-
-    peak(1)  # imports what pyarrow imports at the first use
-    # The least of three: tracemalloc also counts what another thread of this process allocates meanwhile.
-    assert min(peak(20_000) for _ in range(3)) < 1.2 * min(peak(5_000) for _ in range(3))
+    file = tmp_path / "a.arrow"
+    assert peak_bytes(write_records, file, 20_000) < 1.2 * peak_bytes(write_records, file, 5_000)
 
 
 def test_bad_records_leave_no_file(tmp_path):

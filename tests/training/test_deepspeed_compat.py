@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
-import deepspeed.comm.torch as communication
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
@@ -24,6 +23,7 @@ from deepspeed.utils import zero_to_fp32
 from torch.utils import cpp_extension
 
 from infembed_ray.training import deepspeed_compat
+from infembed_ray.training.deepspeed_compat import communication
 
 
 def parameters(function):
