@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -121,14 +122,12 @@ def seconds(run: Callable[[np.ndarray], Any], blocks: list[np.ndarray]) -> float
     return time.perf_counter() - began
 
 
-def beside(opened: Shard, bare: Any, queries: np.ndarray, batch: int, rounds: int) -> dict[str, float]:
-    """Return queries per second of each, and the median ratios of neighbouring blocks."""
+def beside(
+    ours: Callable[[np.ndarray], Any], bare: Any, queries: np.ndarray, batch: int, rounds: int
+) -> dict[str, float]:
+    """Return queries per second of both, and the median ratio of neighbouring blocks."""
     blocks = [queries[start : start + batch] for start in range(0, len(queries) - batch + 1, batch)]
-    runs = {
-        "ours": lambda q: opened.search_rows(q, K),
-        "bare": lambda q: bare.search(q, K),
-        "texts": lambda q: opened.search(q, K),
-    }
+    runs: dict[str, Callable[[np.ndarray], Any]] = {"ours": ours, "bare": lambda q: bare.search(q, K)}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for part in range(0, len(blocks), max(1, len(blocks) // 8)):
@@ -136,15 +135,11 @@ def beside(opened: Shard, bare: Any, queries: np.ndarray, batch: int, rounds: in
             for name in sorted(runs, reverse=bool(number % 2)):
                 taken[name].append(seconds(runs[name], some) / (len(some) * batch))
     rates = {name: round(1 / statistics.median(values), 1) for name, values in taken.items()}
-    ratios = {
-        f"ratio_{name}": round(statistics.median(np.divide(taken["bare"], taken[name]).tolist()), 3)
-        for name in ("ours", "texts")
-    }
-    return {**rates, **ratios}
+    return {**rates, "ratio": round(statistics.median(np.divide(taken["bare"], taken["ours"]).tolist()), 3)}
 
 
-def least(ratio: str, collections: dict[str, Any]) -> float:
-    return min(found[ratio] for of in collections.values() for found in of["queries_per_second"].values())
+def least(kind: str, collections: dict[str, Any]) -> float:
+    return min(found["ratio"] for of in collections.values() for found in of[kind].values())
 
 
 def main() -> None:
@@ -178,20 +173,23 @@ def main() -> None:
             if "efSearch" in facts.search:
                 bare.hnsw.efSearch = facts.search["efSearch"]
             queries = real["queries"][:QUERIES]
-            rounds = {batch: beside(opened, bare, queries, batch, options.rounds) for batch in BATCHES}
+            runs = {"rows": partial(opened.search_rows, k=K), "texts": partial(opened.search, k=K)}
             collections[name] = {
                 "passages": facts.passages,
                 "factory": facts.factory,
                 "search": facts.search,
                 "recall_at_10_of_itself": facts.recall_at_10,
                 "recall_at_10": recall(opened, vectors[name], queries),
-                "queries_per_second": rounds,
+                **{
+                    kind: {batch: beside(run, bare, queries, batch, options.rounds) for batch in BATCHES}
+                    for kind, run in runs.items()
+                },
             }
             print(name, collections[name], flush=True)
     summary = {
         "recall_at_10": min(found["recall_at_10"] for found in collections.values()),
-        "vs_faiss": least("ratio_ours", collections),
-        "vs_faiss_texts": least("ratio_texts", collections),
+        "vs_faiss": least("rows", collections),
+        "vs_faiss_texts": least("texts", collections),
         "collections": collections,
         "of": source,
         "threads": options.threads,

@@ -125,10 +125,11 @@ class Searcher:
             bits = np.packbits(keep, bitorder="little")
             asked = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits)))
         count = min(k + 1, max(k, len(self)))
-        scores, rows = _ordered(*self._nearest(vectors, count, asked))
-        at_end = (scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)
-        if count == k or not at_end.any():
+        scores, rows = self._nearest(vectors, count, asked)
+        if (scores[:, 1:] < scores[:, :-1]).all():  # in order, and no tie
             return scores[:, :k], rows[:, :k]
+        scores, rows = _ordered(scores, rows)
+        at_end = (scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)
         best, tied = (scores[:, :k].copy(), rows[:, :k].copy()), np.flatnonzero(at_end)
         while tied.size and count < len(self):
             count = min(_WIDEN * count, len(self))
