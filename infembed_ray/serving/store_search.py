@@ -1,4 +1,4 @@
-"""The Serve deployment of an index in an external engine: it stands for the shards, which the engine has itself."""
+"""Serve deployment that searches an index in an external engine, in place of the deployments of shards."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class AdmissionControl:
             nonlocal answered
             if message["type"] == "http.response.start" and not answered:
                 answered = True
-                if message["status"] == 429 and not _is_key_limit(message["headers"]):
+                if message["status"] == 429 and not has_header(message["headers"], _KEY_LIMIT_HEADER):
                     limit.decrease()
                 limit.in_flight -= 1  # before sending: a client that reads slowly takes no place
             await send(message)
@@ -90,5 +90,6 @@ class AdmissionControl:
             limit.in_flight -= not answered
 
 
-def _is_key_limit(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    return any(name.lower() == _KEY_LIMIT_HEADER for name, _ in headers)
+def has_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:
+    """Return whether ASGI headers contain a header, given its name in lower case."""
+    return any(other.lower() == name for other, _ in headers)

@@ -182,32 +182,23 @@ class Release:
     ) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
         with self._counted():
-            return await self._searched(queries, top_k, filter, allow_partial, min_sequence)
-
-    async def _searched(
-        self,
-        queries: Sequence[Query],
-        top_k: int,
-        filter: Mapping[str, Any] | None,
-        allow_partial: bool,
-        min_sequence: int,
-    ) -> Found:
-        filters.parse(filter, self.card.metadata)  # raises before any work is done
-        start, deadline = time.perf_counter(), self._deadline()
-        vectors = await self.query_cache(queries, deadline)
-        encoded = time.perf_counter()
-        ranked = await self._fan_out.search(ShardQuery(vectors, top_k, filter, min_sequence), deadline, allow_partial)
-        return Found(
-            results=ranked.results,
-            model=self.card.id,
-            index_version=self.card.index_version,
-            sequence=ranked.sequence,
-            timings=schema.Timings(
-                encode_ms=round(1e3 * (encoded - start), 3),
-                search_ms=round(1e3 * (time.perf_counter() - encoded), 3),
-            ),
-            missing_shards=ranked.missing,
-        )
+            filters.parse(filter, self.card.metadata)  # raises before any work is done
+            start, deadline = time.perf_counter(), self._deadline()
+            vectors = await self.query_cache(queries, deadline)
+            encoded = time.perf_counter()
+            query = ShardQuery(vectors, top_k, filter, min_sequence)
+            ranked = await self._fan_out.search(query, deadline, allow_partial)
+            return Found(
+                results=ranked.results,
+                model=self.card.id,
+                index_version=self.card.index_version,
+                sequence=ranked.sequence,
+                timings=schema.Timings(
+                    encode_ms=round(1e3 * (encoded - start), 3),
+                    search_ms=round(1e3 * (time.perf_counter() - encoded), 3),
+                ),
+                missing_shards=ranked.missing,
+            )
 
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +19,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import in_one_line
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, BodyReader
 from infembed_ray.serving.http.errors import ApiError, too_many_requests
-from infembed_ray.serving.routing.admission import AdmissionControl
+from infembed_ray.serving.routing.admission import AdmissionControl, has_header
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class _Answer:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and not self.begun:
-            if message["status"] < 400 or _is_of_the_api(message["headers"]):
+            if message["status"] < 400 or has_header(message["headers"], API_HEADER):
                 self.begun = True
             else:
                 self.serve_status = message["status"]
@@ -113,10 +112,6 @@ class _ReplayedBody:
             return message
 
         return receive
-
-
-def _is_of_the_api(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    return any(name.lower() == API_HEADER for name, _ in headers)
 
 
 def _api_error(serve_status: int | None) -> ApiError:
