@@ -4,8 +4,8 @@
     taskset -c 0 python benchmarks/serving_chaos.py      # everything on one core
 
 A cluster of a head and three simulated nodes runs `infembed serve` with two replicas of the ingress, the encoder and each
-of two shards. The capacity is measured first, with 32 clients in a closed loop. Searches then arrive at half of the capacity
-(open loop of load.py). Meanwhile a replica of the encoder, of a shard and of the ingress is killed (SIGKILL), `infembed
+of two shards. The capacity is measured first, with 32 clients in a closed loop. Searches then arrive at 60 % of the capacity
+(open loop of load.py), beside `--slow-uploads` clients that send their request a few bytes at a time. Meanwhile a replica of the encoder, of a shard and of the ingress is killed (SIGKILL), `infembed
 serve` switches to another index, a node with replicas is killed (its raylet and all of its workers), and `infembed serve`
 switches back. The two indexes hold the same texts under ids that begin with A- or B-, so the hits of an answer show
 whether it mixes them.
@@ -34,6 +34,7 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -62,11 +63,13 @@ HERE = Path(__file__).parent
 CLIENTS = 64
 CAPACITY_CLIENTS = 32
 CAPACITY_S = 20.0
-SHARE = 0.5
+SHARE = 0.6
 """Constant load / measured capacity."""
 DURING_S = 10.0
 SETTLE_S = 3.0
 """Seconds of warm-up of a load, which are not counted."""
+SLOW_BYTES, SLOW_PAUSE_S = 64, 0.25
+"""Bytes that a slow client sends at a time, and its pause between them."""
 REPLICA = "ray::ServeReplica:"
 RECOVERED = 2.0
 """Latency / latency before the overload, below which the overload counts as over."""
@@ -223,6 +226,30 @@ def capacity_of(trial: Trial, clients: int, seconds: float, name: str = "capacit
     return _good(measured, begin, begin + seconds)
 
 
+@contextmanager
+def slow_uploads(port: int, count: int) -> Iterator[None]:
+    """Keep connections open that send a search of 1 MiB a few bytes at a time; a closed one begins again."""
+    over = threading.Event()
+    header = b"POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n"
+
+    def send() -> None:
+        while not over.wait(SLOW_PAUSE_S):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(header + b'{"query": "')
+                while not over.wait(SLOW_PAUSE_S):
+                    connection.sendall(b"a" * SLOW_BYTES)
+
+    threads = [threading.Thread(target=send, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
 def chaos(trial: Trial, seconds: float, rate: float | None) -> dict[str, Any]:
     """Run the events under constant load, each a fixed time after the end of the previous one."""
     capacity = None if rate else capacity_of(trial, CAPACITY_CLIENTS, CAPACITY_S, "chaos-capacity")
@@ -365,7 +392,8 @@ def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240, help="seconds of constant load; 0: none")
-    parser.add_argument("--rate", type=float, help="searches per second (default: half of the capacity)")
+    parser.add_argument("--rate", type=float, help="searches per second (default: 60 % of the capacity)")
+    parser.add_argument("--slow-uploads", type=int, default=0, metavar="N", help="clients that send slowly meanwhile")
     parser.add_argument("--overload-seconds", type=float, default=30, help="seconds of overload; 0: none")
     parser.add_argument("--passages", type=int, default=400)
     parser.add_argument("--answers", type=Path, help="copy answers under constant load to this .jsonl file")
@@ -380,16 +408,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         if options.seconds:
-            with serving(folder, Nodes(2, 3), [*twice, *options.set], options.passages) as trial:
+            with (
+                serving(folder, Nodes(2, 3), [*twice, *options.set], options.passages) as trial,
+                slow_uploads(trial.port, options.slow_uploads),
+            ):
                 found = chaos(trial, options.seconds, options.rate)
                 if options.answers:
                     shutil.copyfile(trial.folder / "chaos.jsonl", options.answers)
                 print(json.dumps(found), flush=True)
         if options.overload_seconds:
-            with serving(folder, Nodes(8, 0), options.set, options.passages) as trial:
+            with (
+                serving(folder, Nodes(8, 0), options.set, options.passages) as trial,
+                slow_uploads(trial.port, options.slow_uploads),
+            ):
                 stormed = overload(trial, options.overload_seconds)
     figures = {name: found.pop(name, None) for name in ("failed", "cut", "mixed", "p99_ms", "recovery_s")}
-    figures |= {"overload": stormed, "chaos": found or None, "settings": options.set}
+    figures |= {
+        "overload": stormed,
+        "chaos": found or None,
+        "settings": options.set,
+        "slow_uploads": options.slow_uploads,
+    }
     machine = f"{os.cpu_count()} vCPU, {platform.system()}, Python {platform.python_version()}"
     print(json.dumps(figures | {"machine": machine, "date": date.today().isoformat()}))
 

@@ -7,8 +7,8 @@ warmed up and measured alone, by a client in another process (closed loop of loa
 calibrates its runtime (`runtime=auto dtype=auto`), and runs once more with `dtype=float32`.
 
 Searches run over MS MARCO passages in two exact shards, top 10: plain queries, and queries under an instruction (InF-IR),
-which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards through Serve's
-Python proxy. Ours runs through that proxy and through HAProxy (`ha_proxy=true`). The hits must agree, or the run fails.
+which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards. Both run through
+Serve's Python proxy and through HAProxy (`ha_proxy=true`). The hits must agree, or the run fails.
 
 No search is sent twice to a server, so its query cache never hits. A third load has `REPEATS`: that share of its searches
 repeats an earlier one of the same load, drawn with equal chances.
@@ -17,10 +17,12 @@ Embeddings are of single texts, alternating queries and passages: ours against i
 optimum engines). Embeddings must agree to a cosine of 0.999.
 
 The last line is one JSON object:
-    vs_straightforward              searches per second, plain queries: ours through HAProxy / the plain graph
+    vs_straightforward              searches per second, plain queries: ours through HAProxy / the plain graph through
+                                    Serve's Python proxy, the defaults of both
     vs_straightforward_instructed   the same, queries under instructions
     vs_straightforward_repeated     the same, queries under instructions with `repeat_rate` repeats
     vs_straightforward_same_proxy, _instructed_same_proxy, _repeated_same_proxy    all through the Python proxy
+    vs_straightforward_haproxy, _instructed_haproxy, _repeated_haproxy             all through HAProxy
     vs_straightforward_instructed_same_proxy_float32   the same, ours in float32
     vs_infinity                     embeddings per second: ours through HAProxy / the faster of infinity's engines
 """
@@ -55,7 +57,9 @@ import numpy as np
 from load import percentile, read
 from serving_engine import real_rows, real_texts
 
+from infembed_ray import ray_compat
 from infembed_ray.retrieval.index import Index
+from infembed_ray.serving.address import free_haproxy_ports
 from infembed_ray.training.collate import flatten
 
 HERE = Path(__file__).parent
@@ -80,6 +84,11 @@ OWN_SERVERS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "ours, Python proxy, float32": (["ha_proxy=false", "dtype=float32"], ("instructed",)),
 }
 """Settings of our servers, and the loads of searches that they get."""
+PLAIN_SERVERS: dict[str, dict[str, str]] = {
+    "straightforward": {},
+    "straightforward, HAProxy": ray_compat.haproxy_environment(client_timeout_s=60),
+}
+"""Environments of the plain graph's server."""
 Body = dict[str, Any]
 
 
@@ -252,7 +261,7 @@ def main() -> None:
                 hits[name] = [[hit["id"] for hit in answer["hits"]] for answer in answers]
                 for kind in kinds:
                     client.measure(f"{name}, {kind}", f"{base}/v1/search", workloads[kind])
-            if "embeddings" in options.only and name != "straightforward":
+            if "embeddings" in options.only and name not in PLAIN_SERVERS:
                 served = json.load(urllib.request.urlopen(f"{base}/v1/models"))["data"][0]["id"]
                 found = post(f"{base}/v1/embeddings", {"model": served, "input": texts[:16]})["data"]
                 vectors[name] = np.array([one["embedding"] for one in found])
@@ -261,18 +270,14 @@ def main() -> None:
 
         for _ in range(options.rounds):
             if "searches" in options.only:
-                port = free_port()
-                command = [
-                    sys.executable,
-                    str(HERE / "straightforward.py"),
-                    model,
-                    str(arrays),
-                    str(port),
-                    str(threads),
-                ]
-                base = f"http://127.0.0.1:{port}"
-                with server(command, f"{base}/readyz", own, folder / "straightforward.log"):
-                    look("straightforward", base)
+                for name, proxy in PLAIN_SERVERS.items():
+                    port = free_port()
+                    command = [sys.executable, str(HERE / "straightforward.py"), model]
+                    command += [str(arrays), str(port), str(threads)]
+                    base = f"http://127.0.0.1:{port}"
+                    environment = own | proxy | (free_haproxy_ports() if proxy else {})
+                    with server(command, f"{base}/readyz", environment, folder / "straightforward.log"):
+                        look(name, base)
             for name, (extra, kinds) in OWN_SERVERS.items():
                 port = free_port()
                 command = [sys.executable, "-c", OURS, "serve", f"index={index}", f"port={port}"]
@@ -330,8 +335,8 @@ def main() -> None:
     assert not cosines or min(cosines.values()) >= 0.999, cosines
     infinity = [name for name in client.measured if name.startswith("infinity")]
 
-    def over(ours: str, kind: str) -> float | None:
-        return client.ratio(f"{ours}, {kind}", [f"straightforward, {kind}"])
+    def over(ours: str, kind: str, plain: str = "straightforward") -> float | None:
+        return client.ratio(f"{ours}, {kind}", [f"{plain}, {kind}"])
 
     summary = {
         "vs_straightforward": over("ours", "plain"),
@@ -340,6 +345,9 @@ def main() -> None:
         "vs_straightforward_same_proxy": over("ours, Python proxy", "plain"),
         "vs_straightforward_instructed_same_proxy": over("ours, Python proxy", "instructed"),
         "vs_straightforward_repeated_same_proxy": over("ours, Python proxy", "repeated"),
+        "vs_straightforward_haproxy": over("ours", "plain", "straightforward, HAProxy"),
+        "vs_straightforward_instructed_haproxy": over("ours", "instructed", "straightforward, HAProxy"),
+        "vs_straightforward_repeated_haproxy": over("ours", "repeated", "straightforward, HAProxy"),
         "vs_straightforward_instructed_same_proxy_float32": over("ours, Python proxy, float32", "instructed"),
         "repeat_rate": {"plain": 0, "instructed": 0, "repeated": REPEATS},
         "vs_infinity": client.ratio("ours, embeddings", infinity),

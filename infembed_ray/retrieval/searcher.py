@@ -52,6 +52,9 @@ class Searcher:
         originals: (n, d) float16 or float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
         parameters: of `calibrate`.
         gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
+
+    Attributes:
+        exact: whether the search is exact.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class Searcher:
         gpu: bool = False,
     ) -> None:
         self.index = index
+        self.exact = isinstance(index, faiss.IndexFlat)
+        self._size = int(index.ntotal)
         self._leaf = leaf(index)
+        self._effortless = isinstance(self._leaf, faiss.IndexFlat)
         self.originals = _stored(index) if originals is None else originals
         self.lossy = is_lossy(index, str(self.originals.dtype))
         self.parameters: dict[str, int] = {}
@@ -71,12 +77,7 @@ class Searcher:
         self._one_at_a_time = threading.Lock()  # FAISS's scratch memory on a GPU serves one call
 
     def __len__(self) -> int:
-        return int(self.index.ntotal)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the search is exact."""
-        return isinstance(self.index, faiss.IndexFlat)
+        return self._size
 
     def use(self, parameters: Mapping[str, int]) -> None:
         """Set the search parameters."""
@@ -124,9 +125,10 @@ class Searcher:
         if keep is not None:
             bits = np.packbits(keep, bitorder="little")
             asked = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits)))
-        count = min(k + 1, max(k, len(self)))
+        count = min(k + 1, max(k, self._size))
         scores, rows = self._nearest(vectors, count, asked)
-        if (scores[:, 1:] < scores[:, :-1]).all():  # in order, and no tie
+        descents = scores[:, 1:] < scores[:, :-1]
+        if np.count_nonzero(descents) == descents.size:  # in order, and no tie; half the time of all()
             return scores[:, :k], rows[:, :k]
         scores, rows = _ordered(scores, rows)
         at_end = (scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)
@@ -149,8 +151,7 @@ class Searcher:
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
         on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
-        harder = count / (NEAR * self._rerank)
-        if harder > 1 and not isinstance(self._leaf, faiss.IndexFlat):
+        if not self._effortless and (harder := count / (NEAR * self._rerank)) > 1:
             if isinstance(self._leaf, faiss.IndexHNSW):
                 asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self._leaf.hnsw.efSearch * harder))
             else:
