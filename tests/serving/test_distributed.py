@@ -41,7 +41,7 @@ from ray.serve.schema import (
 )
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
@@ -49,10 +49,11 @@ from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving import distributed
 from infembed_ray.serving.address import require_free_port
-from infembed_ray.serving.arguments import ENCODER, INGRESS
+from infembed_ray.serving.arguments import ENCODER, INGRESS, ApiArguments
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.replicas import ShardSearch
+from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from infembed_ray.storage import output_files
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
@@ -537,3 +538,66 @@ def test_an_api_of_an_unknown_or_dead_cluster_is_not_replaced(
         with pytest.raises(InputError, match=f"port={port}: another cluster's API"):
             run(settings)
         api.shutdown()
+
+
+class Switches:
+    """What `distributed` does to the API and to the applications; another command may switch the API."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+        self.arguments, self.serves = plan.api, plan.release
+        self.deleted: list[str] = []
+        monkeypatch.setattr(distributed, "_served", lambda: (self.arguments, self.serves))
+        monkeypatch.setattr(distributed, "_switch_to", self.switch)
+        monkeypatch.setattr(distributed, "served_fingerprint", lambda url: self.serves.fingerprint)
+        monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: self.deleted.append(name))
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def switch(self, arguments: ApiArguments, spec: ReleaseSpec) -> None:
+        self.serves = spec
+
+
+def other_release(plan: Plan, name: str) -> ReleaseSpec:
+    parts = {"fingerprint": name, "encoder": f"{name}-encoder", "index": f"{name}-index"}
+    return plan.release.model_copy(update=parts)
+
+
+def test_a_release_that_the_api_has_come_back_to_is_not_deleted(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    switches = Switches(monkeypatch, plan)
+    trial = other_release(plan, "trial")
+    switches.serves = plan.release.model_copy(update={"canary": Canary(release=trial, share=0.1, until=0)})
+    distributed._delete_after_drain({plan.release.index, trial.index, "unused"}, 30.0)
+    assert switches.deleted == ["unused"]
+
+
+def test_a_failed_upgrade_leaves_the_switch_of_another_command_as_it_is(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    switches = Switches(monkeypatch, plan)
+    old, third = other_release(plan, "old"), other_release(plan, "third")
+    shared = third.model_copy(update={"encoder": plan.release.encoder})
+    started = {plan.release.encoder, plan.release.index}
+    switches.serves = old
+    distributed._require_unswitched(old)
+    switches.serves = shared
+    with pytest.raises(StartError, match="another command has switched the API meanwhile"):
+        distributed._require_unswitched(old)
+    distributed._roll_back(plan, (plan.api, old), started)
+    assert (switches.serves, switches.deleted) == (shared, [plan.release.index])
+    switches.serves = plan.release  # its own switch
+    distributed._roll_back(plan, (plan.api, old), started)
+    assert (switches.serves, set(switches.deleted)) == (old, started)
+
+
+def test_a_failed_upgrade_keeps_an_encoder_of_the_current_release_that_it_started_again(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    switches = Switches(monkeypatch, plan)
+    current = other_release(plan, "current").model_copy(update={"encoder": plan.release.encoder})
+    switches.serves = current
+    distributed._roll_back(plan, (plan.api, current), {plan.release.encoder, plan.release.index})  # it was unhealthy
+    assert switches.deleted == [plan.release.index]
