@@ -333,7 +333,7 @@ class _Attempts:
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
-    key = api_key or os.environ.get(KEY_VARIABLE)
+    key = (api_key or os.environ.get(KEY_VARIABLE, "")).strip()  # of a file, with a line break
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -103,6 +103,12 @@ def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> N
         client.search_many("one text")
 
 
+def test_a_key_read_from_a_file_may_end_with_a_line_break(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Client(url, "key\n", timeout_s=1).models()
+    monkeypatch.setenv("INFEMBED_API_KEY", "key\n")
+    assert Client(url, timeout_s=1).models()
+
+
 def test_the_key_may_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFEMBED_API_KEY", raising=False)
     with Client(url) as client, pytest.raises(ApiError) as refusal:
