@@ -298,6 +298,12 @@ def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
             f"host={settings.host}: open to other machines without API keys; "
             f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
         )
+    limit = settings.max_changed_documents
+    if settings.writable and limit is not None and settings.compact_at is not None and settings.compact_at > limit:
+        raise InputError(
+            f"compact_at={settings.compact_at}: documents are refused from max_changed_documents={limit} on, so no compaction "
+            f"would start; set compact_at to at most {limit}, or null"
+        )
     if settings.shard_cache is not None and not settings.shard_cache.startswith(("/", "~")):
         raise InputError(
             f"shard_cache={settings.shard_cache}: replicas have other working directories; give an absolute path, or one "

@@ -195,6 +195,13 @@ def test_a_relative_shard_cache_is_rejected(settings: ServeSettings) -> None:
         Plan.resolve(settings.model_copy(update={"shard_cache": "cache"}))
 
 
+def test_a_compaction_that_would_never_start_is_rejected(settings: ServeSettings) -> None:
+    never = settings.model_copy(update={"compact_at": 11, "max_changed_documents": 10})
+    with pytest.raises(InputError, match=r"compact_at=11: .*max_changed_documents=10 .*set compact_at to at most 10"):
+        Plan.resolve(never)
+    Plan.resolve(never.model_copy(update={"writable": False}))
+
+
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
     with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
