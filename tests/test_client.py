@@ -77,8 +77,9 @@ def test_searches(client: Any) -> None:
     assert client.search("q", allow_partial=True).missing_shards == []
 
 
-def test_documents(client: Any) -> None:
-    document = Document("a/../ü b?", "text", {"year": 2021, "draft": None})
+@pytest.mark.parametrize("id", ["a/../ü b?", ".."])
+def test_documents(client: Any, id: str) -> None:
+    document = Document(id, "text", {"year": 2021, "draft": None})
     put = client.put([document])
     assert client.document(document.id) == document
     assert client.search("q", min_sequence=put).sequence >= put
