@@ -104,7 +104,7 @@ class Plan:
         shards = IndexArguments(index=index.place, version=index.version, settings=settings)
         api = ApiArguments(locked=bool(keys), settings=settings)
         release = ReleaseSpec(
-            fingerprint=_fingerprint(settings, card, api.locked),
+            fingerprint=_fingerprint(settings, card, api.locked, encoder.application, shards.application),
             encoder=encoder.application,
             index=shards.application,
             shards=index.shards,
@@ -315,12 +315,13 @@ def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
         require_gpu_faiss()
 
 
-def _fingerprint(settings: ServeSettings, card: schema.Model, locked: bool) -> str:
-    """Return 16 hex digits that change with anything that changes what is served, or how."""
+def _fingerprint(settings: ServeSettings, card: schema.Model, locked: bool, *applications: str) -> str:
+    """Return 16 hex digits that change with anything that changes what is served, how, or from where."""
     content = {
         "settings": settings.identity(),
         "card": card.model_dump(exclude={"created"}),
         "locked": locked,
+        "applications": applications,
         "code_version": __version__,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

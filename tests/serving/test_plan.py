@@ -134,6 +134,14 @@ def test_suggestions_and_model_name_reach_the_card_and_change_the_release(
     assert plain.card.id == Path(minilm).name
 
 
+def test_a_copy_of_the_served_index_is_another_release(settings: ServeSettings, tmp_path: Path) -> None:
+    copy = tmp_path / "copy" / Path(settings.index).name
+    shutil.copytree(Path(settings.index), copy)
+    here, there = (Plan.resolve(s) for s in (settings, settings.model_copy(update={"index": str(copy)})))
+    assert here.release.card.index_version == there.release.card.index_version
+    assert here.release.fingerprint != there.release.fingerprint  # else `serve` would have nothing to do
+
+
 def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
     settings: ServeSettings, tmp_path: Path, minilm: str
 ) -> None:
