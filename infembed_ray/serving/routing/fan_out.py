@@ -198,14 +198,15 @@ async def _call(calls: HedgedCalls, shard: Deployment, method: str, items: Seque
 
 async def _ask(calls: Mapping[int, Awaitable[T]], allow_partial: bool) -> tuple[dict[int, T], Exception | None]:
     """Answers by shard. If partial answers are allowed, those of the shards that answered, and an error of the others."""
-    if not allow_partial:
-        return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True)), None
     tasks = {number: asyncio.ensure_future(call) for number, call in calls.items()}
-    if not tasks:
-        return {}, None
     try:
-        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(tasks.values(), timeout=PARTIAL_PATIENCE_S)
+        if not allow_partial:
+            return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True)), None
+        pending = set(tasks.values())
+        while pending and not any(map(_succeeded, tasks.values())):  # a lost shard fails at once
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            await asyncio.wait(pending, timeout=PARTIAL_PATIENCE_S)
         errors = [task.exception() for task in tasks.values() if task.done() and not task.cancelled()]
         answered = {n: task.result() for n, task in tasks.items() if _succeeded(task)}
         return answered, next((error for error in errors if isinstance(error, Exception)), None)
