@@ -33,7 +33,7 @@ from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRIC
 from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
 from infembed_ray.serving.deployments import api_over, encoder_application, index_application
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes
+from infembed_ray.serving.probes import Probe, ProbeFigures, probe
 from infembed_ray.serving.replicas import open_release
 from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from infembed_ray.serving.routing.remote import RemoteDeployment
@@ -175,11 +175,12 @@ def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) ->
     """
     settings, new = plan.settings.canary, plan.release
     try:
-        if settings.probes is not None:
-            probes = read_probes(settings.probes)
-            before, after = (_probe(plan.settings, spec, probes) for spec in (current, new))
+        if plan.probes:
+            before, after = (_probe(plan.settings, spec, plan.probes) for spec in (current, new))
             canaries.require_good_probes(before, after, settings)
-            say(f"serve: canary: nDCG@10 on {counted(len(probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}")
+            say(
+                f"serve: canary: nDCG@10 on {counted(len(plan.probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}"
+            )
         if settings.share:
             until = time.time() + settings.seconds + CANARY_MARGIN_S
             split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
