@@ -31,7 +31,7 @@ from infembed_ray.serving import startup
 from infembed_ray.serving.address import free_haproxy_ports, require_free_port, served_fingerprint
 from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
 from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
-from infembed_ray.serving.deployments import api_over, encoder_application, index_application
+from infembed_ray.serving.deployments import api_over, encoder_application, index_application, require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.probes import Probe, ProbeFigures, probe
 from infembed_ray.serving.replicas import open_release
@@ -51,8 +51,6 @@ MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
-NODE_GROUP = "ray.io/node-group"
-"""Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
 CANARY_MARGIN_S = 60.0
 """Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
@@ -137,6 +135,8 @@ def _deploy(plan: Plan) -> None:
     )
     missing = {plan.release.encoder, plan.release.index} - _running_applications()
     try:
+        if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
+            ray_compat.start_application(api_over(plan.api, None), APPLICATION, "/", LoggingConfig(**LOGGING))
         _start_applications(plan, missing)
         _check_with_query(plan)
         say("serve: checked: encoder and shards answer")
@@ -259,23 +259,6 @@ def require_cluster(settings: ServeSettings, upgrades: bool) -> None:
         raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
 
 
-def require_resources(plan: Plan) -> None:
-    """InputError if the cluster cannot hold all replicas and will not grow: they would wait for resources for ever."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if any(NODE_GROUP in node["Labels"] for node in nodes):
-        return
-    for resource in ("CPU", "GPU"):
-        held = [node["Resources"].get(resource, 0.0) for node in nodes]
-        reserved = [entry[1:] for entry in plan.reservations() if entry[0] == resource]
-        total, largest = sum(replicas * each for _, replicas, each in reserved), max(held)
-        setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
-        if each > largest or total > sum(held) + 1e-6:
-            raise InputError(
-                f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
-                f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
-            )
-
-
 def _connect(plan: Plan) -> None:
     """Connect to the cluster; InputError unless the API can listen at its address or replaces an API there."""
     port = plan.settings.port
@@ -286,6 +269,8 @@ def _connect(plan: Plan) -> None:
         _connect_to_local_api(port)
     else:
         require_free_port(plan.settings.host, port)  # before a cluster is started
+        for name, value in ray_compat.NO_IDLE_WORKERS.items():
+            os.environ.setdefault(name, value)
         connect()
     status = _status_without_leftovers()
     if replaces and APPLICATION not in status.applications:
@@ -363,12 +348,12 @@ def _running_applications() -> set[str]:
 
 
 def _current_release() -> tuple[ApiArguments, ReleaseSpec] | None:
-    """Return the arguments and the release of this cluster's API; None: there is no API."""
+    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
     if APPLICATION not in serve.status().applications:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
     arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return arguments, spec.model_copy(update={"canary": None})  # of a command that was killed
+    return spec and (arguments, spec.model_copy(update={"canary": None}))  # of a command that was killed
 
 
 def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -381,10 +366,8 @@ def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
     started = time.monotonic()
     deadline, progress_at = started + timeout_s, started + PROGRESS_S
     while (found := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
-        if (
-            found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-            or time.monotonic() > deadline
-        ):
+        failed = found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if failed or time.monotonic() > deadline:
             raise _start_failure(name, found)
         if time.monotonic() > progress_at:
             say(f"serve: waiting for {name}: {_pending(found)}")
@@ -413,11 +396,7 @@ def _pending(application: ApplicationStatusOverview) -> str:
         if deployment.status != DeploymentStatus.HEALTHY
     ]
     total, free = ray.cluster_resources(), ray.available_resources()
-    left = [
-        f"{free.get(resource, 0.0):g} of {total[resource]:g} {resource}"
-        for resource in ("CPU", "GPU")
-        if resource in total
-    ]
+    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
     return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"
 
 

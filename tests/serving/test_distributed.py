@@ -16,7 +16,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -446,37 +445,6 @@ def test_the_command_compacts_its_index_and_switches_to_the_next_version(root: P
 
 
 # ---------------------------------------------------------------------------------------------- without a cluster
-
-
-@pytest.mark.parametrize(
-    ("cpus", "changes", "refusal"),
-    [
-        ([2], {}, None),
-        ([2], {"cpus_per_encoder": 2}, "cpus_per_encoder=2: .* the cluster has 2, its largest node 2"),
-        ([8], {"encoder_replicas": 8}, "cpus_per_encoder=1: 8 replicas of it; all replicas together need 8.3 CPU"),
-        ([2, 2], {"cpus_per_encoder": 3}, "its largest node 2"),
-        ([2], {"shard_replicas": 20}, "cpus_per_shard=0.1: 40 replicas"),
-        ([8], {"gpus_per_encoder": 1}, "gpus_per_encoder=1: .* the cluster has 0"),
-    ],
-)
-def test_replicas_that_the_cluster_can_never_hold_are_rejected_at_once(
-    cpus: list[float], changes: dict[str, Any], refusal: str | None, index: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = [{"Alive": True, "Labels": {}, "Resources": {"CPU": float(n)}} for n in cpus]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    plan = Plan.resolve(
-        ServeSettings.from_mapping({"index": index, **changes}).model_copy(update={"gpus_per_encoder": 0.0})
-    )
-    plan = replace(plan, settings=plan.settings.model_copy(update=changes))
-    if refusal is None:
-        distributed.require_resources(plan)
-        return
-    with pytest.raises(InputError, match=refusal) as caught:
-        distributed.require_resources(plan)
-    assert "\n" not in str(caught.value)
-    for node in nodes:
-        node["Labels"] = {"ray.io/node-group": "workers"}  # a cluster that may grow
-    distributed.require_resources(plan)
 
 
 def test_progress_names_what_has_not_started(

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
 from infembed_ray.config.serving import ServeSettings
@@ -114,6 +115,16 @@ def test_a_body_limit_above_the_proxies_is_an_input_error(monkeypatch: pytest.Mo
     larger = SETTINGS.model_copy(update={"max_body_mib": 64.0})
     with pytest.raises(InputError, match=r"max_body_mib=64: Serve's proxies were started with 8 .* or less"):
         replica(ApiArguments(locked=False, settings=larger), None)
+
+
+def test_an_ingress_without_a_release_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFEMBED_API_KEYS", raising=False)
+    replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
+    ingress = replica(ApiArguments(locked=False, settings=SETTINGS), None)
+    with TestClient(ingress.__serve_build_asgi_app__(), base_url="http://127.0.0.1") as client:
+        answers = [client.get("/readyz"), client.post("/v1/search", json={"query": "a"})]
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert asyncio.run(ingress.served())[1] is None
 
 
 @pytest.fixture
