@@ -388,7 +388,7 @@ class Ingress:
 
     async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:
         """Return the arguments of this replica and the release that it answers from; None: it has none yet."""
-        return self._arguments, self._current and self._current.spec
+        return self._arguments, self._current.spec if self._current else None
 
     async def changed_documents(self) -> float:
         """As `Release.changed_documents`."""
