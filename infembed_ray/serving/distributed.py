@@ -37,9 +37,9 @@ from infembed_ray.serving.address import (
 )
 from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
 from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
-from infembed_ray.serving.deployments import api_over, encoder_application, index_application
+from infembed_ray.serving.deployments import api_over, encoder_application, index_application, require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes
+from infembed_ray.serving.probes import Probe, ProbeFigures, probe
 from infembed_ray.serving.replicas import open_release
 from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from infembed_ray.serving.routing.remote import RemoteDeployment
@@ -57,8 +57,6 @@ MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
-NODE_GROUP = "ray.io/node-group"
-"""Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
 CANARY_MARGIN_S = 60.0
 """Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
@@ -143,6 +141,8 @@ def _deploy(plan: Plan) -> None:
     )
     missing = {plan.release.encoder, plan.release.index} - _running_applications()
     try:
+        if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
+            ray_compat.start_application(api_over(plan.api, None), APPLICATION, "/", LoggingConfig(**LOGGING))
         _start_applications(plan, missing)
         _check_with_query(plan)
         say("serve: checked: encoder and shards answer")
@@ -182,11 +182,12 @@ def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) ->
     """
     settings, new = plan.settings.canary, plan.release
     try:
-        if settings.probes is not None:
-            probes = read_probes(settings.probes)
-            before, after = (_probe(plan.settings, spec, probes) for spec in (current, new))
+        if plan.probes:
+            before, after = (_probe(plan.settings, spec, plan.probes) for spec in (current, new))
             canaries.require_good_probes(before, after, settings)
-            say(f"serve: canary: nDCG@10 on {counted(len(probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}")
+            say(
+                f"serve: canary: nDCG@10 on {counted(len(plan.probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}"
+            )
         if settings.share:
             until = time.time() + settings.seconds + CANARY_MARGIN_S
             split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
@@ -281,23 +282,6 @@ def require_cluster(settings: ServeSettings, upgrades: bool) -> None:
         raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
 
 
-def require_resources(plan: Plan) -> None:
-    """InputError if the cluster cannot hold all replicas and will not grow: they would wait for resources for ever."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if any(NODE_GROUP in node["Labels"] for node in nodes):
-        return
-    for resource in ("CPU", "GPU"):
-        held = [node["Resources"].get(resource, 0.0) for node in nodes]
-        reserved = [entry[1:] for entry in plan.reservations() if entry[0] == resource]
-        total, largest = sum(replicas * each for _, replicas, each in reserved), max(held)
-        setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
-        if each > largest or total > sum(held) + 1e-6:
-            raise InputError(
-                f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
-                f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
-            )
-
-
 def _connect(plan: Plan) -> None:
     """Connect to the cluster; InputError unless the API can listen at its address or replaces an API there."""
     port = plan.settings.port
@@ -308,6 +292,8 @@ def _connect(plan: Plan) -> None:
         _connect_to_local_api(port)
     else:
         require_free_port(plan.settings.host, port)  # before a cluster is started
+        for name, value in ray_compat.NO_IDLE_WORKERS.items():
+            os.environ.setdefault(name, value)
         connect()
     status = _status_without_leftovers()
     if replaces and APPLICATION not in status.applications:
@@ -374,12 +360,12 @@ def _running_applications() -> set[str]:
 
 
 def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
-    """Return the arguments and the release of this cluster's API; None: there is no API."""
+    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
     if APPLICATION not in serve.status().applications:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    served: tuple[ApiArguments, ReleaseSpec] = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return served
+    arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
+    return spec and (arguments, spec)
 
 
 def _used_applications() -> set[str]:
@@ -400,10 +386,8 @@ def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
     started = time.monotonic()
     deadline, progress_at = started + timeout_s, started + PROGRESS_S
     while (found := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
-        if (
-            found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-            or time.monotonic() > deadline
-        ):
+        failed = found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if failed or time.monotonic() > deadline:
             raise _start_failure(name, found)
         if time.monotonic() > progress_at:
             say(f"serve: waiting for {name}: {_pending(found)}")
@@ -432,11 +416,7 @@ def _pending(application: ApplicationStatusOverview) -> str:
         if deployment.status != DeploymentStatus.HEALTHY
     ]
     total, free = ray.cluster_resources(), ray.available_resources()
-    left = [
-        f"{free.get(resource, 0.0):g} of {total[resource]:g} {resource}"
-        for resource in ("CPU", "GPU")
-        if resource in total
-    ]
+    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
     return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"
 
 

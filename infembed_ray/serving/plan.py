@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -40,7 +40,7 @@ from infembed_ray.serving.arguments import (
 )
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
-from infembed_ray.serving.probes import read_probes
+from infembed_ray.serving.probes import Probe, read_probes
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
@@ -62,6 +62,8 @@ class Plan:
     index_bytes: int
     model_bytes: int
     """Of the weights; 0 for a model on the hub."""
+    probes: Sequence[Probe]
+    """Of the canary; empty: it has no probe set."""
 
     @classmethod
     def resolve(cls, settings: ServeSettings) -> Plan:
@@ -77,8 +79,7 @@ class Plan:
 
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)
-        if settings.canary.probes is not None:
-            read_probes(settings.canary.probes)
+        probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
         index = _describe(settings)
         found = locate(settings.model or index.facts.model, "model")
         path = local(found.path)
@@ -111,7 +112,7 @@ class Plan:
             changes=index.changes,
             card=card,
         )
-        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path))
+        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path), probes)
 
     @property
     def reading_s(self) -> float:

@@ -351,7 +351,7 @@ class Ingress:
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Switch to another release once it answers; Serve calls this method with the `user_config`.
 
-        Until the new release answers, this replica keeps its current one. A replica without a release does not start.
+        Until the new release answers, this replica keeps its current one. A replica that cannot open its first one fails.
         """
         self._reporter.start()
         if self._switching is not None:
@@ -388,9 +388,9 @@ class Ingress:
             raise ReplicaLost(RETRY_AFTER_S)
         return self._current
 
-    async def served(self) -> tuple[ApiArguments, ReleaseSpec]:
-        """Return the arguments of this replica and the release that it answers from."""
-        return self._arguments, self._release.spec
+    async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:
+        """Return the arguments of this replica and the release that it answers from; None: it has none yet."""
+        return self._arguments, self._current.spec if self._current else None
 
     async def changed_documents(self) -> float:
         """As `Release.changed_documents`."""
