@@ -272,7 +272,7 @@ def _delete(ids: Iterable[str]) -> _Request[int]:
 
 def _document(id: str) -> _Request[Document | None]:
     """Get a document as it is now; None if there is none with this id."""
-    path = f"/v1/documents/{quote(id, safe='')}"
+    path = f"/v1/documents/{quote(id, safe='').replace('.', '%2E')}"  # `..` as it is would mean the path above
     return _Request("GET", path, lambda body: body and _pick(Document, body), none_code="document_not_found")
 
 
@@ -333,7 +333,7 @@ class _Attempts:
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
-    key = api_key or os.environ.get(KEY_VARIABLE)
+    key = (api_key or os.environ.get(KEY_VARIABLE, "")).strip()  # of a file, with a line break
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -77,8 +77,9 @@ def test_searches(client: Any) -> None:
     assert client.search("q", allow_partial=True).missing_shards == []
 
 
-def test_documents(client: Any) -> None:
-    document = Document("a/../ü b?", "text", {"year": 2021, "draft": None})
+@pytest.mark.parametrize("id", ["a/../ü b?", ".."])
+def test_documents(client: Any, id: str) -> None:
+    document = Document(id, "text", {"year": 2021, "draft": None})
     put = client.put([document])
     assert client.document(document.id) == document
     assert client.search("q", min_sequence=put).sequence >= put
@@ -101,6 +102,12 @@ def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> N
         client.embed("one text")
     with pytest.raises(TypeError, match="must be a list of texts"):
         client.search_many("one text")
+
+
+def test_a_key_read_from_a_file_may_end_with_a_line_break(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Client(url, "key\n", timeout_s=1).models()
+    monkeypatch.setenv("INFEMBED_API_KEY", "key\n")
+    assert Client(url, timeout_s=1).models()
 
 
 def test_the_key_may_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,8 @@ def test_job_config_variable() -> None:
 
 
 def test_the_core_knows_its_settings() -> None:
-    settings = {**ray_compat.START_LIMITS, **ray_compat.NO_RETRY_LOG, **ray_compat.raylet_death_check(1.0)}
+    settings = ray_compat.START_LIMITS | ray_compat.NO_RETRY_LOG | ray_compat.NO_IDLE_WORKERS
+    settings |= ray_compat.raylet_death_check(1.0)
     core = (PACKAGE / "_raylet.so").read_bytes() + source("_private", "node.py").encode()
     assert [name for name in settings if name.removeprefix("RAY_").encode() not in core] == []
 

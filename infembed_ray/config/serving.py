@@ -13,10 +13,12 @@ class CanarySettings(Settings):
     """Checks of a new release before the API is switched to it; it is rolled back if one fails."""
 
     share: float = Field(
-        0.0, ge=0, le=0.5, description="share of the queries that the new release answers before the switch; 0: none"
+        0.0, ge=0, le=0.5, description="share of the searches that the new release answers before the switch; 0: none"
     )
     seconds: float = Field(300.0, gt=0, description="seconds during which it answers that share")
-    max_failures: float = Field(0.01, ge=0, le=1, description="most failed queries (share) above the current release's")
+    max_failures: float = Field(
+        0.01, ge=0, le=1, description="most failed searches (share) above the current release's"
+    )
     max_slowdown: float = Field(1.5, ge=1, description="most p95 latency, as a multiple of the current release's")
     probes: str | None = Field(
         None,

@@ -11,7 +11,6 @@ merges tokens across the border, `Tokens.instruction` is 0 and the text is encod
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from infembed_ray.lru_cache import LruCache
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -74,16 +74,19 @@ class PrefixCache:
         max_bytes: limit of the memory of all cached keys and values.
 
     Attributes:
-        bytes: memory of the cached keys and values.
         hits: texts whose instruction was cached.
         misses: texts whose instruction was computed.
     """
 
     def __init__(self, encoder: InstructionEncoder, max_bytes: int) -> None:
         self._encoder = encoder.eval()
-        self._max_bytes = max_bytes
-        self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
-        self.bytes = self.hits = self.misses = 0
+        self._prefixes = LruCache[Key, Prefix](max_bytes, lambda _, prefix: prefix.bytes)
+        self.hits = self.misses = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cached keys and values."""
+        return self._prefixes.size
 
     def remaining(self, tokens: Tokens) -> int:
         """Return how many of a text's tokens are not cached now. Thread-safe."""
@@ -105,7 +108,7 @@ class PrefixCache:
             embeddings[[text.row for text in texts]] = self._forward(texts).cpu().numpy()
             for key, prefix in ((text.key, text.prefix) for text in texts if text.prefix is not None):
                 fresh[key] = prefix
-                self._keep(key, prefix)
+                self._prefixes.put(key, prefix)
             rows = rest
         return embeddings
 
@@ -119,7 +122,7 @@ class PrefixCache:
         remaining = batch_tokens
         for row in rows:
             key, ids = _key(sequences[row]), sequences[row].ids
-            after = fresh.get(key) or self._prefixes.get(key)
+            after = self._prefixes.get(key) or fresh.get(key)
             own = ids[after.length :] if after else ids
             if key in computed or (texts and len(own) > remaining):
                 rest.append(row)
@@ -128,8 +131,6 @@ class PrefixCache:
             text = _Text(row, key, own, after)
             if after is not None:
                 self.hits += 1
-                if key in self._prefixes:
-                    self._prefixes.move_to_end(key)
             elif key:
                 self.misses += 1
                 computed.add(key)
@@ -166,12 +167,6 @@ class PrefixCache:
             own, before = (torch.tensor(counts, device=device) for counts in (lengths, befores))
             pooled = (pooled * own.unsqueeze(1) + sums) / (own + before).unsqueeze(1)
         return truncate(pooled, encoder.dimension)
-
-    def _keep(self, key: Key, prefix: Prefix) -> None:
-        self._prefixes[key] = prefix
-        self.bytes += prefix.bytes
-        while self.bytes > self._max_bytes:
-            self.bytes -= self._prefixes.popitem(last=False)[1].bytes
 
 
 def _key(tokens: Tokens) -> Key:

@@ -1,4 +1,4 @@
-"""The address of the API on this machine: whether a port is free, and what is served there."""
+"""The address of the API on this machine: whether a port is free, what is served there, and by which cluster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import socket
 import time
 import urllib.request
+from pathlib import Path
 
 from infembed_ray import ray_compat
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, StartError
+from infembed_ray.object_store import scratch
 
 POLL_S = 0.5
 PROBE_TIMEOUT_S = 2.0
@@ -42,6 +44,36 @@ def served_fingerprint(url: str, path: str = "/healthz") -> str | None:
     except (OSError, ValueError, KeyError, TypeError):  # nothing, or another server; HTTPError is an OSError
         return None
     return str(fingerprint)
+
+
+def wait_until_served(url: str, fingerprint: str, times: int, timeout_s: float) -> None:
+    """Wait until a release is ready in several probes in a row: a proxy picks an ingress replica at random.
+
+    Raises:
+        StartError: it was not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    in_a_row = 0
+    while in_a_row < times:
+        if served_fingerprint(url, "/readyz") == fingerprint:
+            in_a_row += 1
+            continue
+        in_a_row = 0
+        if time.monotonic() > deadline:
+            raise StartError(f"{url}/readyz did not answer within {timeout_s:.0f} s")
+        time.sleep(POLL_S)
+
+
+def address_file(port: int) -> Path:
+    """Return the file in which `infembed serve` notes its cluster for later commands of this machine."""
+    return scratch() / f"serve-{port}.address"
+
+
+def other_cluster(port: int) -> InputError:
+    """Return the error for an API that this command cannot replace."""
+    return InputError(
+        f"port={port}: another cluster's API is served there; stop it, set RAY_ADDRESS to its cluster, or set another port"
+    )
 
 
 def free_haproxy_ports() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Automatic compaction: `infembed serve` compacts the index that it serves when many documents have changed.
 
 The compaction runs in the background, as tasks of the cluster, while the API serves. Then the API switches to the next version
-(blue/green). Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
+(blue/green), without a canary. Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
 left alone.
 """
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from infembed_ray.config.retrieval import CompactSettings
+from infembed_ray.config.serving import CanarySettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.places import address, place_of
 from infembed_ray.progress import say
@@ -103,7 +104,8 @@ class AutoCompaction:
         published, self._published = self._published, None
         if published is None or not self._serves():
             return
-        settings = self.plan.settings.model_copy(update={"index": published})
+        # Without a canary: both versions give the same answers, and Ctrl-C would wait for its end.
+        settings = self.plan.settings.model_copy(update={"index": published, "canary": CanarySettings()})
         plan = startup.in_background(lambda: Plan.resolve(settings))
         self._switch(plan)
         self.plan = plan

@@ -1,6 +1,6 @@
 """Canary release: the checks that a new release must pass before the API is switched to it. No Ray.
 
-First both releases answer the probe set. Then the new release answers a share of the queries for some time, while the driver
+First both releases answer the probe set. Then the new release answers a share of the searches for some time, while the driver
 compares its failures and its latency with those of the current release. If a check fails, the caller rolls back.
 """
 
@@ -17,7 +17,7 @@ from infembed_ray.serving.routing.outcomes import Window
 POLL_S = 2.0
 """Seconds between two comparisons."""
 LEAST_FAILURES = 3
-"""Failed requests of the new release below which it is not judged by failures."""
+"""Failed searches of the new release below which it is not judged by failures."""
 LEAST_ANSWERS = 50
 """Answers of each release below which latencies are not compared."""
 
@@ -30,7 +30,7 @@ def require_good_traffic(current: Window, new: Window, settings: CanarySettings)
     """Raise Rejected if the new release fails more often or answers more slowly than the settings allow."""
     if new.failed >= LEAST_FAILURES and new.failures > current.failures + settings.max_failures:
         raise Rejected(
-            f"it failed {new.failed} of {new.answered + new.failed} queries ({new.failures:.1%}, the current release "
+            f"it failed {new.failed} of {new.answered + new.failed} searches ({new.failures:.1%}, the current release "
             f"{current.failures:.1%}); canary.max_failures={settings.max_failures:g} more are allowed"
         )
     enough = min(current.answered, new.answered) >= LEAST_ANSWERS
@@ -42,7 +42,11 @@ def require_good_traffic(current: Window, new: Window, settings: CanarySettings)
 
 
 def require_good_probes(current: ProbeFigures, new: ProbeFigures, settings: CanarySettings) -> None:
-    """Raise Rejected if the new release ranks the probe set worse than the settings allow."""
+    """Raise Rejected if the new release ranks the probe set worse than the settings allow, or if the set shows nothing."""
+    if current.ndcg == new.ndcg == 0:
+        raise Rejected(
+            "neither release finds a relevant passage of canary.probes among its first ten; give the ids of indexed passages"
+        )
     drops = [("nDCG@10", current.ndcg, new.ndcg, settings.max_ndcg_drop, "max_ndcg_drop")]
     if current.p_mrr is not None and new.p_mrr is not None:
         drops.append(("p-MRR", current.p_mrr, new.p_mrr, settings.max_p_mrr_drop, "max_p_mrr_drop"))
@@ -55,7 +59,7 @@ def require_good_probes(current: ProbeFigures, new: ProbeFigures, settings: Cana
 
 
 def watch(read_page: Callable[[], str], current: str, new: str, settings: CanarySettings) -> None:
-    """Compare two releases for `settings.seconds` while both answer queries.
+    """Compare two releases for `settings.seconds` while both answer searches.
 
     Args:
         read_page: returns the metrics of all replicas.
@@ -75,6 +79,6 @@ def watch(read_page: Callable[[], str], current: str, new: str, settings: Canary
             break
         time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
     seen = now[new]
-    say(f"serve: canary: {seen.answered} queries answered, {seen.failed} failed")
+    say(f"serve: canary: {seen.answered} searches answered, {seen.failed} failed")
     if seen.answered < LEAST_ANSWERS:
         say(f"serve: canary: fewer than {LEAST_ANSWERS} answers, so its latency was not compared")

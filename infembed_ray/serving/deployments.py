@@ -15,6 +15,8 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.progress import counted
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.serving import startup
@@ -28,6 +30,7 @@ from infembed_ray.serving.arguments import (
     EncoderArguments,
     IndexArguments,
 )
+from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.replicas import Encoder, Ingress, MetricsPage, ShardSearch
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S
@@ -37,6 +40,9 @@ CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""
 TARGET_CALLS_PER_ENCODER = 1.5
 """Autoscaling target: calls in flight per encoder replica. A call holds many texts, so with 1.5 a replica is never idle."""
+
+NODE_GROUP = "ray.io/node-group"
+"""Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
 
 
 def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serve.Application:
@@ -117,6 +123,23 @@ def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Applica
     # The version does not depend on the release, so another release restarts nothing.
     ingress, metrics = (ray_compat.with_version(part, arguments.digest()) for part in (ingress, metrics))
     return ingress.bind(arguments, metrics.bind())
+
+
+def require_resources(plan: Plan) -> None:
+    """InputError if the cluster cannot hold all replicas and will not grow: they would wait for resources for ever."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if any(NODE_GROUP in node["Labels"] for node in nodes):
+        return
+    for resource in ("CPU", "GPU"):
+        held = [node["Resources"].get(resource, 0.0) for node in nodes]
+        reserved = [entry[1:] for entry in plan.reservations() if entry[0] == resource]
+        total, largest = sum(replicas * each for _, replicas, each in reserved), max(held)
+        setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
+        if each > largest or total > sum(held) + 1e-6:
+            raise InputError(
+                f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
+                f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
+            )
 
 
 def spread(replicas: int, room: int | None = None, **per_replica: float) -> int | None:

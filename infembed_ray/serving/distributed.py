@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,18 +22,24 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError, in_one_line
-from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.serving import canary as canaries
 from infembed_ray.serving import startup
-from infembed_ray.serving.address import free_haproxy_ports, require_free_port, served_fingerprint
+from infembed_ray.serving.address import (
+    address_file,
+    free_haproxy_ports,
+    other_cluster,
+    require_free_port,
+    served_fingerprint,
+    wait_until_served,
+)
 from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
 from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
-from infembed_ray.serving.deployments import api_over, encoder_application, index_application
+from infembed_ray.serving.deployments import api_over, encoder_application, index_application, require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes
+from infembed_ray.serving.probes import Probe, ProbeFigures, probe
 from infembed_ray.serving.replicas import open_release
 from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from infembed_ray.serving.routing.remote import RemoteDeployment
@@ -51,8 +57,6 @@ MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
-NODE_GROUP = "ray.io/node-group"
-"""Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
 CANARY_MARGIN_S = 60.0
 """Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
@@ -131,21 +135,24 @@ def _deploy(plan: Plan) -> None:
     _connect(plan)
     require_resources(plan)
     _start_serve(plan)
-    previous = _current_release()
+    previous = _served()
     say(
         f"serve: starting {counted(len(plan.release.shards), 'shard')}, encoder {plan.release.card.id} and the HTTP API"
     )
     missing = {plan.release.encoder, plan.release.index} - _running_applications()
     try:
+        if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
+            ray_compat.start_application(api_over(plan.api, None), APPLICATION, "/", LoggingConfig(**LOGGING))
         _start_applications(plan, missing)
         _check_with_query(plan)
         say("serve: checked: encoder and shards answer")
         if previous is not None:
             _try_as_canary(plan, *previous)
+            _require_unswitched(previous[1])
         _switch_to(plan.api, plan.release)
-        _wait_until_switched(plan)
+        wait_until_served(plan.url, plan.release.fingerprint, 2 * plan.settings.ingress_replicas, READY_TIMEOUT_S)
     except BaseException:
-        _roll_back(previous, missing)
+        _roll_back(plan, previous, missing)
         raise
     if previous is not None:
         say(f"serve: switched: every answer now comes from index {plan.release.card.index_version}")
@@ -175,16 +182,17 @@ def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) ->
     """
     settings, new = plan.settings.canary, plan.release
     try:
-        if settings.probes is not None:
-            probes = read_probes(settings.probes)
-            before, after = (_probe(plan.settings, spec, probes) for spec in (current, new))
+        if plan.probes:
+            before, after = (_probe(plan.settings, spec, plan.probes) for spec in (current, new))
             canaries.require_good_probes(before, after, settings)
-            say(f"serve: canary: nDCG@10 on {counted(len(probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}")
+            say(
+                f"serve: canary: nDCG@10 on {counted(len(plan.probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}"
+            )
         if settings.share:
             until = time.time() + settings.seconds + CANARY_MARGIN_S
             split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
             _switch_to(arguments, split)
-            say(f"serve: canary: {settings.share:.0%} of the queries go to the new release for {settings.seconds:g} s")
+            say(f"serve: canary: {settings.share:.1%} of the searches go to the new release for {settings.seconds:g} s")
             page = serve.get_deployment_handle(METRICS, app_name=APPLICATION).options(method_name="page")
             canaries.watch(
                 lambda: page.remote().result(timeout_s=READY_TIMEOUT_S).decode(),
@@ -203,7 +211,12 @@ def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) 
         metrics = RemoteDeployment.named(METRICS, APPLICATION)
         return await probe(open_release(spec, settings, metrics), probes)
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    except Exception as error:
+        raise StartError(
+            f"canary.probes: index {spec.card.index_version} does not answer them: {in_one_line(error)}"
+        ) from error
 
 
 def _switch_to(arguments: ApiArguments, spec: ReleaseSpec) -> None:
@@ -211,14 +224,25 @@ def _switch_to(arguments: ApiArguments, spec: ReleaseSpec) -> None:
     _wait_until_running(APPLICATION)
 
 
-def _roll_back(previous: tuple[ApiArguments, ReleaseSpec] | None, started: Iterable[str]) -> None:
-    """Restore the previous release after a failed deployment."""
+def _require_unswitched(previous: ReleaseSpec) -> None:
+    """StartError if another command has switched the API while this one tried its release."""
+    if (served := _served()) is None or served[1].fingerprint != previous.fingerprint:
+        raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
+
+
+def _roll_back(plan: Plan, previous: tuple[ApiArguments, ReleaseSpec] | None, started: set[str]) -> None:
+    """Restore the previous release after a failed deployment, unless another command has switched the API meanwhile."""
     if previous is None:
         stop()
         return
-    # Without effect if the API was not switched yet.
-    ray_compat.start_application(api_over(*previous), APPLICATION, "/", LoggingConfig(**LOGGING))
-    for name in started:
+    arguments, release = previous
+    if served_fingerprint(plan.url) in (plan.release.fingerprint, release.fingerprint, None):
+        # Without effect if the API was not switched yet. A killed command may have left a canary in `release`.
+        _switch_to(arguments, release.model_copy(update={"canary": None}))
+        used = {release.encoder, release.index}
+    else:
+        used = _used_applications()
+    for name in started - used:
         ray_compat.delete_application(name)
 
 
@@ -258,23 +282,6 @@ def require_cluster(settings: ServeSettings, upgrades: bool) -> None:
         raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
 
 
-def require_resources(plan: Plan) -> None:
-    """InputError if the cluster cannot hold all replicas and will not grow: they would wait for resources for ever."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if any(NODE_GROUP in node["Labels"] for node in nodes):
-        return
-    for resource in ("CPU", "GPU"):
-        held = [node["Resources"].get(resource, 0.0) for node in nodes]
-        reserved = [entry[1:] for entry in plan.reservations() if entry[0] == resource]
-        total, largest = sum(replicas * each for _, replicas, each in reserved), max(held)
-        setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
-        if each > largest or total > sum(held) + 1e-6:
-            raise InputError(
-                f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
-                f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
-            )
-
-
 def _connect(plan: Plan) -> None:
     """Connect to the cluster; InputError unless the API can listen at its address or replaces an API there."""
     port = plan.settings.port
@@ -285,10 +292,12 @@ def _connect(plan: Plan) -> None:
         _connect_to_local_api(port)
     else:
         require_free_port(plan.settings.host, port)  # before a cluster is started
+        for name, value in ray_compat.NO_IDLE_WORKERS.items():
+            os.environ.setdefault(name, value)
         connect()
     status = _status_without_leftovers()
     if replaces and APPLICATION not in status.applications:
-        raise _other_cluster(port)
+        raise other_cluster(port)
     if not replaces:
         require_free_port(plan.settings.host, port, PORT_TIMEOUT_S)
     if status.proxies:
@@ -301,20 +310,20 @@ def _connect(plan: Plan) -> None:
                 "set that host and port, or stop it with `serve shutdown`"
             )
     mode = os.environ.get("RAY_AUTH_MODE", "disabled")
-    _address_file(port).write_text(f"{ray.get_runtime_context().gcs_address} {mode}", encoding="utf-8")
+    address_file(port).write_text(f"{ray.get_runtime_context().gcs_address} {mode}", encoding="utf-8")
 
 
 def _connect_to_local_api(port: int) -> None:
     """Connect to the cluster of the API that another command of this machine serves at a port."""
     mode_before = os.environ.get("RAY_AUTH_MODE")
     try:
-        address, mode = _address_file(port).read_text(encoding="utf-8").split()
+        address, mode = address_file(port).read_text(encoding="utf-8").split()
         os.environ.setdefault("RAY_AUTH_MODE", mode)
         connect(address)
     except (OSError, ValueError, StartError) as error:  # no such file, or its cluster has ended
         if mode_before is None:  # a cluster that this process starts later has its own mode
             os.environ.pop("RAY_AUTH_MODE", None)
-        raise _other_cluster(port) from error
+        raise other_cluster(port) from error
 
 
 def _status_without_leftovers() -> ServeStatus:
@@ -326,17 +335,6 @@ def _status_without_leftovers() -> ServeStatus:
     return status
 
 
-def _address_file(port: int) -> Path:
-    """Return the file in which `infembed serve` notes its cluster for later commands of this machine."""
-    return scratch() / f"serve-{port}.address"
-
-
-def _other_cluster(port: int) -> InputError:
-    return InputError(
-        f"port={port}: another cluster's API is served there; stop it, set RAY_ADDRESS to its cluster, or set another port"
-    )
-
-
 def _check_with_query(plan: Plan) -> None:
     """Send a query through the new encoder and every new shard before the API is switched."""
     release = plan.release
@@ -344,13 +342,13 @@ def _check_with_query(plan: Plan) -> None:
     call = encoder.embed_many.remote([[Query(CHECK_QUERY)]], plan.settings.request_timeout_s)
     (embedded,) = call.result(timeout_s=READY_TIMEOUT_S)
     if isinstance(embedded, BaseException):
-        raise RuntimeError(f"{release.encoder} does not answer: {in_one_line(embedded)}") from embedded
+        raise StartError(f"{release.encoder} does not answer: {in_one_line(embedded)}") from embedded
     handles = [serve.get_deployment_handle(shard, app_name=release.index) for shard in release.shards]
     calls = [handle.search_many.remote([ShardQuery(embedded.vectors, 1)]) for handle in handles]
     for shard, call in zip(release.shards, calls, strict=True):
         (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
         if isinstance(answer, BaseException):
-            raise RuntimeError(f"{release.index}: {shard} does not answer: {in_one_line(answer)}") from answer
+            raise StartError(f"{release.index}: {shard} does not answer: {in_one_line(answer)}") from answer
 
 
 # ---------------------------------------------------------------------------------------------------------- status
@@ -361,13 +359,21 @@ def _running_applications() -> set[str]:
     return {name for name, found in applications.items() if found.status == ApplicationStatus.RUNNING}
 
 
-def _current_release() -> tuple[ApiArguments, ReleaseSpec] | None:
-    """Return the arguments and the release of this cluster's API; None: there is no API."""
+def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
+    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
     if APPLICATION not in serve.status().applications:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
     arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return arguments, spec.model_copy(update={"canary": None})  # of a command that was killed
+    return spec and (arguments, spec)
+
+
+def _used_applications() -> set[str]:
+    """Return the encoders and indexes that the API uses now; another command may have chosen them."""
+    if (served := _served()) is None:
+        return set()
+    releases = (served[1], *([served[1].canary.release] if served[1].canary else []))
+    return {name for release in releases for name in (release.encoder, release.index)}
 
 
 def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -380,10 +386,8 @@ def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
     started = time.monotonic()
     deadline, progress_at = started + timeout_s, started + PROGRESS_S
     while (found := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
-        if (
-            found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-            or time.monotonic() > deadline
-        ):
+        failed = found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if failed or time.monotonic() > deadline:
             raise _start_failure(name, found)
         if time.monotonic() > progress_at:
             say(f"serve: waiting for {name}: {_pending(found)}")
@@ -412,26 +416,8 @@ def _pending(application: ApplicationStatusOverview) -> str:
         if deployment.status != DeploymentStatus.HEALTHY
     ]
     total, free = ray.cluster_resources(), ray.available_resources()
-    left = [
-        f"{free.get(resource, 0.0):g} of {total[resource]:g} {resource}"
-        for resource in ("CPU", "GPU")
-        if resource in total
-    ]
+    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
     return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"
-
-
-def _wait_until_switched(plan: Plan) -> None:
-    """Wait until the new release answers several probes in a row: a proxy picks an ingress replica at random."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    in_a_row = 0
-    while in_a_row < 2 * plan.settings.ingress_replicas:
-        if served_fingerprint(plan.url, "/readyz") == plan.release.fingerprint:
-            in_a_row += 1
-            continue
-        in_a_row = 0
-        if time.monotonic() > deadline:
-            raise StartError(f"{plan.url}/readyz did not answer within {READY_TIMEOUT_S:.0f} s")
-        time.sleep(POLL_S)
 
 
 def _delete_after_drain(applications: set[str], drain_s: float) -> None:
@@ -439,6 +425,6 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
     if applications:
         say(f"serve: draining the previous release for {drain_s:g} s (request_timeout_s)")
         time.sleep(drain_s)
-        for name in sorted(applications):
+        for name in sorted(applications - _used_applications()):
             serve.delete(name)
             say(f"serve: deleted {name}")

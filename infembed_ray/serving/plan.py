@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -40,7 +40,7 @@ from infembed_ray.serving.arguments import (
 )
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
-from infembed_ray.serving.probes import read_probes
+from infembed_ray.serving.probes import Probe, read_probes
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 
@@ -62,6 +62,8 @@ class Plan:
     index_bytes: int
     model_bytes: int
     """Of the weights; 0 for a model on the hub."""
+    probes: Sequence[Probe]
+    """Of the canary; empty: it has no probe set."""
 
     @classmethod
     def resolve(cls, settings: ServeSettings) -> Plan:
@@ -77,8 +79,7 @@ class Plan:
 
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)
-        if settings.canary.probes is not None:
-            read_probes(settings.canary.probes)
+        probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
         index = _describe(settings)
         found = locate(settings.model or index.facts.model, "model")
         path = local(found.path)
@@ -104,14 +105,14 @@ class Plan:
         shards = IndexArguments(index=index.place, version=index.version, settings=settings)
         api = ApiArguments(locked=bool(keys), settings=settings)
         release = ReleaseSpec(
-            fingerprint=_fingerprint(settings, card, api.locked),
+            fingerprint=_fingerprint(settings, card, api.locked, encoder.application, shards.application),
             encoder=encoder.application,
             index=shards.application,
             shards=index.shards,
             changes=index.changes,
             card=card,
         )
-        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path))
+        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path), probes)
 
     @property
     def reading_s(self) -> float:
@@ -298,6 +299,12 @@ def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
             f"host={settings.host}: open to other machines without API keys; "
             f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
         )
+    limit = settings.max_changed_documents
+    if settings.writable and limit is not None and settings.compact_at is not None and settings.compact_at > limit:
+        raise InputError(
+            f"compact_at={settings.compact_at}: documents are refused from max_changed_documents={limit} on, so no compaction "
+            f"would start; set compact_at to at most {limit}, or null"
+        )
     if settings.shard_cache is not None and not settings.shard_cache.startswith(("/", "~")):
         raise InputError(
             f"shard_cache={settings.shard_cache}: replicas have other working directories; give an absolute path, or one "
@@ -309,12 +316,13 @@ def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
         require_gpu_faiss()
 
 
-def _fingerprint(settings: ServeSettings, card: schema.Model, locked: bool) -> str:
-    """Return 16 hex digits that change with anything that changes what is served, or how."""
+def _fingerprint(settings: ServeSettings, card: schema.Model, locked: bool, *applications: str) -> str:
+    """Return 16 hex digits that change with anything that changes what is served, how, or from where."""
     content = {
         "settings": settings.identity(),
         "card": card.model_dump(exclude={"created"}),
         "locked": locked,
+        "applications": applications,
         "code_version": __version__,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -345,13 +345,13 @@ class Ingress:
             Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
-            queries=self._choose,
+            searches=self._choose,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Switch to another release once it answers; Serve calls this method with the `user_config`.
 
-        Until the new release answers, this replica keeps its current one. A replica without a release does not start.
+        Until the new release answers, this replica keeps its current one. A replica that cannot open its first one fails.
         """
         self._reporter.start()
         if self._switching is not None:
@@ -368,12 +368,14 @@ class Ingress:
             while not await opened.ready():
                 await asyncio.sleep(POLL_S)
         self._current, self._canary = release, canary
+        if canary is None:
+            self._outcomes.clear()  # the series of releases that serve no more would add up
 
     def _open(self, spec: ReleaseSpec) -> Release:
         return open_release(spec, self._arguments.settings, self._metrics_page, self._outcomes)
 
     def _choose(self, model: str | None) -> Release:
-        """Return the release that answers a new query: the canary for its share, unless the query names another model."""
+        """Return the release that answers a new search: the canary for its share, unless the search names another model."""
         current, canary = self._release, self._canary
         terms = current.spec.canary
         if canary is None or terms is None or model not in (None, canary.card.id):
@@ -386,9 +388,9 @@ class Ingress:
             raise ReplicaLost(RETRY_AFTER_S)
         return self._current
 
-    async def served(self) -> tuple[ApiArguments, ReleaseSpec]:
-        """Return the arguments of this replica and the release that it answers from."""
-        return self._arguments, self._release.spec
+    async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:
+        """Return the arguments of this replica and the release that it answers from; None: it has none yet."""
+        return self._arguments, self._current.spec if self._current else None
 
     async def changed_documents(self) -> float:
         """As `Release.changed_documents`."""

@@ -48,7 +48,7 @@ def test_a_release_that_is_no_worse_passes(current: Window, new: Window) -> None
 @pytest.mark.parametrize(
     ("current", "new", "message"),
     [
-        (window(1000), window(0, failed=3), "it failed 3 of 3 queries (100.0%, the current release 0.0%)"),
+        (window(1000), window(0, failed=3), "it failed 3 of 3 searches (100.0%, the current release 0.0%)"),
         (window(1000, failed=10), window(95, failed=5), "canary.max_failures=0.01 more are allowed"),
         (window(1000), window(50, seconds=0.02), "canary.max_slowdown=1.5 times that is allowed"),
     ],
@@ -67,6 +67,8 @@ def test_a_release_that_ranks_probes_worse_is_rejected() -> None:
         require_good_probes(before, ProbeFigures(78.9, 30.0), SETTINGS)
     with pytest.raises(Rejected, match=r"p-MRR .* canary.max_p_mrr_drop=2 less is allowed"):
         require_good_probes(before, ProbeFigures(80.0, 27.9), SETTINGS)
+    with pytest.raises(Rejected, match=r"canary\.probes .*give the ids of indexed passages"):
+        require_good_probes(ProbeFigures(0.0, None), ProbeFigures(0.0, None), SETTINGS)
 
 
 def test_a_watch_ends_with_the_first_fault_or_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def test_a_canary_that_fails_is_rolled_back_and_one_that_answers_is_switched_to(
         wait_until(lambda: versions(answers) == {old, other.name}, seconds=120)
         (index,) = (name for name in serve.status().applications if f"-index-{other.name[:8]}" in name)
         serve.delete(index)  # its queries fail from now on
-        with pytest.raises(StartError, match=r"rolled back.* it failed \d+ of \d+ queries"):
+        with pytest.raises(StartError, match=r"rolled back.* it failed \d+ of \d+ searches"):
             refused.result(timeout=120)
         seen = len(answers)
         wait_until(lambda: len(answers) > seen + 40)

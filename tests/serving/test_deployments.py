@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import ray
 
-from infembed_ray.serving.deployments import spread
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.serving.deployments import require_resources, spread
+from infembed_ray.serving.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -38,3 +44,34 @@ def test_a_surge_replica_needs_room_as_well(
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}] * 2)
     assert spread(2, room=3, CPU=0.1) is None
     assert spread(3, room=4, CPU=0.1) == 2
+
+
+@pytest.mark.parametrize(
+    ("cpus", "changes", "refusal"),
+    [
+        ([2], {}, None),
+        ([2], {"cpus_per_encoder": 2}, "cpus_per_encoder=2: .* the cluster has 2, its largest node 2"),
+        ([8], {"encoder_replicas": 8}, "cpus_per_encoder=1: 8 replicas of it; all replicas together need 8.3 CPU"),
+        ([2, 2], {"cpus_per_encoder": 3}, "its largest node 2"),
+        ([2], {"shard_replicas": 20}, "cpus_per_shard=0.1: 40 replicas"),
+        ([8], {"gpus_per_encoder": 1}, "gpus_per_encoder=1: .* the cluster has 0"),
+    ],
+)
+def test_replicas_that_the_cluster_can_never_hold_are_rejected_at_once(
+    cpus: list[float], changes: dict[str, Any], refusal: str | None, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "Labels": {}, "Resources": {"CPU": float(n)}} for n in cpus]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    plan = Plan.resolve(
+        ServeSettings.from_mapping({"index": index, **changes}).model_copy(update={"gpus_per_encoder": 0.0})
+    )
+    plan = replace(plan, settings=plan.settings.model_copy(update=changes))
+    if refusal is None:
+        require_resources(plan)
+        return
+    with pytest.raises(InputError, match=refusal) as caught:
+        require_resources(plan)
+    assert "\n" not in str(caught.value)
+    for node in nodes:
+        node["Labels"] = {"ray.io/node-group": "workers"}  # a cluster that may grow
+    require_resources(plan)

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ import pytest
 import ray
 import yaml
 from ray import serve
-from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import (
     ApplicationStatus,
@@ -41,19 +38,15 @@ from ray.serve.schema import (
 )
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving import distributed
 from infembed_ray.serving.address import require_free_port
-from infembed_ray.serving.arguments import ENCODER, INGRESS
+from infembed_ray.serving.arguments import ENCODER, INGRESS, ApiArguments
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.replicas import ShardSearch
-from infembed_ray.storage import output_files
+from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
 from tests.support.ports import free_port
@@ -321,49 +314,6 @@ def test_a_deployed_config_file_serves(api: str, settings: ServeSettings, root: 
 
 
 @pytest.mark.ray
-def test_every_node_copies_only_its_own_shards_from_an_object_store(
-    index: str, minilm: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Folder.open(f"{bucket}/served", "index")
-    for file in output_files(Path(index)):
-        store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
-    store.write("latest", Path(index).name)
-    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
-    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch"))
-    assert copied(tmp_path / "driver") == []
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
-    try:
-        for number in range(2):  # a node has room for one shard, and directories of its own
-            own = {SCRATCH: str(tmp_path / f"node-{number}")}
-            cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
-        ray.init(cluster.address, log_to_driver=False)
-        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
-        for id, text in PASSAGES.items():
-            assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
-        changes = ChangeLog(
-            Folder.open(plan.release.changes, "changes"), {"year": "integer"}, plan.release.card.dimension
-        )
-        changes.append([Delete(id) for id in PASSAGES])
-        wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])), 20)
-        other = plan.index.model_copy(update={"version": "another"})
-        for shard in shards:
-            ray.kill(shard)
-        with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):
-            ray.get(ray.remote(num_cpus=1)(ShardSearch).remote(other, 0).ready.remote())
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    nodes = [copied(tmp_path / f"node-{number}") for number in range(2)]
-    assert [len(shards) for shards in nodes] == [1, 1]
-    assert nodes[0] != nodes[1]
-
-
-def copied(scratch: Path) -> list[str]:
-    """Return the names of the shards that were copied from an object store: their checksums."""
-    return [path.parent.name for path in scratch.glob("shards/*/index.faiss")]
-
-
-@pytest.mark.ray
 def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index: str, root: Path, minilm: str) -> None:
     port = free_port()
     command = [sys.executable, "-m", "infembed_ray.cli", "serve", f"port={port}", "runtime=torch"]
@@ -448,37 +398,6 @@ def test_the_command_compacts_its_index_and_switches_to_the_next_version(root: P
 # ---------------------------------------------------------------------------------------------- without a cluster
 
 
-@pytest.mark.parametrize(
-    ("cpus", "changes", "refusal"),
-    [
-        ([2], {}, None),
-        ([2], {"cpus_per_encoder": 2}, "cpus_per_encoder=2: .* the cluster has 2, its largest node 2"),
-        ([8], {"encoder_replicas": 8}, "cpus_per_encoder=1: 8 replicas of it; all replicas together need 8.3 CPU"),
-        ([2, 2], {"cpus_per_encoder": 3}, "its largest node 2"),
-        ([2], {"shard_replicas": 20}, "cpus_per_shard=0.1: 40 replicas"),
-        ([8], {"gpus_per_encoder": 1}, "gpus_per_encoder=1: .* the cluster has 0"),
-    ],
-)
-def test_replicas_that_the_cluster_can_never_hold_are_rejected_at_once(
-    cpus: list[float], changes: dict[str, Any], refusal: str | None, index: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = [{"Alive": True, "Labels": {}, "Resources": {"CPU": float(n)}} for n in cpus]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    plan = Plan.resolve(
-        ServeSettings.from_mapping({"index": index, **changes}).model_copy(update={"gpus_per_encoder": 0.0})
-    )
-    plan = replace(plan, settings=plan.settings.model_copy(update=changes))
-    if refusal is None:
-        distributed.require_resources(plan)
-        return
-    with pytest.raises(InputError, match=refusal) as caught:
-        distributed.require_resources(plan)
-    assert "\n" not in str(caught.value)
-    for node in nodes:
-        node["Labels"] = {"ray.io/node-group": "workers"}  # a cluster that may grow
-    distributed.require_resources(plan)
-
-
 def test_progress_names_what_has_not_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -499,19 +418,6 @@ def test_progress_names_what_has_not_started(
     distributed._wait_until_running("app")
     line = "serve: waiting for app: encoder (2 starting): no room for 2 replicas; free: 0.5 of 4 CPU"
     assert set(capsys.readouterr().out.splitlines()) == {line}
-
-
-def test_a_free_port_is_accepted_even_just_after_use() -> None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as every server does
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)):
-            listener.accept()[0].close()  # leaves the port in TIME_WAIT
-        with pytest.raises(InputError):
-            require_free_port("127.0.0.1", port)
-    require_free_port("127.0.0.1", port)
 
 
 def test_an_api_of_an_unknown_or_dead_cluster_is_not_replaced(
@@ -537,3 +443,66 @@ def test_an_api_of_an_unknown_or_dead_cluster_is_not_replaced(
         with pytest.raises(InputError, match=f"port={port}: another cluster's API"):
             run(settings)
         api.shutdown()
+
+
+class Switches:
+    """What `distributed` does to the API and to the applications; another command may switch the API."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+        self.arguments, self.serves = plan.api, plan.release
+        self.deleted: list[str] = []
+        monkeypatch.setattr(distributed, "_served", lambda: (self.arguments, self.serves))
+        monkeypatch.setattr(distributed, "_switch_to", self.switch)
+        monkeypatch.setattr(distributed, "served_fingerprint", lambda url: self.serves.fingerprint)
+        monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: self.deleted.append(name))
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def switch(self, arguments: ApiArguments, spec: ReleaseSpec) -> None:
+        self.serves = spec
+
+
+def other_release(plan: Plan, name: str) -> ReleaseSpec:
+    parts = {"fingerprint": name, "encoder": f"{name}-encoder", "index": f"{name}-index"}
+    return plan.release.model_copy(update=parts)
+
+
+def test_a_release_that_the_api_has_come_back_to_is_not_deleted(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    switches = Switches(monkeypatch, plan)
+    trial = other_release(plan, "trial")
+    switches.serves = plan.release.model_copy(update={"canary": Canary(release=trial, share=0.1, until=0)})
+    distributed._delete_after_drain({plan.release.index, trial.index, "unused"}, 30.0)
+    assert switches.deleted == ["unused"]
+
+
+def test_a_failed_upgrade_leaves_the_switch_of_another_command_as_it_is(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    switches = Switches(monkeypatch, plan)
+    old, third = other_release(plan, "old"), other_release(plan, "third")
+    shared = third.model_copy(update={"encoder": plan.release.encoder})
+    started = {plan.release.encoder, plan.release.index}
+    switches.serves = old
+    distributed._require_unswitched(old)
+    switches.serves = shared
+    with pytest.raises(StartError, match="another command has switched the API meanwhile"):
+        distributed._require_unswitched(old)
+    distributed._roll_back(plan, (plan.api, old), started)
+    assert (switches.serves, switches.deleted) == (shared, [plan.release.index])
+    switches.serves = plan.release  # its own switch
+    distributed._roll_back(plan, (plan.api, old), started)
+    assert (switches.serves, set(switches.deleted)) == (old, started)
+
+
+def test_a_failed_upgrade_keeps_an_encoder_of_the_current_release_that_it_started_again(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    switches = Switches(monkeypatch, plan)
+    current = other_release(plan, "current").model_copy(update={"encoder": plan.release.encoder})
+    switches.serves = current
+    distributed._roll_back(plan, (plan.api, current), {plan.release.encoder, plan.release.index})  # it was unhealthy
+    assert switches.deleted == [plan.release.index]

@@ -134,6 +134,14 @@ def test_suggestions_and_model_name_reach_the_card_and_change_the_release(
     assert plain.card.id == Path(minilm).name
 
 
+def test_a_copy_of_the_served_index_is_another_release(settings: ServeSettings, tmp_path: Path) -> None:
+    copy = tmp_path / "copy" / Path(settings.index).name
+    shutil.copytree(Path(settings.index), copy)
+    here, there = (Plan.resolve(s) for s in (settings, settings.model_copy(update={"index": str(copy)})))
+    assert here.release.card.index_version == there.release.card.index_version
+    assert here.release.fingerprint != there.release.fingerprint  # else `serve` would have nothing to do
+
+
 def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
     settings: ServeSettings, tmp_path: Path, minilm: str
 ) -> None:
@@ -193,6 +201,13 @@ def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
 def test_a_relative_shard_cache_is_rejected(settings: ServeSettings) -> None:
     with pytest.raises(InputError, match=r"shard_cache=cache: .*give an absolute path, or one that begins with ~"):
         Plan.resolve(settings.model_copy(update={"shard_cache": "cache"}))
+
+
+def test_a_compaction_that_would_never_start_is_rejected(settings: ServeSettings) -> None:
+    never = settings.model_copy(update={"compact_at": 11, "max_changed_documents": 10})
+    with pytest.raises(InputError, match=r"compact_at=11: .*max_changed_documents=10 .*set compact_at to at most 10"):
+        Plan.resolve(never)
+    Plan.resolve(never.model_copy(update={"writable": False}))
 
 
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The replicas' own logic without a cluster; `test_distributed` runs them on one."""
+"""The replicas' own logic, and shards on several nodes; `test_distributed` runs all replicas in Serve."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import ray
+from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
+from ray.cluster_utils import Cluster
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
+from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import checksums
 from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import ShardFacts
+from infembed_ray.retrieval.shards import shard_of
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving.arguments import ApiArguments, IndexArguments
 from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySequence
 from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measured
 from infembed_ray.serving.encoder.engine import Facts
+from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.replicas import CacheMetrics, Encoder, EngineMetrics, Ingress, ShardSearch
 from infembed_ray.serving.routing.blue_green import Inputs
 from infembed_ray.serving.routing.query_cache import QueryCache
@@ -36,6 +42,8 @@ from infembed_ray.serving.service import Query
 from infembed_ray.storage import output_files
 from tests.retrieval.test_index import write_index
 from tests.retrieval.vectors import unit_vectors
+from tests.serving.indexes import PASSAGES
+from tests.support.waiting import wait_until
 
 SETTINGS = ServeSettings(index="index")
 
@@ -114,6 +122,16 @@ def test_a_body_limit_above_the_proxies_is_an_input_error(monkeypatch: pytest.Mo
     larger = SETTINGS.model_copy(update={"max_body_mib": 64.0})
     with pytest.raises(InputError, match=r"max_body_mib=64: Serve's proxies were started with 8 .* or less"):
         replica(ApiArguments(locked=False, settings=larger), None)
+
+
+def test_an_ingress_without_a_release_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFEMBED_API_KEYS", raising=False)
+    replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
+    ingress = replica(ApiArguments(locked=False, settings=SETTINGS), None)
+    with TestClient(ingress.__serve_build_asgi_app__(), base_url="http://127.0.0.1") as client:
+        answers = [client.get("/readyz"), client.post("/v1/search", json={"query": "a"})]
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert asyncio.run(ingress.served())[1] is None
 
 
 @pytest.fixture
@@ -205,3 +223,46 @@ def test_metrics_show_what_runs_the_encoder_and_what_the_query_cache_saves() -> 
     release = SimpleNamespace(query_cache=cache)
     assert registry.get_sample_value("infembed_query_cache_hits_total") == 1
     assert registry.get_sample_value("infembed_query_cache_misses_total") == 2
+
+
+@pytest.mark.ray
+def test_every_node_copies_only_its_own_shards_from_an_object_store(
+    index: str, minilm: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Folder.open(f"{bucket}/served", "index")
+    for file in output_files(Path(index)):
+        store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
+    store.write("latest", Path(index).name)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch"))
+    assert copied(tmp_path / "driver") == []
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
+    try:
+        for number in range(2):  # a node has room for one shard, and directories of its own
+            own = {SCRATCH: str(tmp_path / f"node-{number}")}
+            cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
+        ray.init(cluster.address, log_to_driver=False)
+        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
+        for id, text in PASSAGES.items():
+            assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
+        changes = ChangeLog(
+            Folder.open(plan.release.changes, "changes"), {"year": "integer"}, plan.release.card.dimension
+        )
+        changes.append([Delete(id) for id in PASSAGES])
+        wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])), 20)
+        other = plan.index.model_copy(update={"version": "another"})
+        for shard in shards:
+            ray.kill(shard)
+        with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):
+            ray.get(ray.remote(num_cpus=1)(ShardSearch).remote(other, 0).ready.remote())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    nodes = [copied(tmp_path / f"node-{number}") for number in range(2)]
+    assert [len(shards) for shards in nodes] == [1, 1]
+    assert nodes[0] != nodes[1]
+
+
+def copied(scratch: Path) -> list[str]:
+    """Return the names of the shards that were copied from an object store: their checksums."""
+    return [path.parent.name for path in scratch.glob("shards/*/index.faiss")]

@@ -56,7 +56,7 @@ def create_app(
     *,
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
-    queries: Callable[[str | None], Service] | None = None,
+    searches: Callable[[str | None], Service] | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
@@ -66,7 +66,7 @@ def create_app(
         keys: the accepted API keys; without any, the API serves its own machine only.
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
-        queries: returns the service of a new query, embedding or search, that names this model or none; None: `service`.
+        searches: returns the service of a new search that names this model or none; None: `service`.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
     """
     app = FastAPI(
@@ -86,7 +86,7 @@ def create_app(
     fingerprint = deployment if callable(deployment) else lambda: deployment
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
-    add_query_routes(app.router, queries or (lambda _: current()))
+    add_query_routes(app.router, current, searches or (lambda _: current()))
     add_document_routes(app.router, current)
     add_status_routes(app.router, current, fingerprint)
     app.include_router(playground_routes.router())

@@ -226,7 +226,7 @@ def new_key(name: str, file: str | Path, scopes: str = "read", rate: float | Non
     path = Path(file)
     facts = [name, ",".join(_scopes(scopes, f"scopes={scopes}"))]
     if rate is not None:
-        facts.append(f"{_rate(rate, 'rate'):.6f}".rstrip("0").rstrip(".") + "/s")
+        facts.append(f"{_rate(round(rate, 6), 'rate'):.6f}".rstrip("0").rstrip(".") + "/s")
     if not re.fullmatch(r"[\w.@-]{1,100}", name):
         raise InputError(f"name={name!r}: must be 1 to 100 letters, digits or any of . _ - @")
     key = PREFIX + secrets.token_urlsafe(32)

@@ -20,22 +20,22 @@ from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuc
 
 MAX_MESSAGE_CHARACTERS = 500
 STUCK_RETRY_S = 30.0
-"""Retry-After while changes are not applied: an operator must restore the write-ahead log."""
+"""Retry-After while changes are not applied: an operator must restore the write-ahead log or give it space."""
 _MAX_DETAILED_ERRORS = 1000
 """With more validation errors than this, the message gives only their number: pydantic renders all of them or none."""
 
 STATUSES: Mapping[int, str] = {
     400: "The request is invalid; `param` names the field",
     401: "No valid API key",
-    403: "Forbidden",
+    403: "The API key lacks the scope, the index is read-only, or an API without keys is called under a foreign host name",
     404: "No such model, document or path",
     405: "The path does not support the method; `Allow` lists those it supports",
     408: "The body did not arrive in time",
     413: "The body is too large; it was not read",
     415: "The Content-Type is not application/json",
-    429: "Too many requests are waiting: try again after `Retry-After` seconds",
+    429: "Too many requests are waiting, or more come than the API key allows: try again after `Retry-After` seconds",
     500: "Internal error; the server's log has the details, with the request id",
-    503: "A part of the service is not available: try again after `Retry-After` seconds",
+    503: "A part of the service is not available, or changes are not applied: try again after `Retry-After` seconds",
     504: "No answer in time: try again after `Retry-After` seconds",
     507: "As many documents have changed as may: compact the index",
 }

@@ -68,9 +68,9 @@ class HttpMetrics:
 class ApiMiddleware:
     """Checks keys before the body is read, adds the response headers and counts the requests.
 
-    Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. An API without keys serves its own machine only: a request with a foreign
-    Host header gets 403. Otherwise a web page in a browser of that machine could send requests under a host name that
-    resolves to 127.0.0.1 (DNS rebinding).
+    Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. An API without keys
+    serves its own machine only: a request with a foreign Host header gets 403. Otherwise a web page in a browser of that
+    machine could send requests under a host name that resolves to 127.0.0.1 (DNS rebinding).
 
     Args:
         app: the routes.

@@ -21,7 +21,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
             "description": STATUSES[status],
             **({"headers": retry_after} if status in (429, 503, 504) else {}),
         }
-        for status in sorted({*statuses, 403, 500, 504})
+        for status in sorted({*statuses, 403, 429, 500, 503, 504})
     }
 
 

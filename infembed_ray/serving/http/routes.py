@@ -32,13 +32,13 @@ class AnyId(PathConvertor):
 register_url_convertor("any", AnyId())
 
 
-def add_query_routes(api: APIRouter, choose: Callable[[str | None], Service]) -> None:
-    """Add the routes that encode: embeddings and search. `choose` returns the service of a query that names a model or none."""
+def add_query_routes(api: APIRouter, current: Callable[[], Service], choose: Callable[[str | None], Service]) -> None:
+    """Add the routes that encode: embeddings and search. `choose` returns the service of a search that names a model or none."""
 
-    @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404, 429, 503, 504))
+    @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
     async def embeddings(request: schema.EmbeddingsRequest) -> Response:
         """Embed texts or token arrays: one unit vector per input, in order."""
-        service = choose(request.model)
+        service = current()  # never a canary's: its vectors must not be stored beside another encoder's
         card = _require_model(service, request.model)
         inputs = request.inputs()
         _require_possible(request, inputs, card)
@@ -49,11 +49,12 @@ def add_query_routes(api: APIRouter, choose: Callable[[str | None], Service]) ->
     @api.post(
         "/v1/search",
         response_model=schema.SearchResponse | schema.SearchManyResponse,
-        responses=error_responses(404, 429, 503, 504),
+        responses=error_responses(404),
     )
     async def search(request: schema.SearchRequest) -> Response:
         """Search the nearest passages to one query or several queries, each under an instruction, best first."""
-        service = choose(request.model)
+        # Another index may have another log, in which a sequence number means nothing.
+        service = current() if request.min_sequence else choose(request.model)
         card = _require_model(service, request.model)
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
@@ -77,7 +78,7 @@ def add_document_routes(api: APIRouter, current: Callable[[], Service]) -> None:
         sequence = await writable().delete(ids)
         return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
 
-    @api.put("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(429, 503, 504, 507))
+    @api.put("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(507))
     async def put_documents(request: schema.PutRequest) -> Response:
         """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
         service = writable()
@@ -92,14 +93,12 @@ def add_document_routes(api: APIRouter, current: Callable[[], Service]) -> None:
         sequence = await service.put(documents)
         return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
 
-    @api.delete("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(429, 503, 504))
+    @api.delete("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses())
     async def delete_documents(request: schema.DeleteRequest) -> Response:
         """Delete documents. Durable when answered, gone from search results within a second."""
         return await delete(request.ids)
 
-    @api.delete(
-        "/v1/documents/{id:any}", response_model=schema.ChangeResponse, responses=error_responses(400, 429, 503, 504)
-    )
+    @api.delete("/v1/documents/{id:any}", response_model=schema.ChangeResponse, responses=error_responses(400))
     async def delete_document(id: str) -> Response:
         """Delete one document; its id may contain slashes."""
         return await delete([_checked_id(id)])
@@ -107,7 +106,7 @@ def add_document_routes(api: APIRouter, current: Callable[[], Service]) -> None:
     @api.get(
         "/v1/documents/{id:any}",
         response_model=schema.DocumentResponse,
-        responses=error_responses(400, 404, 429, 503, 504),
+        responses=error_responses(400, 404),
     )
     async def document(id: str) -> Response:
         """Return the current state of one document; its id may contain slashes."""
@@ -138,7 +137,7 @@ def add_status_routes(api: APIRouter, current: Callable[[], Service], deployment
         """Liveness: the API process answers."""
         return health()
 
-    @api.get("/readyz", response_model=schema.HealthResponse, responses=error_responses(503))
+    @api.get("/readyz", response_model=schema.HealthResponse, responses=error_responses())
     async def readyz() -> Response:
         """Readiness: the encoder and all shards answer, and the shards apply changes."""
         service = current()
@@ -153,7 +152,7 @@ def add_status_routes(api: APIRouter, current: Callable[[], Service], deployment
         response_class=Response,
         responses={
             200: {"description": "Prometheus text format", "content": {"text/plain": {}}},
-            **error_responses(503),
+            **error_responses(),
         },
     )
     async def metrics() -> Response:

@@ -20,7 +20,7 @@ from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
@@ -76,18 +76,18 @@ class ReleaseSpec(BaseModel):
     card: schema.Model
 
     canary: Canary | None = None
-    """Another release that answers a share of the queries."""
+    """Another release that answers a share of the searches."""
 
 
 class Canary(BaseModel):
-    """A new release that answers a share of the queries before the API is switched to it."""
+    """A new release that answers a share of the searches before the API is switched to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     release: ReleaseSpec
     share: float
     until: float
-    """Unix time from which the current release answers all queries again, whatever became of the driver."""
+    """Unix time from which the current release answers all searches again, whatever became of the driver."""
 
 
 class Inputs(NamedTuple):
@@ -110,7 +110,7 @@ class Release:
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         query_cache_bytes: size of the query cache; 0: none.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
-        outcomes: counts the queries.
+        outcomes: counts the searches.
 
     Attributes:
         query_cache: vectors of recent searches.
@@ -169,8 +169,7 @@ class Release:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        with self._counted():
-            return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
+        return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
 
     async def search(
         self,
@@ -287,8 +286,12 @@ class Release:
             (store,) = self._shards
             sequence: int = await HedgedCalls(is_lost)(lambda: store("change", changes), self._timeout_s)
             return sequence
-        # In a thread, because it waits for the disk.
-        return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)
+        try:  # in a thread, because it waits for the disk
+            return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)
+        except LogFault as fault:
+            log.error("%s", fault)
+            # Clients read the reason, so it must not name the directory.
+            raise Stuck(str(fault).removeprefix(f"changes={self._log.directory}: ")) from fault
 
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""

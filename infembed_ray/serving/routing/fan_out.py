@@ -8,12 +8,12 @@ names one state of a document for ever.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from infembed_ray.lru_cache import LruCache
 from infembed_ray.retrieval.answers import Behind, Key, Merged, ShardQuery, merge, merge_rankings
 from infembed_ray.retrieval.shards import Content
 from infembed_ray.serving.routing.hedging import HedgedCalls
@@ -69,7 +69,7 @@ class FanOut:
 
     def __init__(self, shards: Mapping[str, Deployment], *, replicas: int, max_wait_s: float) -> None:
         self._names = list(shards)
-        self._cached = _Cache(CACHED_CHARACTERS)
+        self._cached = LruCache[tuple[int, Key], Content](CACHED_CHARACTERS, lambda _, content: len(content[0]))
 
         def batched(shard: Deployment, method: str, most: int, weigh: Callable[[Any], int]) -> MicroBatcher[Any, Any]:
             calls = HedgedCalls(is_lost, hedged=replicas > 1)
@@ -158,30 +158,6 @@ class FanOut:
         return results, set(), None
 
 
-class _Cache:
-    """Least recently used texts and metadata of documents, up to a number of characters."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._size = 0
-        self._entries: OrderedDict[tuple[int, Key], Content] = OrderedDict()
-
-    def get(self, key: tuple[int, Key]) -> Content | None:
-        """Return an entry, if it is there."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
-        return self._entries.get(key)
-
-    def put(self, key: tuple[int, Key], content: Content) -> None:
-        """Add an entry; the least recently used ones make room."""
-        if key not in self._entries:
-            self._entries[key] = content
-            self._size += len(content[0])
-        while self._size > self._most:
-            _, (text, _) = self._entries.popitem(last=False)
-            self._size -= len(text)
-
-
 def now() -> float:
     """Return the event loop's time."""
     return asyncio.get_running_loop().time()
@@ -198,14 +174,15 @@ async def _call(calls: HedgedCalls, shard: Deployment, method: str, items: Seque
 
 async def _ask(calls: Mapping[int, Awaitable[T]], allow_partial: bool) -> tuple[dict[int, T], Exception | None]:
     """Answers by shard. If partial answers are allowed, those of the shards that answered, and an error of the others."""
-    if not allow_partial:
-        return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True)), None
     tasks = {number: asyncio.ensure_future(call) for number, call in calls.items()}
-    if not tasks:
-        return {}, None
     try:
-        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(tasks.values(), timeout=PARTIAL_PATIENCE_S)
+        if not allow_partial:
+            return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True)), None
+        pending = set(tasks.values())
+        while pending and not any(map(_succeeded, tasks.values())):  # a lost shard fails at once
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            await asyncio.wait(pending, timeout=PARTIAL_PATIENCE_S)
         errors = [task.exception() for task in tasks.values() if task.done() and not task.cancelled()]
         answered = {n: task.result() for n, task in tasks.items() if _succeeded(task)}
         return answered, next((error for error in errors if isinstance(error, Exception)), None)

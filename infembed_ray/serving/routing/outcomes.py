@@ -1,4 +1,4 @@
-"""Outcomes of the queries of each release, as Prometheus metrics that the driver of a canary reads. No Ray."""
+"""Outcomes of the searches of each release, as Prometheus metrics that the driver of a canary reads. No Ray."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.serving.encoder.batching import EmptySequence
 from infembed_ray.serving.service import NotApplied
 
 LATENCY_BUCKETS = tuple(round(0.001 * 1.25**step, 6) for step in range(48))
-"""Upper bounds of the latency histogram, 1 ms to 36 s: a quantile is known to a quarter of itself."""
+"""Upper bounds of the latency histogram, 1 ms to 36 s."""
 QUANTILE = 0.95
 _REQUESTS, _SECONDS = "infembed_release_requests", "infembed_release_seconds"
 
 
 class Outcomes:
-    """Prometheus metrics of the queries of each release. Faults of the client are not counted, nor is waiting for a change in vain."""
+    """Prometheus metrics of the searches of each release. Faults of the client are not counted, nor is waiting for a change in vain."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
-            "infembed_release_requests", "Queries of a release by outcome.", ("release", "outcome"), registry=registry
+            "infembed_release_requests", "Searches of a release by outcome.", ("release", "outcome"), registry=registry
         )
         self._seconds = Histogram(
             "infembed_release_seconds",
-            "Latency of answered queries.",
+            "Latency of answered searches.",
             ("release",),
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
 
+    def clear(self) -> None:
+        """Forget all releases."""
+        self._requests.clear()
+        self._seconds.clear()
+
     @contextmanager
     def counted(self, release: str) -> Iterator[None]:
-        """Count the query that the block answers.
+        """Count the search that the block answers.
 
         Args:
             release: fingerprint.
@@ -45,7 +49,7 @@ class Outcomes:
         start = time.perf_counter()
         try:
             yield
-        except (FilterError, EmptySequence, NotApplied):
+        except (FilterError, NotApplied):
             raise
         except Exception:
             self._requests.labels(release, "failed").inc()
@@ -55,7 +59,7 @@ class Outcomes:
 
 
 class Window(NamedTuple):
-    """What a release answered, over all replicas: `slower` counts the answers above each bound of `LATENCY_BUCKETS`."""
+    """The searches that a release answered, over all replicas: `slower` counts the answers above each bound of `LATENCY_BUCKETS`."""
 
     answered: int = 0
     failed: int = 0
@@ -86,11 +90,16 @@ class Window(NamedTuple):
 
     @property
     def failures(self) -> float:
-        """Share of the queries that failed."""
+        """Share of the searches that failed."""
         return self.failed / max(1, self.answered + self.failed)
 
     @property
     def latency_s(self) -> float:
-        """p95 latency: the bound of the first bucket that holds it."""
+        """p95 latency, interpolated in its bucket: two buckets can differ by more than the releases."""
         most = (1 - QUANTILE) * self.answered
-        return next((bound for bound, n in zip(LATENCY_BUCKETS, self.slower, strict=True) if n <= most), float("inf"))
+        low, above = 0.0, self.answered
+        for bound, slower in zip(LATENCY_BUCKETS, self.slower, strict=True):
+            if slower <= most:
+                return low + (bound - low) * (above - most) / max(1, above - slower)
+            low, above = bound, slower
+        return float("inf")

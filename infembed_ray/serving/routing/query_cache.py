@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from infembed_ray.lru_cache import LruCache
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.service import Query
 
@@ -37,26 +37,27 @@ class QueryCache:
         max_bytes: limit of the memory of all entries; 0: every query is encoded.
 
     Attributes:
-        bytes: memory of the entries.
         hits: queries that were not sent to the encoder.
         misses: queries that were sent to it.
     """
 
     def __init__(self, embed: Callable[[list[Query], float], Awaitable[Embedded]], max_bytes: int) -> None:
         self._embed = embed
-        self._max_bytes = max_bytes
-        self._vectors: OrderedDict[Query, np.ndarray] = OrderedDict()
+        self._vectors = LruCache[Query, np.ndarray](max_bytes, _size)
         self._flights: dict[Query, _Flight] = {}
-        self.bytes = self.hits = self.misses = 0
+        self.hits = self.misses = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the entries."""
+        return self._vectors.size
 
     async def __call__(self, queries: Sequence[Query], deadline: float) -> np.ndarray:
         """Return (len(queries), d) vectors, in order. Queries that are not cached go to the encoder in one call."""
-        found = {query: self._vectors[query] for query in queries if query in self._vectors}
-        for query in found:
-            self._vectors.move_to_end(query)
+        found = {query: vector for query in queries if (vector := self._vectors.get(query)) is not None}
         missing = [query for query in dict.fromkeys(queries) if query not in found]
         self.hits += len(queries) - len(missing)
-        if len(missing) == 1 and self._max_bytes:
+        if len(missing) == 1 and self._vectors.max_size:
             found[missing[0]] = await self._shared(missing[0], deadline)
         elif missing:
             found |= zip(missing, await self._encode(missing, deadline), strict=True)
@@ -89,15 +90,8 @@ class QueryCache:
         self.misses += len(queries)
         vectors = (await self._embed(queries, deadline)).vectors
         for query, vector in zip(queries, vectors, strict=True):
-            self._keep(query, vector)
+            self._vectors.put(query, vector.copy())  # a view would keep the vectors of the whole call
         return vectors
-
-    def _keep(self, query: Query, vector: np.ndarray) -> None:
-        if query not in self._vectors:  # a call with several queries may have encoded it meanwhile
-            self.bytes += _size(query, vector)
-            self._vectors[query] = vector.copy()  # a view would keep the vectors of the whole call
-        while self.bytes > self._max_bytes:
-            self.bytes -= _size(*self._vectors.popitem(last=False))
 
 
 def _size(query: Query, vector: np.ndarray) -> int:

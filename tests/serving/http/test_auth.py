@@ -202,6 +202,7 @@ def test_keys_have_the_scopes_and_the_rate_of_their_line(tmp_path: Path) -> None
         (("own",), "scopes=own: 'own' is no scope; give some of read,write,admin"),
         (("",), "scopes=: '' is no scope"),
         (("read", 0.0), "rate=0: must be above 0 requests per second"),
+        (("read", 1e-7), "rate=0: must be above 0 requests per second"),  # six decimals are kept
         (("read", float("inf")), "rate=inf"),
         (("read", float("nan")), "rate=nan"),
     ],

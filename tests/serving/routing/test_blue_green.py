@@ -336,6 +336,22 @@ def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
     world.play(scenario)
 
 
+def test_a_change_that_cannot_be_written_says_why_and_not_where(world: World) -> None:
+    Path(world.spec.changes or "").write_text("no directory")
+
+    async def scenario(release: Release) -> None:
+        app = create_app(cast(Service, release), "d", ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            for shard in world.shards:
+                shard.failing = [ReplicaLost()]  # so that only the writer notices it
+            answer = await client.delete("/v1/documents/p1")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "changes_stuck")
+            assert "cannot be" in answer.json()["error"]["message"]
+            assert str(world.spec.changes) not in answer.text
+
+    world.play(scenario)
+
+
 def test_a_shard_that_does_not_answer_keeps_its_last_reported_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,20 +28,21 @@ QUERIES = unit_vectors(3, DIMENSION, seed=1)
 
 
 class Deployment:
-    """Replicas of one shard; raises `failing` at the methods that it names."""
+    """Replicas of one shard; raises `failing` at the methods that it names, and answers others after `seconds`."""
 
     def __init__(self, live: LiveShard) -> None:
         self.live = live
         self.calls: Counter[str] = Counter()
         self.failing: dict[str, Exception] = {}
         self.before: Callable[[str], None] = lambda method: None
+        self.seconds = 0.0
 
     async def __call__(self, method: str, items: Any) -> Any:
         self.calls[method] += 1
-        await asyncio.sleep(0)
         self.before(method)
         if method in self.failing:
             raise self.failing[method]
+        await asyncio.sleep(self.seconds)
         if method == "search_many":
             answers: Any = self.live.search_many(items)
         else:
@@ -207,6 +208,33 @@ def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World)
         with pytest.raises(NotApplied) as refusal:
             await search(10, min_sequence=9, timeout_s=0.3)
         assert (refusal.value.args[0], refusal.value.args[2]) == (9, 2)
+
+    world.play(scenario)
+
+
+def test_a_shard_that_fails_at_once_takes_no_time_from_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.05)
+
+    async def scenario(search: Any) -> None:
+        world.shards[2].failing = {"search_many": QueueFull(1.0)}
+        for shard in world.shards:
+            shard.seconds = 0.2
+        assert (await search(10, partial=True)).missing == ["s2"]
+
+    world.play(scenario)
+
+
+def test_no_shard_is_asked_again_for_a_search_that_has_failed(world: World) -> None:
+    async def scenario(search: Any) -> None:
+        world.shards[2].failing = {"search_many": QueueFull(1.0)}
+        with pytest.raises(QueueFull):
+            await search(10, min_sequence=1)  # the others are behind
+        await asyncio.sleep(fan_out.BEHIND_PAUSE_S / 2)
+        asked = world.calls("search_many")
+        await asyncio.sleep(3 * fan_out.BEHIND_PAUSE_S)
+        assert world.calls("search_many") == asked
 
     world.play(scenario)
 
