@@ -150,7 +150,8 @@ class IndexFacts:
     def of_manifest(cls, manifest: Mapping[str, Any], root: object, name: str = "index") -> IndexFacts:
         """As `read`, of a manifest that was read already."""
         if "index" not in manifest:
-            raise InputError(f"{name}={root}: the output of `{manifest['stage']}`; give one of `infembed index`")
+            stage = manifest.get("stage", "another program")
+            raise InputError(f"{name}={root}: the output of `{stage}`; give one of `infembed index`")
         written = manifest["index"].get("format", 1)
         if written not in READABLE:
             raise InputError(
@@ -367,9 +368,10 @@ def _newest_compacted(step: Step) -> Place | None:
             with contextlib.suppress(InputError):  # the output of another stage, or damaged
                 manifest = read_manifest(place, "index")
                 facts = IndexFacts.of_manifest(manifest, place)
-                if facts.lineage == step.identity != place.name:
-                    found.append((facts.folded, str(manifest["created"]), place, facts.shards))
-    for _, _, place, shards in sorted(found, key=lambda version: version[:2], reverse=True):
+                if facts.lineage == step.identity != manifest["identity"]:
+                    original = place.name == manifest["identity"]  # not a copy
+                    found.append(((facts.folded, str(manifest["created"]), original), place, facts.shards))
+    for _, place, shards in sorted(found, key=lambda version: version[0], reverse=True):
         try:
             for shard in shards if isinstance(place, Path) else ():
                 verify(place, shard)

@@ -35,6 +35,8 @@ def output(tmp_path: Path) -> Path:
 def test_versions_are_listed_oldest_first(output: Path) -> None:
     (output / "other").mkdir()
     (output / "other" / MANIFEST).write_text(json.dumps({"stage": "train", "identity": "other", "created": ""}))
+    (output / "web").mkdir()
+    (output / "web" / MANIFEST).write_text('{"name": "a web application"}')
     write_index(output / ".b4.partial", unit_vectors(10, 4), 2)
     listed = versions(output)
     assert [
@@ -151,10 +153,12 @@ def test_pruning_deletes_changes_that_every_version_left_has_folded_in(
     assert segments(output) == [3, 4, 5, 6]
     check(Index.open(output), oracle, 6)
     use(output, names[-1])
+    shutil.copytree(output / kept[-1], output / "copy")
     done = finished(first_step(str(output)))  # a nightly build of the same corpus
     assert done is not None
     assert resolve(output) == done.path == output / kept[-1]
     check(Index.open(done.address), oracle, 6)
+    shutil.rmtree(output / "copy")
     (output / kept[-1] / "shard-00000" / INDEX_FILE).unlink()
     done = finished(first_step(str(output)))
     assert done is not None
