@@ -348,7 +348,13 @@ def finished(step: Step) -> Published | None:
             step.path.rename(aside)
             say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
             return None
-    if newest := _newest_compacted(step):
+    for newest in compacted_from(step):
+        try:
+            for shard in IndexFacts.read(newest).shards if isinstance(newest, Path) else ():
+                verify(newest, shard)
+        except InputError as damage:
+            say(f"index: {newest.name} is left out: {damage}")
+            continue
         set_latest(step.place, newest.name)
         say(f"index: {newest.name} was compacted from this build, with the changes made through the API")
         return as_published(newest)
@@ -360,8 +366,8 @@ def finished(step: Step) -> Published | None:
     return done
 
 
-def _newest_compacted(step: Step) -> Place | None:
-    """The newest whole version that was compacted from the one of a step; None if there is none."""
+def compacted_from(step: Step) -> list[Place]:
+    """The versions that were compacted from the one of a step, the newest first."""
     found = []
     with errors_at(step.place, "output"):
         for place in published(step.place):
@@ -370,15 +376,8 @@ def _newest_compacted(step: Step) -> Place | None:
                 facts = IndexFacts.of_manifest(manifest, place)
                 if facts.lineage == step.identity != manifest["identity"]:
                     original = place.name == manifest["identity"]  # not a copy
-                    found.append(((facts.folded, str(manifest["created"]), original), place, facts.shards))
-    for _, place, shards in sorted(found, key=lambda version: version[0], reverse=True):
-        try:
-            for shard in shards if isinstance(place, Path) else ():
-                verify(place, shard)
-            return place
-        except InputError as damage:
-            say(f"index: {place.name} is left out: {damage}")
-    return None
+                    found.append(((facts.folded, str(manifest["created"]), original), place))
+    return [place for _, place in sorted(found, key=lambda version: version[0], reverse=True)]
 
 
 def warn_of_changes(step: Step) -> None:
