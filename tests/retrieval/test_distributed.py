@@ -141,12 +141,12 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     (room,) = output.glob(".*.encoded")
 
     def blocked(place: Path) -> None:
-        """Fail as on a full disk: `place` cannot be written."""
+        """Fail because `place` cannot be written."""
         if place.name == work.ENCODED:
             place.touch()
         else:
             place.mkdir(parents=True)
-        with pytest.raises(InputError, match=r"^output=\S+: cannot be written \(.+\); free space there") as refusal:
+        with pytest.raises(InputError, match=r"^output=\S+: cannot be written \(.+\); correct that and run") as refusal:
             run(settings)
         assert "\n" not in str(refusal.value)
         assert not (output / "latest").exists()
