@@ -343,6 +343,7 @@ def _index(settings: IndexSettings) -> Iterator[str]:
     from infembed_ray.records import data_files
     from infembed_ray.retrieval import factory, preflight
     from infembed_ray.retrieval.build import choose_build
+    from infembed_ray.retrieval.index import compacted_from
     from infembed_ray.retrieval.stores.address import is_address
     from infembed_ray.retrieval.work import work_root
 
@@ -351,6 +352,9 @@ def _index(settings: IndexSettings) -> Iterator[str]:
         return
     corpus, model, step = preflight.prepare(settings)
     work = work_root(step, settings)
+    if newest := compacted_from(step)[:1]:
+        yield f"output {address(newest[0])}: compacted from a build of this corpus, so there is nothing to do"
+        return
     if (yield from state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return

@@ -331,7 +331,7 @@ def _parser() -> argparse.ArgumentParser:
         "use": "roll an index back or forward to a version",
     }.items():
         index = add(f"index {action}", "retrieval.admin:run", help, action=action)
-        index.add_argument("directory", metavar="DIR", help="output of `infembed index`")
+        index.add_argument("directory", metavar="DIR", help="output of `infembed index`, or its address in Milvus")
     index.add_argument("version", metavar="VERSION", help="id of the version, or the first characters of it")
     plan = add("plan", "", "estimate what a run needs and costs")
     plans = plan.add_subparsers(dest="what", required=True, metavar="VERB")

@@ -67,6 +67,24 @@ def connect(address: str | None = None) -> None:
             handler.setLevel(logging.ERROR)
 
 
+def require_resources(**asked: tuple[str, float]) -> None:
+    """Check what one task takes, where it is known: on this machine. A cluster may still grow, so Ray waits there.
+
+    Args:
+        asked: setting -> Ray's resource and the setting's value.
+
+    Raises:
+        InputError: the machine has less; the task would wait without end.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    for setting, (resource, amount) in asked.items():
+        if amount > (has := ray.cluster_resources().get(resource, 0.0)):
+            raise InputError(
+                f"{setting}={amount:g}: this machine has {has:g} {resource}; lower it, or run on a cluster that has more"
+            )
+
+
 def _init(options: dict[str, Any]) -> None:
     """Call `ray.init`; try once more if it fails, because most failures are time-outs on a busy machine."""
     started = time.monotonic()

@@ -142,9 +142,10 @@ def resolve(path: Path) -> Path:
     return path
 
 
-def set_latest(root: Path, identity: str) -> None:
-    """Let `latest` of an output directory name one of its outputs, atomically."""
-    with durable.replacing(root / LATEST, shared=True) as stream:
+def set_latest(root: Place, identity: str) -> None:
+    """Let `latest` of a directory or folder name one of its outputs, atomically."""
+    opened = root.open_output(LATEST) if isinstance(root, Folder) else durable.replacing(root / LATEST, shared=True)
+    with opened as stream:
         stream.write(f"{identity}\n".encode())
 
 
@@ -243,6 +244,7 @@ class Step:
 
     Attributes:
         contents: input name -> fingerprint of its content.
+        place: of all outputs: the directory, or the folder in an object store.
 
     Raises:
         InputError: `output` cannot be written.
@@ -257,7 +259,7 @@ class Step:
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.stage = stage
-        place = open_place(output, "output")
+        self.place = place = open_place(output, "output")
         self.root = place if isinstance(place, Path) else scratch() / "outputs" / _hashed(place.uri)
         self._settings = settings
         self._inputs = {
@@ -272,7 +274,6 @@ class Step:
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
         require_writable(self.root, "output")
-        self._place = place
         self._remote_root = place if isinstance(place, Folder) else None
         self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
@@ -287,14 +288,14 @@ class Step:
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
         if done := self.found():
-            with errors_at(self._place, "output"):
+            with errors_at(self.place, "output"):
                 self._set_latest(self._seen_latest())
         return done
 
     def found(self) -> Published | None:
         """Return the output if an earlier run published it; change nothing."""
         place = self.remote or self.path
-        with errors_at(self._place, "output"):
+        with errors_at(self.place, "output"):
             if not (place / MANIFEST).is_file():
                 return None
         return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
@@ -310,24 +311,23 @@ class Step:
         Raises:
             InputError: another run writes this output, or has just published it; or the object store failed.
         """
-        place = self._place
         before: dict[str, Entry] = {}
         with contextlib.ExitStack() as held:
             # The directory of this machine has a lease of its own, also where the output is in an object store.
-            still_held = held.enter_context(lease(self.root, self.identity, f"output={place}"))
+            still_held = held.enter_context(lease(self.root, self.identity, f"output={self.place}"))
             if self._remote_root is not None and self.remote is not None:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
-                with errors_at(self._place, "output"):
-                    still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={place}"))
+                with errors_at(self.place, "output"):
+                    still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={self.place}"))
                     before = self.remote.entries()
             if self.found():
-                raise InputError(f"output={place}: another run has just finished this output; run again to use it")
+                raise InputError(f"output={self.place}: another run has just finished this output; run again to use it")
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
             yield staging
             durable.replace_json(staging.path / MANIFEST, self.manifest(staging, time.monotonic() - start))
-            with errors_at(self._place, "output"):
+            with errors_at(self.place, "output"):
                 if self.remote is not None:
                     _upload(staging, self.remote, before, still_held)
                 seen = self._seen_latest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -280,6 +281,14 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     out = shown("index", *given)[1]
     assert "finished on yesterday, so there is nothing to do" in out
     assert f"infembed index verify {step.path}" in out
+    index = {"encoder": "e", "model": "m", "template": "t", "dimension": 4, "passages": 0, "shards": [], "format": 3}
+    index |= {"lineage": step.identity, "folded": 1}
+    (tmp_path / "out" / "next").mkdir()
+    manifest = {"stage": "index", "identity": "next", "created": "today", "index": index}
+    (tmp_path / "out" / "next" / MANIFEST).write_text(json.dumps(manifest))
+    assert (
+        f"output {tmp_path}/out/next: compacted from a build of this corpus, so there is" in shown("index", *given)[1]
+    )
 
 
 @pytest.mark.integration

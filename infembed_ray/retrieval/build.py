@@ -6,6 +6,7 @@ Every step leaves files behind, and one whose files are there is not repeated: a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,11 +35,11 @@ from infembed_ray.retrieval.shard_files import (
 )
 from infembed_ray.retrieval.shards import Build, build_shard
 from infembed_ray.retrieval.spool import partition, sorted_passages
-from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, shard_name
+from infembed_ray.retrieval.work import SPOOL, Chunk, Work, chunk_rows, shard_name
 
 
 @contextlib.contextmanager
-def output_errors(output: str) -> Iterator[None]:
+def output_errors(output: str, setting: str = "output") -> Iterator[None]:
     """Turn an error of the file system or of the object store in the block into an InputError that names the setting."""
     try:
         yield
@@ -46,20 +47,20 @@ def output_errors(output: str) -> Iterator[None]:
         number, file = getattr(error, "errno", None), getattr(error, "filename", None)
         if isinstance(error, FileNotFoundError) and file:
             raise InputError(
-                f"output={output}: node {platform.node()} does not see {file}, which another node wrote; give a "
+                f"{setting}={output}: node {platform.node()} does not see {file}, which another node wrote; give a "
                 "directory that all nodes share, or a folder of an object store"
             ) from error
         if isinstance(error, (ConnectionError, TimeoutError)):  # raised by Ray
             raise
         if is_uri(output) and (number is None or isinstance(error, FileNotFoundError)):
-            with convert_errors(output, "output"):
+            with convert_errors(output, setting):
                 raise
         if number is None:
             raise
-        place = f"{SCRATCH}={scratch()}" if is_uri(output) else f"output={output}"
+        place = f"{SCRATCH}={scratch()}" if is_uri(output) else f"{setting}={output}"
+        remedy = "free space there" if number in (errno.ENOSPC, errno.EDQUOT) else "correct that"
         raise InputError(
-            f"{place}: cannot be written ({os.strerror(number)}); free space there and run the same command "
-            "again: it resumes"
+            f"{place}: cannot be written ({os.strerror(number)}); {remedy} and run the same command again: it resumes"
         ) from error
 
 
@@ -113,10 +114,13 @@ def sort_shard(shard: int, parts: Parts, settings: IndexSettings, work: Work, ro
 
     Raises:
         BadRow: an id is duplicate.
+        FileNotFoundError: this node does not see the rows of a part, which another node partitioned.
     """
     if not work.is_sorted(shard):
         pieces = {number: piece for part in parts for number, piece in part.items()}
         with work.spooled(shard) as spooled:
+            if len(spooled) < len(parts):
+                raise FileNotFoundError(errno.ENOENT, "rows are missing", str(work.root / SPOOL))
             tables = sorted_passages(spooled, pieces, settings.metadata, rows_at_once)
             work.write_sorted(shard, schema(settings.metadata), tables)
 

@@ -18,7 +18,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder
 from infembed_ray.places import Place, address
 from infembed_ray.retrieval import factory as factories
-from infembed_ray.retrieval.index import IndexFacts, change_log
+from infembed_ray.retrieval.index import IndexFacts, as_published, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
@@ -99,10 +99,7 @@ class Compaction:
 
     def published(self) -> Published:
         """The base, where there is nothing to fold in."""
-        manifest = read_manifest(self.base, "index")
-        if isinstance(self.base, Folder):
-            return Published(Path(self.base.name), manifest, fresh=False, uri=self.base.uri)
-        return Published(self.base, manifest, fresh=False)
+        return as_published(self.base)
 
     @property
     def _record(self) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from infembed_ray import records
@@ -12,6 +17,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.places import Place
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.passages import as_typed
+from infembed_ray.storage import resolve_input
 
 _OWN = ("id", "text")
 
@@ -120,3 +126,19 @@ def _text(value: Any) -> str:
     except UnicodeEncodeError:
         raise ValueError("must be text without lone surrogates") from None
     return text
+
+
+@contextlib.contextmanager
+def corpus_file(corpus: str | Path | Iterable[str | Passage | Mapping[str, Any]]) -> Iterator[Path]:
+    """The corpus as a file: passages in memory are written to a temporary one, a row each."""
+    if isinstance(corpus, (str, Path)):
+        yield resolve_input(str(corpus), "corpus")
+        return
+    with tempfile.TemporaryDirectory(prefix="infembed-corpus-") as directory:
+        file = Path(directory) / "corpus.jsonl"
+        with file.open("w", encoding="utf-8") as stream:
+            for number, given in enumerate(corpus):
+                row = {"id": str(number), "text": given} if isinstance(given, str) else given
+                row = asdict(row) if isinstance(row, Passage) else dict(row)
+                stream.write(json.dumps(row, default=str) + "\n")
+        yield file

@@ -15,6 +15,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.places import Place
 from infembed_ray.progress import counted, say, track
-from infembed_ray.ray_cluster import connect, on_a_cluster
+from infembed_ray.ray_cluster import connect, on_a_cluster, require_resources
 from infembed_ray.retrieval import factory, versions
 from infembed_ray.retrieval.build import (
     Partitioned,
@@ -79,6 +80,7 @@ def run(settings: IndexSettings) -> Published:
         sizes = partition_corpus(corpus, settings, work, partial(_partition, settings, work))
         build = choose_build(settings, sizes, encoder.dimension)
         connect()
+        require_resources(gpus_per_actor=("GPU", settings.gpus_per_actor), **_of_shards(settings))
         work = reusing(step, encoder, settings, work)
         _sort_shards(corpus, settings, work, sizes)
         chunks = work.chunks(sizes)
@@ -109,10 +111,11 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         return Published(step.path, done.manifest, fresh=False, uri=settings.output)
     started = time.monotonic()
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
-    with output_errors(local.output), work_directory(step, local) as work:
+    with _output_errors(local), work_directory(step, local) as work:
         engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
         sizes = partition_corpus(corpus, local, work, partial(_partition, local, work))
         connect()
+        require_resources(gpus_per_actor=("GPU", settings.gpus_per_actor))
         _sort_shards(corpus, local, work, sizes)
         chunks = work.chunks(sizes)
         say(f"index: {counted(sum(sizes), 'passage')} to {settings.output}, {model}")
@@ -125,6 +128,11 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         work.delete()
     say(f"index: {engine.address} names this version; `infembed index use` names another")
     return Published(step.path, manifest, fresh=True, uri=settings.output)
+
+
+def _output_errors(settings: IndexSettings) -> AbstractContextManager[None]:
+    """As `output_errors`; before an external engine, the place of the files is the setting `work`."""
+    return output_errors(settings.output, "work" if settings.output == settings.work else "output")
 
 
 def _insert(engine: Engine, identity: str, chunks: Sequence[Chunk], work: Work, dimension: int) -> None:
@@ -159,6 +167,11 @@ def _require_gpu_faiss(verb: str, gpus: float) -> None:
         list(_as_completed([check.remote()]))
     elif gpus:
         factory.require_gpu_faiss()
+
+
+def _of_shards(settings: IndexSettings | CompactSettings) -> dict[str, tuple[str, float]]:
+    """What a task that builds a shard takes, for `require_resources`."""
+    return {"cpus_per_shard": ("CPU", settings.cpus_per_shard), "gpus_per_shard": ("GPU", settings.gpus_per_shard)}
 
 
 def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -196,7 +209,7 @@ def _partition(settings: IndexSettings, work: Work, parts: Parts) -> Iterator[Pa
 
 @ray.remote(num_cpus=1)
 def _partition_part(settings: IndexSettings, work: Work, number: int, pieces: Mapping[int, Piece]) -> Partitioned:
-    with output_errors(settings.output):
+    with _output_errors(settings):
         unseen = next((piece.file for piece in pieces.values() if not piece.file.is_file()), None)
         if unseen is not None:
             raise InputError(
@@ -223,7 +236,7 @@ def _sort_shards(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequ
 
 @ray.remote(num_cpus=1)
 def _sort_shard(shard: int, parts: Parts, settings: IndexSettings, work: Work, rows_at_once: int) -> None:
-    with output_errors(settings.output):
+    with _output_errors(settings):
         sort_shard(shard, parts, settings, work, rows_at_once)
 
 
@@ -253,7 +266,7 @@ class EncodeChunk:
         """
         try:
             if self.fault is None:
-                with output_errors(self.settings.output):
+                with _output_errors(self.settings):
                     encode_chunk(self.encoder, self.work, Chunk(**chunk), self.settings)
         except InputError as error:
             self.fault = str(error)
@@ -328,7 +341,7 @@ def _write_shard(
     settings: IndexSettings,
 ) -> ShardFacts:
     faiss.omp_set_num_threads(threads)
-    with output_errors(settings.output):
+    with _output_errors(settings):
         return write_shard(root, shard, work, chunks, dimension, build, settings.vectors)
 
 
@@ -346,7 +359,10 @@ def compact(settings: CompactSettings) -> Published:
     """
     base = find_input(settings.index, "index")
     published = _compacted(settings)
-    versions.prune(base, settings.keep_versions)
+    try:
+        versions.prune(base, settings.keep_versions)
+    except (InputError, OSError) as error:  # such as NFS, while a replica still maps a file
+        say(f"index compact: old versions or changes stay until the next compaction: {error}")
     return published
 
 
@@ -366,6 +382,7 @@ def _compacted(settings: CompactSettings) -> Published:
         changes = counted(work.changes, "segment")
         say(f"index compact: {work.version} and {changes} of changes, {counted(len(work.facts.shards), 'shard')}")
         connect()
+        require_resources(**_of_shards(settings))
         task = _compact_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)
         threads, gpu = max(1, int(settings.cpus_per_shard)), settings.gpus_per_shard > 0
         shards = _collect([task.remote(work, n, root, threads, gpu) for n in range(len(work.facts.shards))], root)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,18 +16,26 @@ import numpy as np
 
 from infembed_ray.config.retrieval import FieldType, IndexSettings, Precision
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place, address
+from infembed_ray.object_store import Folder
+from infembed_ray.places import Place, address, errors_at
 from infembed_ray.progress import counted, say
 from infembed_ray.records import Passage
 from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
-from infembed_ray.retrieval.corpus import require_columns
+from infembed_ray.retrieval.corpus import corpus_file, require_columns
 from infembed_ray.retrieval.reuse import Base
 from infembed_ray.retrieval.shard_files import ShardFacts, drop_other_attempts, verify
 from infembed_ray.retrieval.shards import Hit, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from infembed_ray.retrieval.work import Chunk, Work, work_directory
-from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, resolve_input
+from infembed_ray.storage import (
+    MANIFEST,
+    Published,
+    Step,
+    find_input,
+    read_manifest,
+    set_latest,
+)
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -114,8 +121,9 @@ class IndexFacts:
         return cls(**{**known, "shards": [ShardFacts.from_json(shard) for shard in values["shards"]]})
 
     def as_json(self) -> dict[str, Any]:
-        """The facts for the manifest, with the totals over the shards."""
-        return {**asdict(self), "recall_at_10": self.recall_at_10, "bytes": self.bytes}
+        """The facts for the manifest, with the totals over the shards. An external engine has no shards and measures nothing."""
+        totals = {"recall_at_10": self.recall_at_10, "bytes": self.bytes} if self.shards else {}
+        return {**asdict(self), **totals}
 
     @classmethod
     def read(cls, root: Place, name: str = "index") -> IndexFacts:
@@ -142,7 +150,8 @@ class IndexFacts:
     def of_manifest(cls, manifest: Mapping[str, Any], root: object, name: str = "index") -> IndexFacts:
         """As `read`, of a manifest that was read already."""
         if "index" not in manifest:
-            raise InputError(f"{name}={root}: the output of `{manifest['stage']}`; give one of `infembed index`")
+            stage = manifest.get("stage", "another program")
+            raise InputError(f"{name}={root}: the output of `{stage}`; give one of `infembed index`")
         written = manifest["index"].get("format", 1)
         if written not in READABLE:
             raise InputError(
@@ -219,7 +228,7 @@ class Index:
         given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
         given["vectors"] = vectors
-        with _corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
+        with corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
             root = path or scratch.enter_context(tempfile.TemporaryDirectory(prefix="infembed-index-"))
             given |= {"corpus": str(file), "model": model, "output": str(root)}
             index = cls.open(_build_here(encoder, file, IndexSettings.from_mapping(given)))
@@ -262,7 +271,7 @@ class Index:
     @property
     def changes(self) -> Place:
         """Directory of the write-ahead log of its lineage."""
-        return changes_of(self.path, self.facts)
+        return self.path.parent / CHANGES / self.facts.lineage
 
     def search(self, vectors: np.ndarray, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[list[Hit]]:
         """Search all shards with all changes until now; returns the best `k` passages per query by (score, id), descending.
@@ -298,14 +307,9 @@ class Index:
         return [LiveShard(shard, log, number, self.facts.folded) for number, shard in enumerate(self.shards)]
 
 
-def changes_of(root: Place, facts: IndexFacts) -> Place:
-    """Directory of the write-ahead log of a published index."""
-    return root.parent / CHANGES / facts.lineage
-
-
 def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
-    return ChangeLog(changes_of(root, facts), facts.metadata, facts.dimension, len(facts.shards))
+    return ChangeLog(root.parent / CHANGES / facts.lineage, facts.metadata, facts.dimension, len(facts.shards))
 
 
 def counts_of(facts: IndexFacts, chunks: Sequence[Chunk]) -> dict[str, int]:
@@ -313,8 +317,28 @@ def counts_of(facts: IndexFacts, chunks: Sequence[Chunk]) -> dict[str, int]:
     return {"passages": facts.passages, "encoded": sum(chunk.new for chunk in chunks), "shards": len(facts.shards)}
 
 
+def published(root: Place) -> list[Place]:
+    """List the published versions in an output: its directories with a manifest, without hidden ones."""
+    names = root.folders() if isinstance(root, Folder) else [file.parent.name for file in root.glob(f"*/{MANIFEST}")]
+    return [root / name for name in names if not name.startswith(".") and (root / name / MANIFEST).is_file()]
+
+
+def as_published(version: Place) -> Published:
+    """Describe a version that an earlier run published."""
+    manifest = read_manifest(version, "index")
+    if isinstance(version, Folder):
+        return Published(Path(version.name), manifest, fresh=False, uri=version.uri)
+    return Published(version, manifest, fresh=False)
+
+
 def finished(step: Step) -> Published | None:
-    """The version that an earlier run of the step published, or None. A damaged one is moved aside first."""
+    """The version that an earlier run of the step published, or the newest that was compacted from it; None if there is none.
+
+    A damaged one is moved aside first.
+
+    Raises:
+        LogFault: the versions were deleted, and their log, which a new version would read, lacks its first changes.
+    """
     if step.remote is None and (step.path / MANIFEST).is_file():
         try:
             for shard in IndexFacts.read(step.path).shards:
@@ -323,13 +347,43 @@ def finished(step: Step) -> Published | None:
             aside = step.root / f".{step.identity}.damaged-{secrets.token_hex(4)}"
             step.path.rename(aside)
             say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
-    return step.finished()
+            return None
+    for newest in compacted_from(step):
+        try:
+            for shard in IndexFacts.read(newest).shards if isinstance(newest, Path) else ():
+                verify(newest, shard)
+        except InputError as damage:
+            say(f"index: {newest.name} is left out: {damage}")
+            continue
+        set_latest(step.place, newest.name)
+        say(f"index: {newest.name} was compacted from this build, with the changes made through the API")
+        return as_published(newest)
+    if (done := step.finished()) is None:
+        try:
+            ChangeLog(step.place / CHANGES / step.identity, {}, 0).check(0)
+        except LogFault as fault:
+            raise LogFault(f"{fault}; if you deleted all versions of this log, delete it, too") from fault
+    return done
+
+
+def compacted_from(step: Step) -> list[Place]:
+    """The versions that were compacted from the one of a step, the newest first."""
+    found = []
+    with errors_at(step.place, "output"):
+        for place in published(step.place):
+            with contextlib.suppress(InputError):  # the output of another stage, or damaged
+                manifest = read_manifest(place, "index")
+                facts = IndexFacts.of_manifest(manifest, place)
+                if facts.lineage == step.identity != manifest["identity"]:
+                    original = place.name == manifest["identity"]  # not a copy
+                    found.append(((facts.folded, str(manifest["created"]), original), place))
+    return [place for _, place in sorted(found, key=lambda version: version[0], reverse=True)]
 
 
 def warn_of_changes(step: Step) -> None:
     """Warn if the version that is served has changes that a build will not have."""
     with contextlib.suppress(InputError):  # no version is published yet
-        current = find_input(address(step.root if step.remote is None else step.remote.parent), "index")
+        current = find_input(address(step.place), "index")
         facts = IndexFacts.read(current)
         segments = change_log(current, facts).last()
         if segments and facts.lineage != step.identity:
@@ -345,11 +399,10 @@ def reusing(step: Step, encoder: InstructionEncoder, settings: IndexSettings, wo
     Raises:
         InputError: the version that an interrupted run began to reuse is gone.
     """
-    output: Place = step.root if step.remote is None else step.remote.parent
     latest = None
     if settings.reuse:
         with contextlib.suppress(InputError):  # no version is published yet
-            root = find_input(address(output), "index")
+            root = find_input(address(step.place), "index")
             facts = IndexFacts.read(root)
             if facts.encoder == encoder.fingerprint() and facts.vectors in (settings.vectors, "float32"):
                 latest = root.name
@@ -357,7 +410,7 @@ def reusing(step: Step, encoder: InstructionEncoder, settings: IndexSettings, wo
     if name is None:
         return work
     try:
-        return replace(work, base=Base(output / name, tuple(IndexFacts.read(output / name).shards)))
+        return replace(work, base=Base(step.place / name, tuple(IndexFacts.read(step.place / name).shards)))
     except InputError as error:
         raise InputError(
             f"{error}; an interrupted build reuses its vectors: delete {work.root} to begin again"
@@ -371,9 +424,8 @@ def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettin
     require_columns(settings.columns, settings.metadata)
     names = {"model": encoder.fingerprint(), "format": str(FORMAT)}
     step = Step("index", settings, settings.output, {"corpus": corpus}, names)
-    place = address(step.remote or step.path)
-    if finished(step):
-        return place
+    if done := finished(step):
+        return done.address
     warn_of_changes(step)
     with steps.output_errors(settings.output), work_directory(step, settings) as work:
         sizes = steps.partition_here(corpus, settings, work)
@@ -390,20 +442,4 @@ def _build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettin
             staging.facts = {"index": facts.as_json()}
         drop_other_attempts(step.remote, shards)
         work.delete()
-    return place
-
-
-@contextlib.contextmanager
-def _corpus_file(corpus: str | Path | Iterable[str | Passage | Mapping[str, Any]]) -> Iterator[Path]:
-    """The corpus as a file: passages in memory are written to a temporary one, a row each."""
-    if isinstance(corpus, (str, Path)):
-        yield resolve_input(str(corpus), "corpus")
-        return
-    with tempfile.TemporaryDirectory(prefix="infembed-corpus-") as directory:
-        file = Path(directory) / "corpus.jsonl"
-        with file.open("w", encoding="utf-8") as stream:
-            for number, given in enumerate(corpus):
-                row = {"id": str(number), "text": given} if isinstance(given, str) else given
-                row = asdict(row) if isinstance(row, Passage) else dict(row)
-                stream.write(json.dumps(row, default=str) + "\n")
-        yield file
+    return address(step.remote or step.path)

@@ -58,7 +58,7 @@ def prepare_engine(settings: IndexSettings) -> tuple[Engine, IndexSettings]:
             raise InputError(f"{name}={given:g}: an external engine manages its own memory and devices; leave it out")
     engine = connect(Address.parse(settings.output, "output", settings.store_token_env))
     place = settings.work or str(scratch() / "stores" / engine.address.alias)
-    return engine, settings.model_copy(update={"output": place, "vectors": "float32"})
+    return engine, settings.model_copy(update={"output": place, "work": place, "vectors": "float32"})
 
 
 def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, is_uri
-from infembed_ray.places import Place, address, errors_at
+from infembed_ray.places import Place, address, errors_at, read_text
 from infembed_ray.progress import counted, say
-from infembed_ray.retrieval.index import IndexFacts, change_log
+from infembed_ray.retrieval.index import IndexFacts, change_log, published
 from infembed_ray.retrieval.shard_files import verify as verify_shard
 from infembed_ray.storage import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
 
@@ -47,9 +47,9 @@ def versions(output: str | Path) -> list[Version]:
         InputError: there is no such directory.
     """
     root = _root(output)
-    current = _current(root)
+    current = (read_text(root / LATEST) or "").strip()
     found = []
-    for directory in _published(root):
+    for directory in published(root):
         try:
             manifest = read_manifest(directory, "index")
             facts = IndexFacts.of_manifest(manifest, directory)
@@ -72,12 +72,8 @@ def use(output: str | Path, version: str) -> None:
     """
     root = _root(output)
     meant = chosen(version, [found.id for found in versions(output)], root)
-    if isinstance(root, Folder):
-        verify((root / meant).uri)
-        root.write(LATEST, f"{meant}\n")
-    else:
-        verify(root / meant)
-        set_latest(root, meant)
+    verify(address(root / meant))
+    set_latest(root, meant)
 
 
 def chosen(version: str, known: Sequence[str], root: object) -> str:
@@ -103,7 +99,7 @@ def prune(version: Place, keep: int | None = None) -> None:
         keep: versions to keep, the newest; None: all.
 
     Raises:
-        InputError: a file cannot be deleted.
+        InputError, OSError: a file cannot be deleted.
     """
     root, lineage = version.parent, IndexFacts.read(version).lineage
     if isinstance(root, Path):  # what an interrupted deletion left
@@ -120,7 +116,7 @@ def prune(version: Place, keep: int | None = None) -> None:
             _delete(root, gone.id)
         say(f"index: deleted version {gone.id} (keep_versions={keep})")
     kept = [found for found in of_lineage if found not in old]
-    if len(every) == len(_published(root)) + len(old):
+    if len(every) == len(published(root)) + len(old):
         log = change_log(version, kept[0].facts)
         if pruned := log.prune(min(found.facts.folded for found in kept)):
             say(f"index: deleted {counted(pruned, 'segment')} of changes, which all versions have folded in")
@@ -171,19 +167,3 @@ def _root(output: str | Path) -> Place:
     if not root.is_dir():
         raise InputError(f"index={output}: no such directory; give the output of `infembed index`")
     return root
-
-
-def _published(root: Place) -> list[Path] | list[Folder]:
-    """List the directories with a manifest, without hidden ones."""
-    if isinstance(root, Path):
-        return [file.parent for file in root.glob(f"[!.]*/{MANIFEST}")]
-    names = [name for name in root.folders() if not name.startswith(".")]
-    return [root / name for name in names if (root / name).read(MANIFEST) is not None]
-
-
-def _current(root: Place) -> str | None:
-    if isinstance(root, Folder):
-        text = root.read(LATEST)
-    else:
-        text = (root / LATEST).read_text(encoding="utf-8") if (root / LATEST).is_file() else None
-    return None if text is None else text.strip()

@@ -238,6 +238,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
         "dimensions": settings.dimensions,
         "vectors": settings.vectors,
         "layout": [_LAYOUT, CHUNK_PASSAGES],
+        **({} if settings.reuse else {"reuse": False}),  # an interrupted build with reuse may have reused vectors
     }
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
     return step.root.resolve() / name if step.remote is None else step.remote.parent / name

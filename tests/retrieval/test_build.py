@@ -26,6 +26,11 @@ def test_only_file_system_errors_name_the_output() -> None:
             raise error
     with pytest.raises(InputError, match=r"output=out: cannot be written \(No space"), output_errors("out"):
         raise OSError(28, "full")
+    with (
+        pytest.raises(InputError, match=r"work=out: cannot be written \(Permission.*; correct that and run"),
+        output_errors("out", "work"),
+    ):
+        raise PermissionError(13, "Permission denied")
     uri = "s3://bucket/index"
     for error in (OSError("AWS Error NO_SUCH_KEY"), FileNotFoundError("Path does not exist"), GenericError("refused")):
         with pytest.raises(InputError, match=rf"output={uri}: the object store failed \({error}\)"), output_errors(uri):
@@ -34,6 +39,23 @@ def test_only_file_system_errors_name_the_output() -> None:
         raise OSError(28, "full")
     with pytest.raises(TimeoutError), output_errors(uri):
         raise TimeoutError("a task took long")
+
+
+def test_rows_that_another_node_keeps_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PART_BYTES", 1)
+    for number in range(2):
+        write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", [{"id": f"p{number}", "text": "x"}])
+    settings, work = IndexSettings(corpus="c", model="m", output="out", shards=1), Work(tmp_path / "work")
+    parts = parts_of(tmp_path / "corpus")
+    partition_part(settings, work, 0, parts[0])  # the other part's rows lie on another node
+    with (
+        pytest.raises(
+            InputError, match=r"output=out: node .* does not see .*spool, .*give a directory that all nodes share"
+        ),
+        output_errors("out"),
+    ):
+        sort_shard(0, parts, settings, work, 10)
+    assert not work.is_sorted(0)
 
 
 def test_a_corpus_in_an_object_store_is_partitioned_in_parts(

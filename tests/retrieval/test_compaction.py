@@ -1,16 +1,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import admin, shards, versions
@@ -18,63 +13,12 @@ from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index, IndexFacts, finished
 from infembed_ray.retrieval.shard_files import clear_finished
 from infembed_ray.retrieval.shards import Shard
-from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.storage import LATEST, MANIFEST, Step, find_input, output_files, resolve
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault, Put
+from infembed_ray.storage import LATEST, output_files, resolve
+from tests.retrieval.lineage import BASE, QUERIES, changes, check, first_step, fold, log_of, publish
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
-from tests.retrieval.vectors import unit_vectors
 
-QUERIES = unit_vectors(3, DIMENSION, seed=5)
 SHARD_OPEN = Shard.open
-BASE = [document(f"d{n}", n, 2018 + n % 5) for n in range(40)]
-
-
-def publish(output: Path, documents: Sequence[Put] = BASE, precision: str = "float32", **settings: Any) -> Path:
-    """The first version of an index."""
-    asked = IndexSettings(corpus="corpus", model="model", output=str(output), metadata=METADATA, **settings)
-    step = Step("index", asked, str(output), {}, {"corpus": str(len(documents))})
-    with step.publish() as staging:
-        facts = IndexFacts(
-            encoder="aaaa",
-            model="model",
-            template="instruction_first",
-            dimension=DIMENSION,
-            passages=len(documents),
-            metadata=METADATA,
-            shards=write_shards(staging.path, documents, asked.shards, precision=precision),
-            lineage=step.identity,
-        )
-        staging.facts = {"index": facts.as_json()}
-    return step.path
-
-
-def log_of(output: Path) -> ChangeLog:
-    return ChangeLog(Index.open(output).changes, METADATA, DIMENSION)
-
-
-def fold(work: Compaction) -> Path:
-    """Run a compaction without Ray."""
-    step = work.step()
-    work.begin()
-    with step.publish() as staging:
-        written = [work.write_shard(number, staging.path) for number in range(len(work.facts.shards))]
-        clear_finished(staging.path)
-        staging.facts = {"index": work.next_facts(written).as_json()}
-    work.end()
-    return step.path
-
-
-def check(index: Index, oracle: Oracle, sequence: int) -> None:
-    assert [live.sequence for live in index._live] == [sequence] * len(index.shards)
-    for query, hits in zip(QUERIES, index.search(QUERIES, 100), strict=True):
-        oracle.check(hits, query, 100, sequence)
-    for query, hits in zip(QUERIES, index.search(QUERIES, 7, {"year": {"gte": 2020}}), strict=True):
-        oracle.check(hits, query, 7, sequence, 2020)
-
-
-def changes(seed: int, count: int = 10) -> list[Change]:
-    rng = np.random.default_rng(seed)
-    numbers = rng.integers(0, 60, count).tolist()
-    return [Delete(f"d{n}") if rng.random() < 0.4 else document(f"d{n}", 100 * seed + n, 2018 + n % 5) for n in numbers]
 
 
 @pytest.mark.integration
@@ -395,67 +339,6 @@ def test_a_compaction_in_an_object_store_gives_the_same_bytes_and_rolls_back(
     assert not any(name.startswith(f"{first.name}/") for name in store.entries())
     assert sorted((store / "changes" / first.name).entries()) == [f"{sequence:012d}.arrow" for sequence in (3, 4)]
     check(Index.open(uri), oracle, 4)
-
-
-def fold_all(output: Path, keep: int | None = None) -> str:
-    """Compact and prune, as `infembed index compact` does; the new version's name."""
-    base = find_input(str(output), "index")
-    made = fold(Compaction.open(str(output)))
-    versions.prune(base, keep)
-    return made.name
-
-
-def segments(output: Path) -> list[int]:
-    return sorted(int(file.stem) for file in log_of(output).directory.iterdir())
-
-
-@pytest.mark.integration
-def test_pruning_deletes_changes_that_every_version_left_has_folded_in(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "index"
-    names, oracle = [publish(output).name], Oracle(BASE)
-    for seed in range(4):
-        oracle.apply(changes(seed))
-        log_of(output).append(changes(seed))
-        names.append(fold_all(output))
-    assert segments(output) == [1, 2, 3, 4]  # the first version reads all of them
-    oracle.apply(changes(9))
-    log_of(output).append(changes(9))
-    names.append(fold_all(output, keep=3))
-    assert [version.id for version in versions.versions(output)] == names[-3:]
-    assert segments(output) == [3, 4, 5]
-    assert f"deleted version {names[0]} (keep_versions=3)" in capsys.readouterr().out
-    for name in names[-3:]:  # each rolls back, and forward, to the same documents
-        versions.use(output, name)
-        check(Index.open(output), oracle, 5)
-    versions.use(output, names[-3])
-    log_of(output).append([Delete("d1")])
-    oracle.apply([Delete("d1")])
-    kept = [names[-3], fold_all(output, keep=2)]  # what it was made from stays
-    assert {version.id for version in versions.versions(output)} == {*kept, names[-1]}
-    assert segments(output) == [3, 4, 5, 6]
-    check(Index.open(output), oracle, 6)
-
-
-@pytest.mark.integration
-def test_changes_stay_while_a_version_cannot_be_read(tmp_path: Path) -> None:
-    output = tmp_path / "index"
-    publish(output)
-    for seed in range(3):
-        log_of(output).append(changes(seed))
-        fold_all(output)
-    oldest, *_ = versions.versions(output)
-    manifest = output / oldest.id / MANIFEST
-    whole = manifest.read_text()
-    manifest.write_text("damaged")
-    versions.prune(find_input(str(output), "index"))
-    assert segments(output) == [1, 2, 3]
-    manifest.write_text(whole)
-    shutil.rmtree(output / oldest.id)
-    (output / ".interrupted.deleted").mkdir()
-    versions.prune(find_input(str(output), "index"))
-    assert segments(output) == [1, 2, 3]  # the next version has folded in the first change, which marks the log's begin
-    versions.prune(find_input(str(output), "index"), keep=2)
-    assert segments(output) == [2, 3]
-    assert not (output / ".interrupted.deleted").exists()
+    done = finished(first_step(uri))  # a nightly build of the same corpus
+    assert done is not None
+    assert done.address == (store / second.name).uri

@@ -141,12 +141,12 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     (room,) = output.glob(".*.encoded")
 
     def blocked(place: Path) -> None:
-        """Fail as on a full disk: `place` cannot be written."""
+        """Fail because `place` cannot be written."""
         if place.name == work.ENCODED:
             place.touch()
         else:
             place.mkdir(parents=True)
-        with pytest.raises(InputError, match=r"^output=\S+: cannot be written \(.+\); free space there") as refusal:
+        with pytest.raises(InputError, match=r"^output=\S+: cannot be written \(.+\); correct that and run") as refusal:
             run(settings)
         assert "\n" not in str(refusal.value)
         assert not (output / "latest").exists()
@@ -190,13 +190,15 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
 def test_faults_found_by_workers_are_one_line(
     tmp_path: Path, settings: IndexSettings, minilm: str, ray_cluster: None
 ) -> None:
-    def refuse(message: str, **changes: str) -> None:
+    def refuse(message: str, **changes: object) -> None:
         values = {"corpus": settings.corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
         with pytest.raises(InputError, match=message) as refusal:
             run(IndexSettings.from_mapping(values))
         assert "\n" not in str(refusal.value)
         assert not (tmp_path / "index" / "latest").exists()
 
+    refuse("cpus_per_shard=1000: this machine has .* CPU; lower it, or run on a cluster", cpus_per_shard=1000)
+    refuse("gpus_per_actor=100: this machine has .* GPU; lower it", gpus_per_actor=100)  # Ray would wait without end
     rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "b", "text": "z"}, {"id": "a", "text": "y"}]
     refuse("row 3: id a is a duplicate", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
     encoder = InstructionEncoder.from_pretrained(minilm)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -7,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
-from infembed_ray.retrieval.versions import use, verify, versions
-from infembed_ray.storage import LATEST, MANIFEST
+from infembed_ray.retrieval.index import Index, finished
+from infembed_ray.retrieval.shard_files import INDEX_FILE
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
+from infembed_ray.retrieval.versions import prune, use, verify, versions
+from infembed_ray.storage import LATEST, MANIFEST, resolve
+from tests.retrieval.lineage import BASE, changes, check, first_step, fold_all, log_of, publish, segments
+from tests.retrieval.oracle import Oracle
 from tests.retrieval.test_index import write_index
 from tests.retrieval.vectors import unit_vectors
 
@@ -30,6 +35,8 @@ def output(tmp_path: Path) -> Path:
 def test_versions_are_listed_oldest_first(output: Path) -> None:
     (output / "other").mkdir()
     (output / "other" / MANIFEST).write_text(json.dumps({"stage": "train", "identity": "other", "created": ""}))
+    (output / "web").mkdir()
+    (output / "web" / MANIFEST).write_text('{"name": "a web application"}')
     write_index(output / ".b4.partial", unit_vectors(10, 4), 2)
     listed = versions(output)
     assert [
@@ -116,3 +123,97 @@ def test_latest_never_points_at_a_version_with_missing_changes(output: Path) -> 
         use(output, "c1")
     assert [v.id for v in versions(output) if v.current] == ["a3"]
     use(output, "a3")  # in which it is folded
+
+
+@pytest.mark.integration
+def test_pruning_deletes_changes_that_every_version_left_has_folded_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "index"
+    names, oracle = [publish(output).name], Oracle(BASE)
+    for seed in range(4):
+        oracle.apply(changes(seed))
+        log_of(output).append(changes(seed))
+        names.append(fold_all(output))
+    assert segments(output) == [1, 2, 3, 4]  # the first version reads all of them
+    oracle.apply(changes(9))
+    log_of(output).append(changes(9))
+    names.append(fold_all(output, keep=3))
+    assert [version.id for version in versions(output)] == names[-3:]
+    assert segments(output) == [3, 4, 5]
+    assert f"deleted version {names[0]} (keep_versions=3)" in capsys.readouterr().out
+    for name in names[-3:]:  # each rolls back, and forward, to the same documents
+        use(output, name)
+        check(Index.open(output), oracle, 5)
+    use(output, names[-3])
+    log_of(output).append([Delete("d1")])
+    oracle.apply([Delete("d1")])
+    kept = [names[-3], fold_all(output, keep=2)]  # what it was made from stays
+    assert {version.id for version in versions(output)} == {*kept, names[-1]}
+    assert segments(output) == [3, 4, 5, 6]
+    check(Index.open(output), oracle, 6)
+    use(output, names[-1])
+    shutil.copytree(output / kept[-1], output / "copy")
+    done = finished(first_step(str(output)))  # a nightly build of the same corpus
+    assert done is not None
+    assert resolve(output) == done.path == output / kept[-1]
+    check(Index.open(done.address), oracle, 6)
+    shutil.rmtree(output / "copy")
+    (output / kept[-1] / "shard-00000" / INDEX_FILE).unlink()
+    done = finished(first_step(str(output)))
+    assert done is not None
+    assert done.path == output / names[-1]
+
+
+@pytest.mark.integration
+def test_changes_stay_while_a_version_cannot_be_read(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output)
+    for seed in range(3):
+        log_of(output).append(changes(seed))
+        fold_all(output)
+    oldest, *_ = versions(output)
+    manifest = output / oldest.id / MANIFEST
+    whole = manifest.read_text()
+    manifest.write_text("damaged")
+    prune(resolve(output))
+    assert segments(output) == [1, 2, 3]
+    manifest.write_text(whole)
+    shutil.rmtree(output / oldest.id)
+    (output / ".interrupted.deleted").mkdir()
+    prune(resolve(output))
+    assert segments(output) == [1, 2, 3]  # the next version has folded in the first change, which marks the log's begin
+    prune(resolve(output), keep=2)
+    assert segments(output) == [2, 3]
+    assert not (output / ".interrupted.deleted").exists()
+
+
+def test_a_version_is_not_built_again_under_a_log_that_lacks_its_first_changes(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    publish(output)
+    for seed in range(3):
+        log_of(output).append(changes(seed))
+        fold_all(output, keep=2)
+    for version in versions(output):
+        shutil.rmtree(output / version.id)
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing; .*if you deleted all versions of this log"):
+        finished(first_step(str(output)))
+
+
+def test_a_compaction_is_published_although_an_old_version_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from infembed_ray.retrieval.distributed import compact
+
+    def in_use(directory: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(directory))
+
+    output = tmp_path / "index"
+    first = publish(output)
+    (output / ".a.deleted").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", in_use)
+    assert compact(CompactSettings(index=str(output))).path == first
+    assert (
+        "old versions or changes stay until the next compaction: [Errno 39] Directory not empty"
+        in capsys.readouterr().out
+    )

@@ -182,3 +182,8 @@ def test_builds_of_the_same_vectors_share_it_one_at_a_time(
             assert other != work
     with work_directory(*opened(factory="HNSW32")) as again:
         assert again == work
+    assert work.choose_base("older") == "older"
+    with work_directory(
+        *opened(reuse=False)
+    ) as fresh:  # an interrupted build with reuse has an older version's vectors
+        assert fresh.choose_base(None) is None

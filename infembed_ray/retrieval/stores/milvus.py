@@ -27,7 +27,7 @@ from infembed_ray.retrieval.filters import Condition, Filter, Value
 from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.stores.store import TOKEN_ENV, Address, StoredVersion, StoreFault
-from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Put, typed_metadata
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Put, require_fitting, typed_metadata
 
 MANIFEST = "infembed.manifest"
 """Property of a finished collection: its manifest, as JSON."""
@@ -211,6 +211,8 @@ class MilvusStore:
 
     def change(self, changes: Sequence[Change]) -> int:
         """As `Store.change`."""
+        for change in changes:
+            require_fitting(change, self.facts.dimension)
         final = {change.id: change for change in changes}.values()
         rows = [
             _entity(

@@ -214,18 +214,10 @@ class ChangeLog:
         return len(old)
 
     def _row(self, change: Change) -> dict[str, Any]:
-        _require_text(change.id, change.id, "id")
-        if not change.id:
-            raise ChangeError("id='': empty; give every document an id")
+        require_fitting(change, self.dimension)
         if isinstance(change, Delete):
             return {OP: "delete", "id": change.id, "text": None, VECTOR: None}
-        _require_text(change.id, change.text, "text")
-        vector = np.asarray(change.vector, dtype=np.float32)
-        if vector.shape != (self.dimension,) or not np.isfinite(vector).all():
-            raise ChangeError(
-                f"document {reprlib.repr(change.id)}: its vector must be {self.dimension} finite numbers, got shape {vector.shape}"
-            )
-        row = {OP: "put", "id": change.id, "text": change.text, VECTOR: vector}
+        row = {OP: "put", "id": change.id, "text": change.text, VECTOR: np.asarray(change.vector, np.float32)}
         return row | typed_metadata(change.id, change.metadata, self.metadata)
 
     def _section(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -321,6 +313,20 @@ def _reason(error: OSError) -> str:
 def changes_schema(metadata: Mapping[str, FieldType]) -> pa.Schema:
     """Columns of a segment: `_op` (put, or delete with all but `id` null), those of passages, `_vector`."""
     return pa.schema([(OP, pa.string()), *passages.schema(metadata), (VECTOR, pa.list_(pa.float32()))])
+
+
+def require_fitting(change: Change, dimension: int) -> None:
+    """Raise ChangeError unless id and text are text, and the vector has `dimension` finite numbers."""
+    _require_text(change.id, change.id, "id")
+    if not change.id:
+        raise ChangeError("id='': empty; give every document an id")
+    if isinstance(change, Put):
+        _require_text(change.id, change.text, "text")
+        vector = np.asarray(change.vector, dtype=np.float32)
+        if vector.shape != (dimension,) or not np.isfinite(vector).all():
+            raise ChangeError(
+                f"document {reprlib.repr(change.id)}: its vector must be {dimension} finite numbers, got shape {vector.shape}"
+            )
 
 
 def typed_metadata(id: str, metadata: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dict[str, Value | None]:

@@ -199,6 +199,7 @@ def test_the_alias_rolls_back_to_a_version_that_stays(engine: Engine) -> None:
     assert engine.current().id == other
     engine.use(IDENTITY)
     assert [(version.id, version.current) for version in engine.versions()] == [(IDENTITY, True), (other, False)]
+    assert "recall_at_10" not in engine.current().manifest["index"]  # nothing has measured it
     assert first.get("a")  # open stores keep their version
     assert second.get("b")
     assert second.get("a") is None
@@ -234,6 +235,9 @@ def test_what_milvus_cannot_hold_is_refused_by_name(engine: Engine) -> None:
         insert(engine, IDENTITY, [long])
     with pytest.raises(ChangeError, match="'long': its text has 80000 bytes"):
         store.change([document("a", 1), long])
+    assert store.get("a") is None
+    with pytest.raises(ChangeError, match="'broken': its vector must be 6 finite numbers"):
+        store.change([document("a", 1), Put("broken", "t", np.full(DIMENSION, np.nan, np.float32), {})])
     assert store.get("a") is None
     with pytest.raises(ChangeError, match="'color' is no column"):
         store.change([Put("a", "t", unit_vectors(1, DIMENSION)[0], {"color": 1})])

@@ -1,0 +1,88 @@
+"""A lineage without Ray and without an encoder: its first version, changes, compactions, and what they must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.retrieval import versions
+from infembed_ray.retrieval.compaction import Compaction
+from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.shard_files import clear_finished
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
+from infembed_ray.storage import Step, find_input
+from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, write_shards
+from tests.retrieval.vectors import unit_vectors
+
+QUERIES = unit_vectors(3, DIMENSION, seed=5)
+BASE = [document(f"d{n}", n, 2018 + n % 5) for n in range(40)]
+
+
+def first_step(output: str, documents: Sequence[Put] = BASE, **settings: Any) -> Step:
+    """The step that builds the first version of an index."""
+    asked = IndexSettings(corpus="corpus", model="model", output=output, metadata=METADATA, **settings)
+    return Step("index", asked, output, {}, {"corpus": str(len(documents))})
+
+
+def publish(output: Path, documents: Sequence[Put] = BASE, precision: str = "float32", **settings: Any) -> Path:
+    """The first version of an index."""
+    step = first_step(str(output), documents, **settings)
+    with step.publish() as staging:
+        facts = IndexFacts(
+            encoder="aaaa",
+            model="model",
+            template="instruction_first",
+            dimension=DIMENSION,
+            passages=len(documents),
+            metadata=METADATA,
+            shards=write_shards(staging.path, documents, settings.get("shards", 2), precision=precision),
+            lineage=step.identity,
+        )
+        staging.facts = {"index": facts.as_json()}
+    return step.path
+
+
+def log_of(output: Path) -> ChangeLog:
+    return ChangeLog(Index.open(output).changes, METADATA, DIMENSION)
+
+
+def fold(work: Compaction) -> Path:
+    """Run a compaction without Ray."""
+    step = work.step()
+    work.begin()
+    with step.publish() as staging:
+        written = [work.write_shard(number, staging.path) for number in range(len(work.facts.shards))]
+        clear_finished(staging.path)
+        staging.facts = {"index": work.next_facts(written).as_json()}
+    work.end()
+    return step.path
+
+
+def check(index: Index, oracle: Oracle, sequence: int) -> None:
+    assert [live.sequence for live in index._live] == [sequence] * len(index.shards)
+    for query, hits in zip(QUERIES, index.search(QUERIES, 100), strict=True):
+        oracle.check(hits, query, 100, sequence)
+    for query, hits in zip(QUERIES, index.search(QUERIES, 7, {"year": {"gte": 2020}}), strict=True):
+        oracle.check(hits, query, 7, sequence, 2020)
+
+
+def changes(seed: int, count: int = 10) -> list[Change]:
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 60, count).tolist()
+    return [Delete(f"d{n}") if rng.random() < 0.4 else document(f"d{n}", 100 * seed + n, 2018 + n % 5) for n in numbers]
+
+
+def fold_all(output: Path, keep: int | None = None) -> str:
+    """Compact and prune, as `infembed index compact` does; the new version's name."""
+    base = find_input(str(output), "index")
+    made = fold(Compaction.open(str(output)))
+    versions.prune(base, keep)
+    return made.name
+
+
+def segments(output: Path) -> list[int]:
+    return sorted(int(file.stem) for file in log_of(output).directory.iterdir())

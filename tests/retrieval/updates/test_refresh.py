@@ -1,0 +1,146 @@
+"""How a live shard takes up changes: polling, in pieces, up to a sequence, and when one is damaged or missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from infembed_ray.retrieval.shards import Hit
+from infembed_ray.retrieval.updates import live_shard
+from infembed_ray.retrieval.updates.live_shard import LiveShard
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
+from tests.retrieval.oracle import document
+from tests.retrieval.updates.test_live_shard import found, log_of, one_shard
+
+
+@pytest.mark.integration
+def test_a_polling_replica_finds_a_change_soon(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    done = threading.Event()
+
+    def poll() -> None:
+        while not done.wait(0.1):
+            shard.refresh()
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        for sequence, (change, expected) in enumerate([(document("b", 2), {"a", "b"}), (Delete("a"), {"b"})], start=1):
+            assert log_of(tmp_path).append([change]) == sequence
+            deadline = time.monotonic() + 10
+            while shard.sequence < sequence:
+                assert time.monotonic() < deadline, "not there after 10 s"
+                time.sleep(0.01)
+            assert set(found(shard)) == expected
+    finally:
+        done.set()
+        poller.join()
+
+
+def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 8)
+    shard = one_shard(tmp_path, [document(id, n) for n, id in enumerate("abc")])
+    for n in range(40):
+        log_of(tmp_path).append([document("a", n), document("z", n)])
+        shard.refresh()
+        assert len(shard._snapshot.live) <= 10
+        assert shard.changed == 2
+    assert set(found(shard)) == set("abcz")
+    assert shard.get("a") == Hit("a", 0.0, "a of 39", {"year": None, "day": "2024-02-11"})
+
+
+def test_a_damaged_change_stops_refreshing_but_not_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    log = log_of(tmp_path)
+    for id in "bcd":
+        log.append([document(id, 2)])
+    second = log.directory / f"{2:012d}.arrow"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    monkeypatch.setattr(live_shard, "_REFRESHES_PER_LOOK", 2)
+    for _ in range(2):
+        with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+            shard.refresh()
+        assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+    assert shard.head == 3
+    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
+        LiveShard(shard.base, log, 0, 0)  # a new replica must not serve fewer changes
+    second.write_bytes(whole)
+    assert shard.refresh()
+    assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
+
+
+def test_a_log_shorter_than_the_folded_changes_is_refused(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    with pytest.raises(LogFault, match=r"000000000005\.arrow is missing"):
+        LiveShard(shard.base, log_of(tmp_path), 0, folded=5)
+
+
+def test_until_limits_the_changes_that_are_applied(tmp_path: Path) -> None:
+    first = one_shard(tmp_path, [document("a", 1)])
+    for id in "bcd":
+        log_of(tmp_path).append([document(id, 2)])
+    shard = LiveShard(first.base, log_of(tmp_path), 0, folded=0, until=2)
+    assert (set(found(shard)), shard.sequence, shard.refresh()) == (set("abc"), 2, False)
+
+
+def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    for n in range(30):
+        log_of(tmp_path).append([document(f"d{n % 20}", n)])
+    most = 4 * max(table.nbytes for _, table in log_of(tmp_path).read(0))
+    monkeypatch.setattr(live_shard, "_PIECE_BYTES", most)
+    pieces: list[int] = []
+    changed = LiveShard._changed
+
+    def measured(self: LiveShard, before: Any, sequence: int, table: pa.Table) -> Any:
+        pieces.append(table.nbytes)
+        return changed(self, before, sequence, table)
+
+    monkeypatch.setattr(LiveShard, "_changed", measured)
+    assert shard.refresh()
+    assert len(pieces) > 5
+    assert max(pieces) <= 2 * most
+    assert (len(shard), shard.sequence) == (21, 30)
+    assert shard.get("d9") == Hit("d9", 0.0, "d9 of 29", {"year": None, "day": None})
+
+
+def test_a_failing_change_loses_none_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = one_shard(tmp_path, [document("a", 1)])
+    for id in "bcd":
+        log_of(tmp_path).append([document(id, 2)])
+    read = ChangeLog.read
+
+    def fails_for_c(self: ChangeLog, after: int, shard: int | None) -> Any:
+        for sequence, changes in read(self, after, shard):
+            if changes.column("id").to_pylist() == ["c"]:
+                raise MemoryError
+            yield sequence, changes
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeLog, "read", fails_for_c)
+        with pytest.raises(MemoryError):
+            shard.refresh()
+    assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+    assert shard.refresh()
+    assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
+
+
+def test_a_change_that_goes_missing_while_serving_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_shard, "_REFRESHES_PER_LOOK", 3)
+    shard = one_shard(tmp_path, [document("a", 1)])
+    log = log_of(tmp_path)
+    for id in "bc":
+        log.append([document(id, 2)])
+    (log.directory / f"{1:012d}.arrow").unlink()
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
+        for _ in range(3):
+            shard.refresh()
+    with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
+        shard.refresh()  # until it is there again
+    assert (found(shard), shard.sequence, shard.head) == (["a"], 0, 2)
