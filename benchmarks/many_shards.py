@@ -3,8 +3,9 @@
     python benchmarks/many_shards.py [--shards N] [--sizes N,N] [--rounds N] [--searches N] [--directory DIR]
 
 Every shard holds a graph over float16 vectors (`HNSW32_SQfp16`, what `infembed index` chooses for large shards) and texts of
-passages' length. FAISS builds the graph of the first; the others have that graph over its vectors with noise, so all files, ids and
-answers differ. A round is a new process: it drops the page cache, constructs `ShardSearch` for each shard in turn and asks it
+passages' length. The vectors and the queries are those of `search.py`, which an isometry maps to 3,584 dimensions, so neighbours are
+those of real texts. FAISS builds the graph of the first shard; the others have that graph over its vectors with noise, so all files,
+ids and answers differ. A round is a new process: it drops the page cache, constructs `ShardSearch` for each shard in turn and asks it
 for one document, as `replica_start.py` does. Then it searches for ten hits through `FanOut`; the first search is the cold one.
 Calls stay in the process: `fan_out.py` measures their cost over Ray Serve. Each replica searches with one thread.
 
@@ -36,6 +37,7 @@ import faiss
 import numpy as np
 import psutil
 from replica_start import drop_pages
+from search import between, embeddings
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.planning.shard_estimate import estimate
@@ -51,8 +53,9 @@ from infembed_ray.serving.routing.fan_out import FanOut, now
 
 DIMENSION = 3584
 FACTORY = "HNSW32_SQfp16"
-TOPICS, NOISE = 64, 0.3
-"""Clusters of the vectors, and length of the noise by which shards differ."""
+NOISE = 0.1
+"""Length of the noise by which shards differ."""
+QUERIES_FILE = "queries.npy"
 CHARACTERS = 300
 K = 10
 
@@ -70,11 +73,13 @@ def texts(shard: int, passages: int) -> tuple[list[str], list[str]]:
 
 
 def make(root: Path, shards: int, passages: int) -> None:
-    """Write a published index."""
+    """Write a published index, and beside it the queries."""
     rng = np.random.default_rng(0)
-    topics = rng.standard_normal((TOPICS, DIMENSION), dtype=np.float32)
-    noise = rng.standard_normal((passages, DIMENSION), dtype=np.float32)
-    vectors = unit(topics[rng.integers(TOPICS, size=passages)] + noise).astype(np.float16)
+    real = embeddings(root.parents[1])
+    axes, _ = np.linalg.qr(rng.standard_normal((DIMENSION, real["passages"].shape[1]), dtype=np.float32))
+    np.save(root.parent / QUERIES_FILE, real["queries"] @ axes.T)
+    vectors = between(np.concatenate([real["passages"], real["sentences"]]), passages) @ axes.T
+    vectors = vectors.astype(np.float16)
     facts = [Shard.write(root / "shard-00000", *texts(0, passages), vectors, build=Build(FACTORY))]
     index = faiss.read_index(str(root / "shard-00000" / INDEX_FILE))
     stored = factories.storage(index)
@@ -132,10 +137,7 @@ def round_of(root: Path, searches: int) -> dict[str, Any]:
         assert asyncio.run(opened[-1].document(f"p{number:02d}-000000")) is not None
         ready.append(1e3 * (time.perf_counter() - began))
         ready_bytes.append(read_bytes() - before)
-    rng = np.random.default_rng(1)
-    passages = opened[0]._shard.base.vectors(slice(None))
-    queries = passages[rng.integers(len(passages), size=searches + 1)]
-    queries = unit(queries + 3**0.5 * unit(rng.standard_normal(queries.shape, dtype=np.float32)))  # a cosine of 0.5
+    queries = np.load(root.parent / QUERIES_FILE)[: searches + 1]
     return {"ready": ready, "ready_bytes": ready_bytes, **asyncio.run(search(opened, queries))}
 
 
@@ -200,6 +202,7 @@ def main() -> None:
         for size in map(int, options.sizes.split(",")):
             root = (options.directory or Path(temporary)) / f"{options.shards}-shards-of-{size}" / "v1"
             if not (root / "manifest.json").is_file():
+                root.mkdir(parents=True)
                 process.apply(make, (root, options.shards, size))
             rounds = [process.apply(round_of, (root, options.searches)) for _ in range(options.rounds)]
             facts = Index.describe(root).facts.shards[0]

@@ -22,13 +22,15 @@ from infembed_ray.retrieval.faiss_import import faiss
 EXACT_BELOW = 10_000
 """Vectors below which exact search is as fast as a graph."""
 HNSW_LINKS = 32
+LINK_BYTES = 8 * HNSW_LINKS + 16
+"""Bytes of a vector's links, level and offset in a graph."""
 HALF = "SQfp16"
 """FAISS's name for vectors stored in float16."""
 EF_CONSTRUCTION = 128
 """Candidates during the construction of a graph."""
 RABITQ = ("RaBitQ4", "RaBitQ2", "RaBitQ")
-"""FAISS's names for 4, 2 and 1 bits per dimension. Recall and speed are those of PQ of the same size, and building is ten times
-as fast, because only centroids are trained (benchmarks/index_types.py)."""
+"""FAISS's names for 4, 2 and 1 bits per dimension. They find as much as PQ of the same size and build ten times as fast,
+because only centroids are trained (benchmarks/index_types.py)."""
 DIMENSIONS_PER_CODE, MOST_PER_CODE = 16, 4
 """Dimensions per byte of PQ, and those that a code represents, to which OPQ reduces them (FAISS's guidelines)."""
 TRAINING_POINTS = 40
