@@ -22,6 +22,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="directory for embeddings and indexes")
     options = parser.parse_args()
     faiss.omp_set_num_threads(1)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
         real = embeddings(directory)
