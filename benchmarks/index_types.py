@@ -78,13 +78,14 @@ def main() -> None:
             searcher = Searcher(faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC), vectors)
             parameters, _ = calibrate(searcher)
             scores, _ = searcher.search(queries, K)
-            found[name] = of = {
+            of: dict[str, Any] = {
                 "bytes": round(file.stat().st_size / len(vectors)),
                 "recall_at_10": round(float((scores >= exact[:, -1:] - 1e-6).mean()), 4),
                 "parameters": parameters,
                 "per_s": {batch: rate(searcher, queries, batch, options.rounds) for batch in BATCHES},
                 "build_s": build_s,
             }
+            found[name] = of
             shown = ", ".join(f"{key} {value}" for key, value in parameters.items())
             print(
                 f"| {name} | {of['bytes']} | {of['recall_at_10']:.3f} | {shown} | "
