@@ -2,9 +2,9 @@
 
 Memory is `retrieval.factory.memory`, FAISS's own layout. With n vectors of d dimensions in L inverted lists (one thread):
 
-    search = bytes read / rate, or R log2(n) vectors of a graph, one after the other
+    search = bytes read / rate, or R log2(n) efSearch / 384 vectors of a graph (at most n), one after the other
              Flat reads all codes; IVF reads those of nprobe lists, and the centroids, or searches a graph of them
-    build  = 2 c (10 s L + n A) / gemm + n (one graph search)
+    build  = 2 c (10 s L + n A) / gemm + n (B log2(n) vectors of a graph)
              c dimensions after OPQ, s sampled vectors, A = L without a graph, d more for OPQ, 256 more for PQ
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.planning.cost import assumed
 from infembed_ray.retrieval import factory as factories
-from infembed_ray.retrieval.searcher import EF_SEARCH, NEAR, NPROBE, RERANK
+from infembed_ray.retrieval.searcher import EF_SEARCH, LEAST_EF_SEARCH, NEAR, NPROBE, RERANK
 
 BUILD_THREADS = 16
 _FLOAT = 4
@@ -99,17 +99,23 @@ def estimate(
     lists = int(match[1]) if (match := re.search(r"IVF(\d+)", factory)) else 0
     rotated = re.search(r"(?:OPQ\d+_|PCAR?)(\d+)", factory)
     coded = int(rotated[1]) if rotated else dimension
-    quantized, graph = "PQ" in factory, "HNSW" in factory
+    quantized, graph, nodes = "PQ" in factory, "HNSW" in factory, lists or vectors
     number = next((size for name, size in _NUMBER.items() if name in factory), _FLOAT)
     one_read = assumed("random_read_ns") + number * coded / assumed("graph_gb_s")
-    graph_search = assumed("graph_reads") * math.log2(max(2, lists or vectors)) * one_read if graph else 0.0  # ns
-    scanned = 0.0 if graph and not lists else vectors * each * min(1.0, found.get(NPROBE, 64) / (lists or 1))
-    scan = (scanned + (0 if graph else fixed)) / assumed("pq_scan_gb_s" if quantized else "scan_gb_s")
+    probed = found.get(NPROBE, max(1, math.isqrt(lists)))  # the least that calibration sets, as of efSearch
+    effort = (2 * probed if lists else found.get(EF_SEARCH, LEAST_EF_SEARCH)) / LEAST_EF_SEARCH
+    reads = min(nodes, assumed("graph_reads") * math.log2(max(2, nodes)) * effort) if graph else 0.0
+    scanned = 0.0 if graph and not lists else vectors * each * min(1.0, probed / (lists or 1))
+    coded_scan = quantized or "RaBitQ" in factory
+    scan = scanned / assumed("code_scan_gb_s" if coded_scan else "scan_gb_s") + (0 if graph else fixed) / assumed(
+        "scan_gb_s"
+    )
     centroids = max(lists, _PQ_CENTROIDS if quantized else 0)
     sample = min(vectors, factories.TRAINING_POINTS * max(centroids, _PQ_CENTROIDS)) if centroids else 0
     assignment = (0 if graph else lists) + (dimension if rotated else 0) + (_PQ_CENTROIDS if quantized else 0)
     flops = 2 * coded * (assumed("kmeans_iterations") * sample * lists + vectors * assignment)
-    build = flops / assumed("gemm_gflop_s") + vectors * graph_search
+    linked = vectors * assumed("graph_build_reads") * math.log2(max(2, nodes)) * one_read if graph else 0.0
+    build = flops / assumed("gemm_gflop_s") + linked
     return ShardEstimate(
         dimension=dimension,
         factory=factory,
@@ -121,7 +127,7 @@ def estimate(
         recall=found.get("recall", _recall(factory, dimension, each)),
         peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
         build_hours=1e-9 * build / BUILD_THREADS / 3600,
-        search_seconds=1e-9 * (graph_search * found.get(EF_SEARCH, 128) / 128 + scan),
+        search_seconds=1e-9 * (reads * one_read + scan),
         reranked=int(NEAR * found.get(RERANK, 10)) if lossy else 0,
         centroids=centroids,
     )

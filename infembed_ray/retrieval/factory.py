@@ -1,9 +1,10 @@
 """Choose and build the FAISS index of a shard, by number of vectors, dimension and memory.
 
 A factory is an index type as `faiss.index_factory` spells it. The choice follows autofaiss: exact search below ten thousand
-vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and quantised lists otherwise.
-Candidates of quantised types are reranked by the vectors, which stay on disk. Vectors of float16 are stored as they are by
-FAISS's scalar quantiser `SQfp16`, which computes scores in float32.
+vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and quantised lists otherwise: SQ8, then
+RaBitQ of 4, 2 and 1 bits per dimension, then product quantisation (PQ). Candidates of quantised types are reranked by the
+vectors, which stay on disk. Vectors of float16 are stored as they are by FAISS's scalar quantiser `SQfp16`, which computes
+scores in float32.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from infembed_ray.retrieval.faiss_import import faiss
 EXACT_BELOW = 10_000
 """Vectors below which exact search is as fast as a graph."""
 HNSW_LINKS = 32
+LINK_BYTES = 8 * HNSW_LINKS + 16
+"""Bytes of a vector's links, level and offset in a graph."""
 HALF = "SQfp16"
 """FAISS's name for vectors stored in float16."""
 EF_CONSTRUCTION = 128
 """Candidates during the construction of a graph."""
-DIMENSIONS_PER_CODE = (2, 4, 8, 16)
-"""Dimensions per byte of product quantisers: 8 to 64 times smaller than the vectors."""
-MOST_PER_CODE = 4
-"""Dimensions that a code represents; OPQ reduces more dimensions to these (FAISS's guidelines)."""
+RABITQ = ("RaBitQ4", "RaBitQ2", "RaBitQ")
+"""FAISS's names for 4, 2 and 1 bits per dimension. They find as much as PQ of the same size and build ten times as fast,
+because only centroids are trained (benchmarks/index_types.py)."""
+DIMENSIONS_PER_CODE, MOST_PER_CODE = 16, 4
+"""Dimensions per byte of PQ, and those that a code represents, to which OPQ reduces them (FAISS's guidelines)."""
 TRAINING_POINTS = 40
 """Training vectors per centroid: FAISS requires 39, and more than 100 help little."""
 BLOCK = 1 << 14
@@ -110,14 +114,12 @@ def candidates(vectors: int, dimension: int, precision: Precision = "float16") -
         return ["Flat"]
     lists = centroids(vectors)
     coarse = f"IVF{lists}_HNSW32" if lists >= 1 << 16 else f"IVF{lists}"
-    quantised = []
-    for per_code in DIMENSIONS_PER_CODE:
-        codes = max(1, dimension // per_code)
-        quantised.append(f"OPQ{codes}_{codes * min(per_code, MOST_PER_CODE, dimension)},{coarse},PQ{codes}")
+    codes = max(1, dimension // DIMENSIONS_PER_CODE)
+    smallest = f"OPQ{codes}_{codes * min(MOST_PER_CODE, dimension)},{coarse},PQ{codes}"
     whole = [f"HNSW{HNSW_LINKS}_{HALF}", f"{coarse},{HALF}"]
     if precision == "float32":
         whole = [f"HNSW{HNSW_LINKS}", f"{coarse},Flat"]
-    return [*whole, f"{coarse},SQ8", *dict.fromkeys(quantised)]
+    return [*whole, *(f"{coarse},{code}" for code in ("SQ8", *RABITQ)), smallest]
 
 
 def centroids(vectors: int) -> int:

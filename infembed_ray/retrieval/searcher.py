@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
+from mmap import MADV_WILLNEED, PAGESIZE, mmap
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,20 @@ class Searcher:
 
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
         """The vectors of some rows, (rows, d) float32."""
+        if not isinstance(rows, slice):
+            self._read_ahead(rows)
         return np.array(self.originals[rows], dtype=np.float32)
+
+    def _read_ahead(self, rows: np.ndarray) -> None:
+        """Start to read the rows of a mapped file together. Page faults would read them one by one, each with up to megabytes
+        around it."""
+        file = self.originals.base
+        if isinstance(self.originals, np.memmap) and isinstance(file, mmap):
+            starts = self.originals.offset + rows * self.originals.strides[0]
+            pages = starts - starts % PAGESIZE
+            lengths = starts + self.originals.strides[0] - pages
+            for page, length in zip(pages.tolist(), lengths.tolist(), strict=True):
+                file.madvise(MADV_WILLNEED, page, length)
 
     @property
     def _rerank(self) -> int:
@@ -217,7 +231,7 @@ class Searcher:
             dense = 2 * len(some) > len(
                 keep[start : start + BLOCK]
             )  # then copying the kept rows costs more than computing the others
-            block = np.asarray(self.originals[slice(start, start + BLOCK) if dense else some], dtype=np.float32)
+            block = np.asarray(self.originals[start : start + BLOCK] if dense else self.vectors(some), dtype=np.float32)
             products = vectors @ block.T
             products = products[:, some - start] if dense else products
             best = np.argpartition(products, -k, axis=1)[:, -k:] if k < len(some) else np.arange(len(some))[None]

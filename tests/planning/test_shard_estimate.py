@@ -14,9 +14,9 @@ from infembed_ray.retrieval import factory as factories
 SCAN = 1e9 * assumed("scan_gb_s")
 
 
-def graph_seconds(vectors, vector):
+def graph_seconds(vectors, vector, reads="graph_reads"):
     read = 1e-9 * (assumed("random_read_ns") + vector / assumed("graph_gb_s"))
-    return assumed("graph_reads") * math.log2(vectors) * read
+    return assumed(reads) * math.log2(vectors) * read
 
 
 @pytest.mark.integration
@@ -51,6 +51,11 @@ def test_search_reads_bytes_at_the_rate_of_its_type():
     assert seconds("Flat") == pytest.approx(10**6 * vector / SCAN)
     assert seconds("IVF4096,Flat") == pytest.approx((10**6 * (vector + 8) * 64 / lists + lists * vector) / SCAN)
     assert seconds("HNSW32", 10**8) == pytest.approx(graph_seconds(10**8, vector))
+    assert seconds("HNSW32", 200) == pytest.approx(
+        200 * graph_seconds(2, vector) / assumed("graph_reads")
+    )  # no more than there are
+    codes = 10**6 * (96 + 8 + 8) * 64 / lists / (1e9 * assumed("code_scan_gb_s"))
+    assert seconds("IVF4096,RaBitQ") == pytest.approx(codes + lists * vector / SCAN)
     assert estimate("OPQ96_384,IVF4096,PQ96", 768, 10**6, 400).reranked == 100
     assert estimate("HNSW32", 768, 10**6, 400).reranked == 0
 
@@ -61,7 +66,7 @@ def test_build_seconds_by_hand():
     flops = 2 * d * lists * (10 * sample + vectors)
     hours = flops / (1e9 * assumed("gemm_gflop_s")) / BUILD_THREADS / 3600
     assert estimate("IVF4096,Flat", d, vectors, 400).build_hours == pytest.approx(hours)
-    graph = vectors * graph_seconds(vectors, 4 * d) / BUILD_THREADS / 3600
+    graph = vectors * graph_seconds(vectors, 4 * d, "graph_build_reads") / BUILD_THREADS / 3600
     assert estimate("HNSW32", d, vectors, 400).build_hours == pytest.approx(graph)
     assert estimate("Flat", d, vectors, 400).build_hours == 0
 
@@ -69,7 +74,7 @@ def test_build_seconds_by_hand():
 def test_measurements_of_a_build_replace_the_assumptions():
     factory = "OPQ8_16,IVF64,PQ8"
     assumption = estimate(factory, 32, 10**6, 400)
-    built = estimate(factory, 32, 10**6, 400, {"nprobe": 32, "rerank": 4, "recall": 0.971})
+    built = estimate(factory, 32, 10**6, 400, {"nprobe": 4, "rerank": 4, "recall": 0.971})
     assert (built.recall, built.reranked, built.memory) == (0.971, 40, assumption.memory)
     assert built.search_seconds == pytest.approx(assumption.search_seconds / 2, rel=0.05)
 

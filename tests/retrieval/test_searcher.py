@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import faiss
@@ -23,6 +26,8 @@ KINDS = (
     "IVF16,Flat",
     "IVF16_HNSW8,SQ8",
     "IVF16,PQ8x4fs",
+    "IVF16,RaBitQ",
+    "IVF16_HNSW8,RaBitQ4",
     "OPQ4_16,IVF16,PQ4x4",
     "PCAR8,HNSW16",
     "PCAR8,Flat",
@@ -117,6 +122,21 @@ def test_vectors_are_returned_unchanged(kind: str) -> None:
     expected = clustered_vectors(1500, 16, 40)
     np.testing.assert_array_equal(searcher.vectors(np.array([1499, 0, 7])), expected[[1499, 0, 7]])
     np.testing.assert_array_equal(searcher.vectors(slice(10, 20)), expected[10:20])
+
+
+def test_candidates_of_a_mapped_file_are_read_without_their_surroundings(tmp_path: Path) -> None:
+    """A page fault reads what lies around a row too: 128 KiB, or as much as the device is set to."""
+    file, rng = tmp_path / "vectors.npy", np.random.default_rng(0)
+    vectors = rng.integers(0, 0x3C00, (8192, 1536), np.uint16).view(np.float16)  # 25 MB of numbers below 1
+    np.save(file, vectors)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    searcher = Searcher(build("IVF1,SQ8", unit_vectors(40, 1536)), np.load(file, mmap_mode="r"))
+    rows = np.append(rng.choice(8191, 40, replace=False), 8191)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+    np.testing.assert_array_equal(searcher.vectors(rows), vectors[rows].astype(np.float32))
+    assert 512 * (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before) < 1 << 20
 
 
 def test_a_lossy_index_needs_its_vectors() -> None:
