@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
-from infembed_ray.errors import InputError, StartError, check_all
+from infembed_ray.errors import GateError, InputError, StartError, check_all
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -77,7 +77,7 @@ PLANS = {
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"path", "records", "replay", "results", "seeds", "sheet"}
+INPUTS |= {"path", "records", "replay", "results", "reworded", "seeds", "sheet"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 if Ray did not start, 2 for bad input, 130 if interrupted. An error is one line on stderr.
+        The exit status: 0, 1 if Ray did not start or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["index"] and arguments[1:2] in (["compact"], ["versions"], ["use"], ["verify"]):
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
         return options.run(options) or 0
-    except (InputError, StartError) as error:
+    except (InputError, StartError, GateError) as error:
         for fault in error.args:
             print(f"infembed {options.verb}: {fault}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

@@ -53,7 +53,8 @@ class Report:
     ) -> Report:
         """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
         rows = rows or {}
-        own, papers = sheets.ours(collection), sheets.papers(collection, rows)
+        own = [*sheets.ours(collection), *sheets.obedience(collection)]
+        papers = sheets.papers(collection, rows)
         charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
         return cls(outputs, collection, own, papers, charts, panels)
 
