@@ -62,7 +62,9 @@ InstructedFormat = Annotated[str, _format("query", optional="instruction")]
 QueryFormat = Annotated[str, _format("query")]
 PassageFormat = Annotated[str, _format("passage")]
 PairFormat = Annotated[str, _format("query", "passage")]
-RetrieverKind = Literal["encoder", "sentence_transformers", "api", "bm25", "seq2seq", "classifier", "causal", "random"]
+RetrieverKind = Literal[
+    "encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal", "random"
+]
 
 
 class _Retriever(Settings):
@@ -161,6 +163,17 @@ class Bm25Settings(_Prompted):
     bm25: Bm25 = Field(Bm25(), description="tokenization and term weights")
 
 
+class RunSettings(_Retriever):
+    """Rankings of another system, or of an earlier evaluation."""
+
+    kind: Literal["run"]
+    runs: tuple[str, ...] = runtime_field(
+        description="files in TREC's format, perhaps compressed by gzip, or folders runs/MODEL of an evaluation, with a "
+        "file per task; several are fused by reciprocal ranks",
+        min_length=1,
+    )
+
+
 class _PairReranker(_Local, _Prompted):
     passage: PassageFormat | None = Field(None, description="format of a passage; null: the passage itself")
     query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: any number")
@@ -211,6 +224,7 @@ RetrieverSettings = (
     | SentenceTransformersSettings
     | ApiSettings
     | Bm25Settings
+    | RunSettings
     | Seq2SeqSettings
     | ClassifierSettings
     | CausalSettings

@@ -19,7 +19,7 @@ from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
 from infembed_ray import storage
-from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings
+from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import gates, mteb_adapter, obedience, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
@@ -30,7 +30,7 @@ from infembed_ray.evaluation.obedience import Controls, Obedience
 from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
@@ -97,6 +97,7 @@ def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) ->
                 first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, found)
             rankings.add(model.label, task, found)
+            runs.write(rankings.directory / runs.RUNS, model.label, task.name, found)
             if task.name in controls:
                 obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, found)
     obeyed = {model.label: obeyed[model.label] for model in inputs.models if obeyed}
@@ -196,6 +197,11 @@ def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]
 
 
 def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Iterator[tuple[Task, Run]]:
+    if isinstance(model.retriever, RunSettings):  # its files need not be visible to the workers
+        ranker = baselines.load(model.retriever, known=model.identity)
+        assert isinstance(ranker, Ranker)
+        yield from ((task, ranker.rank(task, _depth(settings, task))) for task in inputs.tasks)
+        return
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
             _rank.remote(

@@ -64,6 +64,9 @@ def failures(found: Results, label: str, limits: GateSettings) -> Iterator[str]:
     if not means.get(label):
         raise InputError(f"gate={label}: no task has changed instructions; evaluate InF-IR records or FollowIR")
     for task, own in means[label].items():
+        for condition in (GENERIC, SHUFFLED, PARAPHRASED):
+            if condition not in own:
+                yield f"gate={label}: {task}: has no rankings under {condition} instructions; evaluate a model, not a run"
         for figure, value, sign, limit in _limits(own, means[base][task], limits):
             if not (value > limit if sign == ">" else value >= limit if sign == ">=" else abs(value) <= limit):
                 shown = f"{value:.1f}" if sign == ">=" else f"{value:+.1f}"

@@ -24,7 +24,7 @@ from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.places import Place, address
 
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
-RANKER_KINDS = ("bm25",)
+RANKER_KINDS = ("bm25", "run")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
     return Model(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
-        retriever.model_copy(update={part: address(path) for part, path in paths.items()}),
+        retriever.model_copy(
+            update={p: address(path) for p, path in paths.items() if p in type(retriever).model_fields}
+        ),
         {f"{prefix}.{part}": path for part, path in paths.items()},
         {f"{prefix}.{part}": name for part, name in names.items()},
     )

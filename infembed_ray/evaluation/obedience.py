@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from infembed_ray.evaluation.metrics import Change, Run, complies, p_mrr, places, ranks, trec_measures, wise
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.tasks.task import Query, Task
 
@@ -106,15 +108,18 @@ class Controls:
             run: rankings of all queries of `ask`.
 
         Returns:
-            condition -> figure -> query -> value, not scaled by 100. p-MRR, WISE and SICR have a value per query with
+            condition -> figure -> query -> value, not scaled by 100. A condition without rankings is left out, and WISE and
+            SICR without rankings of the query alone. p-MRR, WISE and SICR have a value per query with
             documents that its change excludes, violation@k per changed query, pairs reversed per pair that has any.
         """
-        (plain,) = ({query: run.get(name, {}) for query, name in own.items()} for own in self.asked[QUERY_ONLY])
-        return {
-            condition: _averaged(
-                [_figures(task, {query: run.get(name, {}) for query, name in own.items()}, plain) for own in several]
-            )
+        runs = {
+            condition: [{query: run.get(name, {}) for query, name in own.items()} for own in several]
             for condition, several in self.asked.items()
+            if condition == AS_GIVEN or all(name in run for own in several for name in own.values())
+        }
+        plain = runs[QUERY_ONLY][0] if QUERY_ONLY in runs else None
+        return {
+            condition: _averaged([_figures(task, own, plain) for own in several]) for condition, several in runs.items()
         }
 
     def measure_constant(self, task: Task, depth: int) -> Obedience:
@@ -156,6 +161,14 @@ def pairs_of(changes: Iterable[Change]) -> list[tuple[str, str]]:
     return list(found)
 
 
+def word_overlap(task: Task, depth: int) -> float | None:
+    """Return the p-MRR that BM25 reaches on a task; None without values."""
+    ranker = baselines.load(baselines.resolve(BM25, "bm25"))
+    assert isinstance(ranker, Ranker)
+    values = p_mrr(task.changes, ranker.rank(task, depth)).values()
+    return fmean(values) if values else None
+
+
 def constant(task: Task, depth: int) -> dict[str, dict[str, float]]:
     """Rank every query with equal scores: documents by id, descending."""
     longest = max(map(len, task.excluded.values()), default=0)
@@ -186,7 +199,7 @@ def _merged(parts: Iterable[Asked]) -> Asked:
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
-def _figures(task: Task, run: Run, plain: Run) -> dict[str, dict[str, float]]:
+def _figures(task: Task, run: Run, plain: Run | None) -> dict[str, dict[str, float]]:
     """Compute the figures of one condition from the rankings that stand in for the pairs' own, and those of the query alone."""
     pairs = pairs_of(task.changes)
     lost = {(change.original, change.changed): change.documents for change in task.changes}
@@ -194,7 +207,7 @@ def _figures(task: Task, run: Run, plain: Run) -> dict[str, dict[str, float]]:
     of_query = trec_measures({query: task.qrels[query] for pair in pairs for query in pair}, run, [measure])
     sides = {"original": 0, "changed": 1}
     first = {query: set(list(ranks(ranking))[:VIOLATION_DEPTH]) for query, ranking in run.items()}
-    wises, strict = _infosearch(task, run, plain)
+    wises, strict = ({}, {}) if plain is None else _infosearch(task, run, plain)
     return {
         "p-MRR": p_mrr(task.changes, run),
         **{

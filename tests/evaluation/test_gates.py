@@ -29,8 +29,8 @@ def results(own=None, **conditions):
     return Results({"records": TaskSummary(FIGURES, {})}, {"base": {}, "trained": {}}, {}, 1000, obedience)
 
 
-def failures(*args, limits=GateSettings(), **conditions):
-    return list(gates.failures(results(*args, **conditions), "trained", limits))
+def failures(*args, limits=None, **conditions):
+    return list(gates.failures(results(*args, **conditions), "trained", limits or GateSettings()))
 
 
 def test_a_model_within_all_limits_passes():
