@@ -121,10 +121,11 @@ def _controls(settings: EvaluateSettings, tasks: Sequence[Task]) -> dict[str, Co
 def _references(
     settings: EvaluateSettings, inputs: Inputs, controls: Mapping[str, Controls]
 ) -> dict[str, dict[str, Obedience]]:
-    """Measure BM25, unless a model is BM25, and a constant scorer on the tasks with controls, which `inputs` asks."""
+    """Measure a constant scorer, and BM25 unless a model is, on the tasks with controls, which `inputs` asks."""
     tasks = [task for task in inputs.tasks if task.name in controls]
     found: dict[str, dict[str, Obedience]] = {}
-    if not any(isinstance(model.retriever, Bm25Settings) for model in inputs.models):
+    given = [model.retriever for model in inputs.models if isinstance(model.retriever, Bm25Settings)]
+    if not any("{instruction}" in retriever.instructed_query for retriever in given):
         bm25 = Model(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
         ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
         found[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}

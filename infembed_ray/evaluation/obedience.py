@@ -36,6 +36,8 @@ MEANINGS = {
     INVERTED: "the two instructions exchanged: p-MRR is negated, quality should collapse",
     PARAPHRASED: "the task's own instructions in another sentence; nothing should move",
 }
+KIND = "only "
+"""Begins the conditions of the breakdown: as given, but only queries whose instruction is of one kind."""
 BM25, CONSTANT = "BM25", "constant"
 """Labels of the reference models: word overlap, and a scorer that gives every document the same score."""
 
@@ -108,7 +110,7 @@ class Controls:
             run: rankings of all queries of `ask`.
 
         Returns:
-            condition -> figure -> query -> value, not scaled by 100. A condition without rankings is left out, and WISE and
+            condition, or kind of instruction -> figure -> query -> value, not scaled by 100. A condition without rankings is left out, and WISE and
             SICR without rankings of the query alone. p-MRR, WISE and SICR have a value per query with
             documents that its change excludes, violation@k per changed query, pairs reversed per pair that has any.
         """
@@ -118,9 +120,14 @@ class Controls:
             if condition == AS_GIVEN or all(name in run for own in several for name in own.values())
         }
         plain = runs[QUERY_ONLY][0] if QUERY_ONLY in runs else None
-        return {
-            condition: _averaged([_figures(task, own, plain) for own in several]) for condition, several in runs.items()
-        }
+        found = {c: _averaged([_figures(task, own, plain) for own in several]) for c, several in runs.items()}
+        for kind in sorted(set(task.kinds.values())):
+            of_kind = {
+                figure: {query: value for query, value in values.items() if task.kinds.get(query) == kind}
+                for figure, values in found[AS_GIVEN].items()
+            }
+            found[f"{KIND}{kind}"] = {figure: values for figure, values in of_kind.items() if values}
+        return found
 
     def measure_constant(self, task: Task, depth: int) -> Obedience:
         """Compute the figures of a scorer that gives every document the same score, whatever it is asked."""

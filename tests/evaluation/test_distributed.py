@@ -17,7 +17,7 @@ import ray
 import torch
 
 from infembed_ray.cli import main
-from infembed_ray.config.evaluation import EvaluateSettings, GateSettings
+from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RunSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
@@ -286,6 +286,29 @@ def test_a_gate_of_a_finished_evaluation_exits_with_a_line_per_failure(published
         assert main(["evaluate", *arguments]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert sum(line.startswith("infembed evaluate: gate=chance: ") for line in lines) == len(failed.value.args)
+
+
+@pytest.mark.ray
+def test_published_runs_give_the_same_figures_without_the_model_and_are_fused(published, settings, tmp_path):
+    folder = published.path / "runs"
+    given = {"again": [folder / "query_first"], "fused": [folder / "query_first", folder / "bm25"]}
+    again = run(
+        settings.model_copy(
+            update={
+                "models": {
+                    label: RunSettings(kind="run", runs=tuple(map(str, paths))) for label, paths in given.items()
+                },
+                "first_stage": None,
+                "output": str(tmp_path / "again"),
+            }
+        )
+    )
+    before, found = results.read(published.path), results.read(again.path)
+    assert found.scores["again"] == before.scores["query first"]
+    assert found.obedience["again"] == before.obedience["query first"]
+    assert list(found.obedience) == ["again", "fused", "BM25", CONSTANT]
+    assert found.obedience["BM25"]["records"].keys() == set(CONDITIONS)
+    assert found.scores["fused"] != found.scores["again"]
 
 
 def settings_file(settings):

@@ -284,6 +284,20 @@ def test_followir_has_no_labelled_pairs_because_its_changes_go_one_way():
     assert means(found[AS_GIVEN])["MAP@1000 original"] == means(found[AS_GIVEN])["MAP@1000 changed"] == 1.0
 
 
+def test_p_mrr_is_broken_down_by_the_kind_of_instruction_where_records_name_it():
+    kinds = ("audience", "exclusion", None)
+    rows = [replace(record(name), instruction_kind=kinds[n % 3]) for n, name in enumerate(NAMES)]
+    task = instruction_following(rows, passages("noise"))
+    found = Controls.from_task(task).measure(task, run_of(noise()))
+    assert list(found) == [*CONDITIONS, "only audience", "only exclusion"]
+    whole = found[AS_GIVEN]["p-MRR"]
+    for condition, names in (("only audience", NAMES[::3]), ("only exclusion", NAMES[1::3])):
+        expected = {query: value for query, value in whole.items() if query.split("/")[1] in names}
+        assert len(expected) == 2 * len(names)
+        assert found[condition]["p-MRR"] == expected
+    assert not any(name.startswith("only") for name in CONTROLS.measure(TASK, run_of(noise())))
+
+
 # -------------------------------------------------------------------------------------------------------- real data
 
 

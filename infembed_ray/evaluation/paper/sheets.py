@@ -146,17 +146,20 @@ def obedience(collection: Collection) -> list[Sheet]:
 
 
 def _controls(figure: str, asked: Mapping[str, Scores], groups: Mapping[str, str]) -> dict[str, Number]:
-    """Format the means of one figure, x100, with their intervals, by label."""
-    values = {label: scores[figure] for label, scores in asked.items() if figure in scores}
-    queries = list(next(iter(values.values())))
-    table = np.array([[of_one[query] for of_one in values.values()] for query in queries])
-    compared = compare([Stratum.from_values(table, [groups.get(query, query) for query in queries])])
+    """Format the means of one figure, x100, with their intervals, by label; labels of the same queries share resamples."""
+    of_queries: dict[tuple[str, ...], list[str]] = {}
+    for label, scores in asked.items():
+        if figure in scores:
+            of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)
     shown = Column(figure, (), 100, 1).number
-    means = (c.mean for c in compared)
-    return {
-        label: Number(shown(mean.value), shown(mean.low), shown(mean.high))
-        for label, mean in zip(values, means, strict=True)
-    }
+    found = {}
+    for queries, labels in of_queries.items():
+        table = np.array([[asked[label][figure][query] for label in labels] for query in queries])
+        compared = compare([Stratum.from_values(table, [groups.get(query, query) for query in queries])])
+        for label, cell in zip(labels, compared, strict=True):
+            mean = cell.mean
+            found[label] = Number(shown(mean.value), shown(mean.low), shown(mean.high))
+    return found
 
 
 def papers(collection: Collection, rows: Mapping[str, str]) -> list[Sheet]:

@@ -135,7 +135,7 @@ def test_unknown_names_are_rejected(collection):
 
 def test_obedience_tables_have_a_row_per_model_and_condition_with_references_last():
     def values(*numbers):
-        return {"p-MRR": {f"q{n}": number for n, number in enumerate(numbers)}}
+        return {"p-MRR": {f"x{n}": number for n, number in enumerate(numbers)}}
 
     tasks, models = made.records(), {"base": ("a", 0.0), "trained": ("b", 0.3)}
     of_models = {
