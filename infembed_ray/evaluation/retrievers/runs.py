@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+import numpy as np
+
 from infembed_ray.config.evaluation import RunSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
@@ -24,6 +26,9 @@ SUFFIX = ".run.gz"
 RRF_K = 60
 """Constant of reciprocal-rank fusion (Cormack et al., 2009)."""
 _GZIP = b"\x1f\x8b"
+_LEVEL = 4
+"""Level of compression: a tenth larger than the default, in half the time."""
+_UNSAFE = re.compile(r"[\s%]")
 _OURS = "infembed-"
 """First part of the names of runs that `write` made, whose ids are percent-encoded."""
 _COLUMNS = "query Q0 document rank score name"
@@ -74,12 +79,15 @@ def fuse(runs: Sequence[Run], k: int = RRF_K) -> dict[str, dict[str, float]]:
 
 
 def write(directory: Path, model: str, task: str, run: Run) -> None:
-    """Write a run below `directory`, compressed; equal runs give equal files. Whitespace in ids is percent-encoded."""
+    """Write a run below `directory`, compressed; equal runs give equal files.
+
+    Whitespace in ids is percent-encoded. Scores in single precision have nine digits, which keep their order and ties.
+    """
     file = directory / file_name(model) / f"{file_name(task)}{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as stream:
-        for line in _lines(run, f"{_OURS}{file_name(model)}"):
-            stream.write(line.encode())
+    with file.open("wb") as raw, gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as stream:
+        for lines in _lines(run, f"{_OURS}{file_name(model)}"):
+            stream.write(lines.encode())
 
 
 def read(file: Place, name: str) -> dict[str, dict[str, float]]:
@@ -153,14 +161,21 @@ def _allowed(task: Task, query: str, documents: Mapping[str, float]) -> dict[str
 
 
 def _lines(run: Run, tag: str) -> Iterator[str]:
+    """Yield the lines of each query."""
     for query, documents in run.items():
-        for document, rank in ranks(documents).items():
-            yield f"{_escaped(query)} Q0 {_escaped(document)} {rank} {documents[document]!r} {tag}\n"
+        scores = np.array(list(documents.values()), dtype=np.float64)
+        with np.errstate(over="ignore"):
+            single = bool((scores.astype(np.float32) == scores).all())
+        first = f"{_escaped(query)} Q0"
+        yield "".join(
+            f"{first} {_escaped(d)} {rank} {f'{documents[d]:.9g}' if single else repr(float(documents[d]))} {tag}\n"
+            for d, rank in ranks(documents).items()
+        )
 
 
 def _escaped(name: str) -> str:
     """Percent-encode whitespace, and the percent sign so that it can be undone."""
-    return "".join(quote(c) if c.isspace() or c == "%" else c for c in name)
+    return _UNSAFE.sub(lambda found: quote(found[0]), name)
 
 
 def absolute(paths: Iterable[str], where: str) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
 import gzip
+import struct
 from dataclasses import replace
 from fractions import Fraction
 
@@ -40,11 +41,20 @@ def written(directory, run=RUN, model="multi{P,I}", task=TASK.name):
 ids = st.text(min_size=1, max_size=6).filter(lambda text: text.isprintable() or text.isspace())
 
 
-@given(
-    st.dictionaries(ids, st.dictionaries(ids, st.floats(allow_nan=False, allow_infinity=False), min_size=1), min_size=1)
-)
-def test_a_run_comes_back_to_the_last_bit_whatever_its_ids(tmp_path_factory, run):
-    assert runs.read(written(tmp_path_factory.mktemp("runs"), run), "runs") == run
+def of_floats(width):
+    floats = st.floats(allow_nan=False, allow_infinity=False, width=width)
+    return st.dictionaries(ids, st.dictionaries(ids, floats, min_size=1), min_size=1)
+
+
+@given(of_floats(64) | of_floats(32))
+def test_a_run_comes_back_with_its_order_ties_and_precision_whatever_its_ids(tmp_path_factory, run):
+    back = runs.read(written(tmp_path_factory.mktemp("runs"), run), "runs")
+    assert back.keys() == run.keys()
+    for query, documents in run.items():
+        assert list(ranks(back[query]).items()) == list(ranks(documents).items())
+        assert len(set(back[query].values())) == len(set(documents.values()))
+        if back[query] != documents:
+            assert {d: struct.unpack("f", struct.pack("f", s))[0] for d, s in back[query].items()} == documents
 
 
 def test_trec_eval_reads_what_we_write_in_our_order(tmp_path):
