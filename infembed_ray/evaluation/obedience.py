@@ -31,8 +31,8 @@ MEANINGS = {
     AS_GIVEN: "the task's own instructions",
     QUERY_ONLY: "no instruction; p-MRR is exactly 0",
     GENERIC: "two instructions that ask for nothing in particular; p-MRR should be near 0",
-    SHUFFLED: "both instructions of another query; p-MRR should be near 0",
-    SWAPPED: "the original instruction, and the changed one of another query: what p-MRR owes to its mere absence",
+    SHUFFLED: "both instructions of another query, the mean of several; p-MRR should be near 0",
+    SWAPPED: "the original instruction, and the changed one of another query: what p-MRR owes to the mere absence of the original",
     INVERTED: "the two instructions exchanged: p-MRR is negated, quality should collapse",
     PARAPHRASED: "the task's own instructions in another sentence; nothing should move",
 }

@@ -9,7 +9,7 @@ from itertools import groupby
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import results, tables
+from infembed_ray.evaluation import obedience, results, tables
 from infembed_ray.evaluation.paper import figures, formats, published, sheets
 from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
@@ -73,6 +73,12 @@ class Report:
         return tables.note(self.baselines)
 
     @property
+    def conventions(self) -> Mapping[str, str]:
+        """How each measure is computed, and what each control asks."""
+        found = self.collection.results
+        return conventions_of(found.measures) | (obedience.MEANINGS if found.obedience else {})
+
+    @property
     def summary(self) -> str:
         """One line: the size of the results, and the paper's tables that have a row of them."""
         ours = ", ".join(sheet.name for sheet in self.papers if sheet.ours) or "no row of the paper's tables"
@@ -91,7 +97,7 @@ class Report:
             baselines=self.baselines,
             mark=tables.MARK,
             note=self.note,
-            conventions=conventions_of(found.measures),
+            conventions=self.conventions,
             notation={
                 mark: meaning
                 for mark, meaning in infir.MEANINGS.items()
@@ -115,7 +121,7 @@ class Report:
             mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
             parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
         found = self.collection.results
-        listed = conventions_of(found.measures)
+        listed = dict(self.conventions)
         for task, asked in found.tasks.items():
             listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
         parts += [self.note, "\n".join(f"- {name}: {text}" for name, text in listed.items())]

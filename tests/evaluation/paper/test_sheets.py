@@ -6,6 +6,7 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.paper.sheets import obedience, ours, papers, stands_for
 from infembed_ray.evaluation.retrievers import baselines
 from tests.evaluation.paper import made
@@ -146,6 +147,7 @@ def test_obedience_tables_have_a_row_per_model_and_condition_with_references_las
     one = replace(made.evaluation(tasks, models), obedience=of_models)
     (sheet,) = obedience(collect({"one": one}))
     assert sheet.name == "Obedience, records"
+    assert "- shuffled: both instructions of another query" in of_evaluation("x", one).as_markdown()
     found = {line.label: line.numbers[0] for line in sheet.lines}
     assert list(found) == ["base", "base, query only", "trained", "trained, query only", "constant"]
     assert (found["trained"].value, found["trained"].low, found["trained"].high) == ("50.0", "40.0", "60.0")
