@@ -26,13 +26,13 @@ from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shar
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.obedience import Controls, Obedience
+from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.retriever import Ranker
-from infembed_ray.evaluation.scoring import Scores, score
+from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.places import Place, address, place_of

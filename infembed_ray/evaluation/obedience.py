@@ -15,7 +15,7 @@ from statistics import fmean
 from infembed_ray.evaluation.metrics import Change, Run, complies, p_mrr, places, ranks, trec_measures, wise
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Ranker
-from infembed_ray.evaluation.scoring import Scores
+from infembed_ray.evaluation.scoring import Obedience
 from infembed_ray.evaluation.tasks.task import Query, Task
 
 AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, SWAPPED, INVERTED, PARAPHRASED = CONDITIONS = (
@@ -51,8 +51,6 @@ _PARAPHRASE = "Here is what I am looking for. {instruction} Please keep that in 
 
 Asked = Mapping[str, str]
 """Query id -> id of the query whose ranking stands in for its own."""
-Obedience = Mapping[str, Scores]
-"""Condition -> figure -> query -> value."""
 
 
 @dataclass(frozen=True)

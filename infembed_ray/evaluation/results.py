@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 from infembed_ray import durable
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import CONVENTIONS
-from infembed_ray.evaluation.obedience import Obedience
-from infembed_ray.evaluation.scoring import Scores, means
+from infembed_ray.evaluation.scoring import Obedience, Scores, means
 from infembed_ray.evaluation.tasks.task import Figure, Task
 from infembed_ray.places import Place, errors_at, open_binary, read_text
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.obedience import Obedience
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.scoring import Scores
+from infembed_ray.evaluation.scoring import Obedience, Scores
 from infembed_ray.evaluation.tables import Cell, Column, cells
 
 BASE = "base"

@@ -108,10 +108,11 @@ class Report:
         )
 
     def as_text(self) -> str:
-        """Format our means and differences for a terminal or a log."""
+        """Format our means and differences for a terminal or a log, without the tables of controls."""
         about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
         files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
-        return "\n\n".join([*map(formats.as_text, self.ours), (about if self.baselines else "") + files])
+        shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
+        return "\n\n".join([*map(formats.as_text, shown), (about if self.baselines else "") + files])
 
     def as_markdown(self, with_paper: bool = True) -> str:
         """Format our tables, perhaps the paper's, and how the numbers are computed."""

@@ -21,6 +21,8 @@ from infembed_ray.evaluation.tables import Cell, Column
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
+CONTROLLED = "model, condition"
+"""Kind of the rows of a table of controls."""
 MODELS = ("2", "5")
 """Tables whose rows are models; rows of the other tables are rows of sweeps."""
 
@@ -141,7 +143,7 @@ def obedience(collection: Collection) -> list[Sheet]:
         if lines:
             headings = tuple(("", f"{figure} x100") for figure in figures)
             title = "the same queries under control instructions"
-            sheets.append(Sheet(f"Obedience, {task}", title, "model", headings, tuple(lines)))
+            sheets.append(Sheet(f"Obedience, {task}", title, CONTROLLED, headings, tuple(lines)))
     return sheets
 
 
