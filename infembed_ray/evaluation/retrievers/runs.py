@@ -18,7 +18,7 @@ from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.object_store import is_uri
 from infembed_ray.places import Place, errors_at, place_of, read_binary
-from infembed_ray.storage import find_input
+from infembed_ray.storage import resolve_input
 
 RUNS = "runs"
 """Folder of an evaluation's runs: a folder per model, a file per task."""
@@ -180,4 +180,4 @@ def _escaped(name: str) -> str:
 
 def absolute(paths: Iterable[str], where: str) -> tuple[str, ...]:
     """Return the addresses of existing runs; InputError if one does not exist."""
-    return tuple(path if is_uri(path) else str(find_input(path, f"{where}.runs").absolute()) for path in paths)
+    return tuple(path if is_uri(path) else str(resolve_input(path, f"{where}.runs").absolute()) for path in paths)
