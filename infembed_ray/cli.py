@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
-from infembed_ray.errors import InputError, StartError, check_all
+from infembed_ray.errors import GateError, InputError, StartError, check_all
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -77,7 +77,7 @@ PLANS = {
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"path", "records", "replay", "results", "seeds", "sheet"}
+INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds", "sheet"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 if Ray did not start, 2 for bad input, 130 if interrupted. An error is one line on stderr.
+        The exit status: 0, 1 if Ray did not start or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["index"] and arguments[1:2] in (["compact"], ["versions"], ["use"], ["verify"]):
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
         return options.run(options) or 0
-    except (InputError, StartError) as error:
+    except (InputError, StartError, GateError) as error:
         for fault in error.args:
             print(f"infembed {options.verb}: {fault}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -349,6 +349,16 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     quickstart.add_argument("--directory", default="runs/quickstart", help="of the outputs (default: %(default)s)")
     quickstart.add_argument("--port", type=int, default=8000, help="of the HTTP API (default: %(default)s)")
     quickstart.add_argument("--keep-serving", action="store_true", help="keep the HTTP API up until interrupted")
+    compare = add(
+        "compare", "evaluation.comparison:run", "compare runs in TREC's format against judgements, with significance"
+    )
+    compare.add_argument("runs", metavar="RUN", nargs="+", help="two or more; differences are to the first")
+    compare.add_argument(
+        "--qrels", required=True, metavar="FILE", help="judgements: TREC's columns, or BEIR's with a header"
+    )
+    compare.add_argument(
+        "--measures", default="nDCG@10,MAP@1000,recall@100,MRR@10", help="separated by commas (default: %(default)s)"
+    )
     view = add("view", "view.server:run", "browse the records or the results of an output in a browser")
     view.add_argument("directory", metavar="DIR", help="output of `infembed synthesize`, `evaluate` or `sweep`")
     view.add_argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port")

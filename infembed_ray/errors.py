@@ -35,6 +35,10 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
     return results
 
 
+class GateError(RuntimeError):
+    """A model failed gates, one line each in the `args`. The command line prints them and exits with status 1."""
+
+
 class StartError(RuntimeError):
     """Ray or Ray Serve did not start in time. The command line prints the message and exits with status 1."""
 

@@ -65,6 +65,8 @@ class Record:
     topic: str | None = None
     split: str | None = None
     language: str | None = None
+    instruction_kind: str | None = None
+    """What the instruction asks for, such as audience or exclusion: an evaluation breaks p-MRR down by it. Only read."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ PROVENANCE = pa.struct(
     ]
 )
 
-_RECORD_FIELDS = [(f.name, _TEXT) for f in fields(Record)]
+_RECORD_FIELDS = [(f.name, _TEXT) for f in fields(Record) if f.name != "instruction_kind"]
 
 RECORD = pa.schema([*_RECORD_FIELDS, ("provenance", PROVENANCE)])
 REJECTED = pa.schema([*_RECORD_FIELDS, ("step", _TEXT), ("reason", _TEXT), ("provenance", PROVENANCE)])
@@ -276,7 +278,7 @@ def read_raw(path: Place) -> list[dict[str, Any]]:
 
 def _required(row: type[Seed | Record | Passage]) -> list[str]:
     """List the columns that a file must have. Ids of records are generated: the published InF-IR set has none."""
-    optional = {"source", "topic", "split", "language"} | ({"id"} if row is Record else set())
+    optional = {"source", "topic", "split", "language", "instruction_kind"} | ({"id"} if row is Record else set())
     return [f.name for f in fields(row) if f.name not in optional]
 
 

@@ -62,7 +62,9 @@ InstructedFormat = Annotated[str, _format("query", optional="instruction")]
 QueryFormat = Annotated[str, _format("query")]
 PassageFormat = Annotated[str, _format("passage")]
 PairFormat = Annotated[str, _format("query", "passage")]
-RetrieverKind = Literal["encoder", "sentence_transformers", "api", "bm25", "seq2seq", "classifier", "causal", "random"]
+RetrieverKind = Literal[
+    "encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal", "random"
+]
 
 
 class _Retriever(Settings):
@@ -161,6 +163,17 @@ class Bm25Settings(_Prompted):
     bm25: Bm25 = Field(Bm25(), description="tokenization and term weights")
 
 
+class RunSettings(_Retriever):
+    """Rankings of another system, or of an earlier evaluation."""
+
+    kind: Literal["run"]
+    runs: tuple[str, ...] = runtime_field(
+        description="files in TREC's format, perhaps compressed by gzip, or folders runs/MODEL of an evaluation, with a "
+        "file per task; several are fused by reciprocal ranks",
+        min_length=1,
+    )
+
+
 class _PairReranker(_Local, _Prompted):
     passage: PassageFormat | None = Field(None, description="format of a passage; null: the passage itself")
     query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: any number")
@@ -211,6 +224,7 @@ RetrieverSettings = (
     | SentenceTransformersSettings
     | ApiSettings
     | Bm25Settings
+    | RunSettings
     | Seq2SeqSettings
     | ClassifierSettings
     | CausalSettings
@@ -270,6 +284,20 @@ else:
 # ------------------------------------------------------------------------------------------------------ commands
 
 
+class GateSettings(Settings):
+    """Limits that a model must keep on every task with changed instructions, in points (x100)."""
+
+    p_mrr_gain: float = Field(0.0, description="p-MRR must exceed the base's by more than this")
+    quality_loss: float = Field(1.0, ge=0, description="most that either quality may be below the base's")
+    control_gain: float = Field(
+        1.0, ge=0, description="most that p-MRR under generic and shuffled may differ from the base's"
+    )
+    pairs_reversed: float = Field(
+        70.0, ge=0, le=100, description="least labelled pairs that the inverse instruction reverses"
+    )
+    paraphrase_change: float = Field(1.0, ge=0, description="most that either quality may move under a paraphrase")
+
+
 class EvaluateSettings(Settings):
     """`infembed evaluate`: how well models retrieve and follow instructions, on benchmarks and on InF-IR records."""
 
@@ -293,6 +321,9 @@ class EvaluateSettings(Settings):
         "null: `embeddings` in the output",
     )
     split: str | None = Field(None, description="only records whose column `split` has this value")
+    reworded: str | None = runtime_field(
+        None, description="the records with instructions in other words than their passages', as a task beside them"
+    )
     distractors: str | None = runtime_field(
         None, description="passages irrelevant to all records: JSONL or Parquet with id and passage or text"
     )
@@ -303,6 +334,16 @@ class EvaluateSettings(Settings):
         None, description="label of the model whose top documents rerankers score, for tasks without candidates"
     )
     rerank: int = Field(100, ge=1, description="documents of the first stage that rerankers score")
+    controls: bool = Field(
+        True,
+        description="ask tasks with changed instructions under control instructions too, about five times the queries, "
+        "and rank them by BM25 and a constant",
+    )
+    gate: str | None = runtime_field(
+        None,
+        description="label of a model that must pass `gates`, else the exit status is 1; the first model is its base",
+    )
+    gates: GateSettings = runtime_field(GateSettings(), description="limits of `gate`")
     batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
     actors: int = runtime_field(1, ge=1, description="encoding actors")
     gpus_per_actor: float = runtime_field(0.0, ge=0, description="GPUs per encoding actor and per search")

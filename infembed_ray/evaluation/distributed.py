@@ -19,19 +19,20 @@ from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
 from infembed_ray import storage
-from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings
+from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import mteb_adapter, results, tables
+from infembed_ray.evaluation import gates, mteb_adapter, obedience, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
+from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.retriever import Ranker
-from infembed_ray.evaluation.scoring import Scores, score
+from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.places import Place, address, place_of
@@ -61,6 +62,7 @@ def run(settings: EvaluateSettings) -> storage.Published:
     inputs = resolve(settings)
     step = inputs.step(settings)
     if done := step.finished():
+        gates.require(settings, done)
         return done
     queries, passages = inputs.size
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
@@ -78,25 +80,57 @@ def run(settings: EvaluateSettings) -> storage.Published:
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
         rankings.finish(inputs.tasks)  # last: a failure here leaves the results in the unfinished output
     say(report.as_text())
-    return step.published()
+    gates.require(settings, published := step.published())
+    return published
 
 
 def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) -> Results:
     scores: dict[str, dict[str, Scores]] = {}
+    obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
+    controls = _controls(settings, inputs.tasks)
+    asked = replace(inputs, tasks=[controls[t.name].ask(t) if t.name in controls else t for t in inputs.tasks])
     for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
         scores[model.label] = {}
-        for task, found in _rankings(settings, inputs, model, first):
+        for task, (asking, found) in zip(inputs.tasks, _rankings(settings, asked, model, first), strict=True):
             if model.label == settings.first_stage:
-                first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in task.queries}
+                first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, found)
             rankings.add(model.label, task, found)
+            runs.write(rankings.directory / runs.RUNS, model.label, task.name, found)
+            if task.name in controls:
+                obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, found)
+    obeyed = {model.label: obeyed[model.label] for model in inputs.models if obeyed}
+    for label, of_tasks in _references(settings, asked, controls).items():
+        obeyed.setdefault(label, of_tasks)
     return Results(
         tasks={task.name: TaskSummary.from_task(task, content_hash(task)) for task in inputs.tasks},
         models={model.label: model.about for model in inputs.models},
         scores={model.label: scores[model.label] for model in inputs.models},
         depth=settings.depth,
+        obedience=obeyed,
     )
+
+
+def _controls(settings: EvaluateSettings, tasks: Sequence[Task]) -> dict[str, Controls]:
+    """Return the controls of the tasks with changed instructions."""
+    found = {task.name: Controls.from_task(task) for task in tasks if settings.controls}
+    return {name: controls for name, controls in found.items() if controls is not None}
+
+
+def _references(
+    settings: EvaluateSettings, inputs: Inputs, controls: Mapping[str, Controls]
+) -> dict[str, dict[str, Obedience]]:
+    """Measure a constant scorer, and BM25 unless a model is, on the tasks with controls, which `inputs` asks."""
+    tasks = [task for task in inputs.tasks if task.name in controls]
+    found: dict[str, dict[str, Obedience]] = {}
+    given = [model.retriever for model in inputs.models if isinstance(model.retriever, Bm25Settings)]
+    if not any("{instruction}" in retriever.instructed_query for retriever in given):
+        bm25 = Model(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
+        ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
+        found[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
+    found[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, _depth(settings, t)) for t in tasks}
+    return {label: of_tasks for label, of_tasks in found.items() if of_tasks}
 
 
 def _rankings(
@@ -164,6 +198,11 @@ def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]
 
 
 def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Iterator[tuple[Task, Run]]:
+    if isinstance(model.retriever, RunSettings):  # its files need not be visible to the workers
+        ranker = baselines.load(model.retriever, known=model.identity)
+        assert isinstance(ranker, Ranker)
+        yield from ((task, ranker.rank(task, _depth(settings, task))) for task in inputs.tasks)
+        return
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
             _rank.remote(

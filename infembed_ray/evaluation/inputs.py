@@ -12,18 +12,19 @@ from typing import Any
 from infembed_ray import records, storage
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
+from infembed_ray.evaluation import gates
 from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.corpus import name_of
-from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.infir import TASK, instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.places import Place, address
 
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
-RANKER_KINDS = ("bm25",)
+RANKER_KINDS = ("bm25", "run")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
-    models, store, (data, tasks) = check_all(
-        lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings)
+    models, store, (data, tasks), _ = check_all(
+        lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings), lambda: gates.check(settings)
     )
     for number, task in enumerate(tasks):
         place = store / "corpora"
@@ -133,7 +134,9 @@ def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
     return Model(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
-        retriever.model_copy(update={part: address(path) for part, path in paths.items()}),
+        retriever.model_copy(
+            update={p: address(path) for p, path in paths.items() if p in type(retriever).model_fields}
+        ),
         {f"{prefix}.{part}": path for part, path in paths.items()},
         {f"{prefix}.{part}": name for part, name in names.items()},
     )
@@ -145,16 +148,18 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
         raise InputError("tasks is empty: set tasks=[followir] or another benchmark, or records=<InF-IR records>")
     if settings.distractors is not None and settings.records is None:
         raise InputError(f"distractors={settings.distractors}: needs records; set records or drop the distractors")
+    if settings.reworded is not None and settings.records is None:
+        raise InputError(f"reworded={settings.reworded}: needs records, which it rewords; set records or drop it")
     tasks = [catalogue.load(name, settings.data) for name in expand(settings.tasks)]
-    data: dict[str, Place] = {}
-    if settings.records is not None:
-        data["records"] = storage.find_input(settings.records, "records")
-        rows = records.read(data["records"], records.Record, "records", split=settings.split)
-        distractors: Sequence[records.Passage] = ()
-        if settings.distractors is not None:
-            data["distractors"] = storage.find_input(settings.distractors, "distractors")
-            distractors = records.read(data["distractors"], records.Passage, "distractors")
-        tasks.append(instruction_following(rows, distractors, settings.max_distractors))
+    named = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
+    data = {name: storage.find_input(path, name) for name, path in named.items() if path is not None}
+    distractors: Sequence[records.Passage] = ()
+    if "distractors" in data:
+        distractors = records.read(data["distractors"], records.Passage, "distractors")
+    for name in (TASK, "reworded"):
+        if name in data:
+            rows = records.read(data[name], records.Record, name, split=settings.split)
+            tasks.append(instruction_following(rows, distractors, settings.max_distractors, name))
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise InputError(f"tasks={name}: two tasks have this name; rename the directory, or leave one out")

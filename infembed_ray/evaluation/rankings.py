@@ -47,7 +47,7 @@ class Rankings:
     """Takes the rankings of all models and writes the files; memory holds one ranked task, ids and a row group."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._writer = pq.ParquetWriter(directory / RANKINGS_FILE, RANKINGS)
         self._passages: dict[str, set[str]] = defaultdict(set)
 
@@ -79,8 +79,8 @@ class Rankings:
             for task in tasks
             for query in task.queries
         ]
-        pq.write_table(pa.Table.from_pylist(queries, schema=QUERIES), self._directory / QUERIES_FILE)
-        with pq.ParquetWriter(self._directory / PASSAGES_FILE, PASSAGES) as writer:
+        pq.write_table(pa.Table.from_pylist(queries, schema=QUERIES), self.directory / QUERIES_FILE)
+        with pq.ParquetWriter(self.directory / PASSAGES_FILE, PASSAGES) as writer:
             for task in tasks:
                 ids = pa.array(sorted(self._passages[task.name]), pa.string())
                 rows = pc.indices_nonzero(pc.is_in(task.corpus["id"], value_set=ids)).to_pylist()

@@ -1,9 +1,10 @@
 """The published results of an evaluation: figures, their values per query, and the conventions of the measures.
 
-Two files in one directory:
+Three files in one directory:
 
 - `results.json`: format, conventions, descriptions of tasks and models, and all means.
 - `per_query.parquet`: one row per value, `PER_QUERY`, from which the means follow.
+- `obedience.parquet`: the same of the obedience controls, with their condition, if there are any.
 
 Figures of different conventions cannot be compared, so `read` rejects conventions that differ from this version's.
 """
@@ -24,12 +25,13 @@ import pyarrow.parquet as pq
 from infembed_ray import durable
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import CONVENTIONS
-from infembed_ray.evaluation.scoring import Scores, means
+from infembed_ray.evaluation.scoring import Obedience, Scores, means
 from infembed_ray.evaluation.tasks.task import Figure, Task
 from infembed_ray.places import Place, errors_at, open_binary, read_text
 
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.parquet"
+OBEDIENCE_FILE = "obedience.parquet"
 FORMAT = "infembed-results/1"
 
 PER_QUERY = pa.schema(
@@ -37,6 +39,7 @@ PER_QUERY = pa.schema(
 )
 """`query` is the id of a query, for p-MRR of the original query, for Robustness@k of a group. Statistics resample whole
 groups, because the queries of a `group` are not independent."""
+OBEDIENCE = pa.schema([("condition", pa.string()), *PER_QUERY])
 _TOLERANCE = 1e-9
 """Tolerance between a stored mean and the mean of its values: sums of floats depend on their order."""
 
@@ -80,11 +83,23 @@ class Results:
     """Label -> task -> figure -> query -> value, complete for every model."""
     depth: int
     """Documents per ranking."""
+    obedience: Mapping[str, Mapping[str, Obedience]] = field(default_factory=dict)
+    """Label -> task with changed instructions -> condition -> values: of all models, BM25 and a constant."""
 
     @property
     def measures(self) -> set[str]:
         """The measures of all figures."""
-        return {figure.measure for summary in self.tasks.values() for figure in summary.figures}
+        of_tasks = {figure.measure for summary in self.tasks.values() for figure in summary.figures}
+        tasks = [task for of_model in self.obedience.values() for task in of_model.values()]
+        return of_tasks | {figure for task in tasks for scores in task.values() for figure in scores}
+
+    @property
+    def obedience_means(self) -> dict[str, dict[str, dict[str, dict[str, float | None]]]]:
+        """Label -> task -> condition -> figure -> mean; None without values."""
+        return {
+            model: {task: {name: means(s) for name, s in of_task.items()} for task, of_task in of_model.items()}
+            for model, of_model in self.obedience.items()
+        }
 
     @property
     def figures(self) -> dict[str, dict[str, dict[str, float | None]]]:
@@ -101,8 +116,10 @@ def conventions_of(measures: set[str]) -> dict[str, str]:
 
 
 def write(directory: Path, results: Results) -> None:
-    """Write both files into a directory."""
+    """Write the files into a directory."""
     _write_per_query(directory / PER_QUERY_FILE, results)
+    if results.obedience:
+        _write_obedience(directory / OBEDIENCE_FILE, results)
     plain = {
         "format": FORMAT,
         "conventions": conventions_of(results.measures),
@@ -118,12 +135,13 @@ def write(directory: Path, results: Results) -> None:
         },
         "models": {label: dict(about) for label, about in results.models.items()},
         "figures": results.figures,
+        **({"obedience": results.obedience_means} if results.obedience else {}),
     }
     durable.replace_json(directory / RESULTS_FILE, plain)
 
 
 def read(path: Place, name: str = "results") -> Results:
-    """Read results from the directory of both files, which may be in an object store.
+    """Read results from the directory of the files, which may be in an object store.
 
     Args:
         path: a published output of `infembed evaluate` or `infembed sweep`.
@@ -147,7 +165,9 @@ def read(path: Place, name: str = "results") -> Results:
         conventions: Mapping[str, str] = dict(plain["conventions"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{name}={file}: damaged ({in_one_line(error)}); evaluate again") from error
-    empty = Results(summaries, models, {}, depth)
+    with errors_at(path, name):
+        obedience = _obedience(path / OBEDIENCE_FILE, name) if "obedience" in plain else {}
+    empty = Results(summaries, models, {}, depth, obedience)
     _check_conventions(file, name, conventions, empty.measures)
     with errors_at(path, name):
         scores, groups = _scores(path / PER_QUERY_FILE, name, empty)
@@ -182,15 +202,46 @@ def _check_conventions(file: Place, name: str, found: Mapping[str, str], measure
             )
 
 
-def _scores(file: Place, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
-    """Read all values: model -> task -> figure -> query -> value; and the groups of queries: task -> query -> group."""
+def _rows(file: Place, name: str, schema: pa.Schema) -> pa.Table:
     if not file.is_file():
         raise InputError(f"{name}={file}: no such file, and {RESULTS_FILE} alone is not enough; evaluate again")
     try:
         with open_binary(file) as source:
-            rows = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY)
+            return pq.read_table(source).select(schema.names).cast(schema)
     except (pa.ArrowException, KeyError, OSError, ValueError) as error:
         raise InputError(f"{name}={file}: not the values of results ({in_one_line(error)}); evaluate again") from error
+
+
+def _obedience(file: Place, name: str) -> dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]:
+    """Read the values of the controls: model -> task -> condition -> figure -> query -> value."""
+    found: dict[str, Any] = {}
+    for condition, model, task, figure, query, _, value in zip(
+        *(column.to_pylist() for column in _rows(file, name, OBEDIENCE).columns), strict=True
+    ):
+        if value is None or not math.isfinite(value):
+            raise InputError(
+                f"{name}={file}: model {model!r}, query {query!r}: value {value} is not finite; evaluate again"
+            )
+        of_condition = found.setdefault(model, {}).setdefault(task, {}).setdefault(condition, {})
+        of_condition.setdefault(figure, {})[query] = value
+    return found
+
+
+def _write_obedience(file: Path, results: Results) -> None:
+    rows = [
+        (condition, model, task, figure, query, results.tasks[task].groups.get(query), value)
+        for model, of_model in results.obedience.items()
+        for task, conditions in of_model.items()
+        for condition, scores in conditions.items()
+        for figure, values in scores.items()
+        for query, value in values.items()
+    ]
+    pq.write_table(pa.table(list(zip(*rows, strict=True)), schema=OBEDIENCE), file)
+
+
+def _scores(file: Place, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
+    """Read all values: model -> task -> figure -> query -> value; and the groups of queries: task -> query -> group."""
+    rows = _rows(file, name, PER_QUERY)
     scores: dict[str, dict[str, dict[str, dict[str, float]]]] = {
         model: {task: {figure.name: {} for figure in summary.figures} for task, summary in known.tasks.items()}
         for model in known.models

@@ -11,6 +11,9 @@ from infembed_ray.evaluation.tasks.task import Task
 Scores = Mapping[str, Mapping[str, float]]
 """Figure -> query, or group for Robustness@k -> value, not scaled by 100."""
 
+Obedience = Mapping[str, Scores]
+"""Condition of the obedience controls -> figure -> query -> value."""
+
 
 def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
     """Compute the values whose means are the task's figures.

@@ -179,6 +179,10 @@ def combined(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
         },
         scores={trial.name: of_trial.scores[trial.row] for trial, of_trial in zip(planned, found, strict=True)},
         depth=first.depth,
+        obedience={
+            **{t.name: r.obedience[t.row] for t, r in zip(planned, found, strict=True) if t.row in r.obedience},
+            **{label: of_tasks for label, of_tasks in first.obedience.items() if label not in first.models},
+        },
     )
 
 

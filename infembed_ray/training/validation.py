@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,8 +15,9 @@ import torch
 from infembed_ray import records as tables
 from infembed_ray.config.training import TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.obedience import GENERIC, SHUFFLED, Controls, word_overlap
 from infembed_ray.evaluation.scoring import means, score
-from infembed_ray.evaluation.search import exact_search
+from infembed_ray.evaluation.search import DEPTH, exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.examples import TrainingRecord
@@ -43,6 +45,7 @@ class Validation:
     def __init__(self, settings: TrainSettings) -> None:
         self._settings = settings.validation
         self._task = None if settings.validation is None else held_out(settings.validation)[1]
+        self._controls = None if self._task is None else Controls.from_task(self._task)
 
     def after(self, progress: Progress, steps: int, engine: Engine) -> tuple[Progress, dict[str, float]]:
         """Evaluate after a step if it is time; every worker must call it.
@@ -76,23 +79,36 @@ class Validation:
         """
         assert self._task is not None
         task, encoder = self._task, engine.encoder
+        every = task.queries if self._controls is None else self._controls.ask(task).queries
         texts, order = _part(task.corpus["text"].to_pylist())
         passages = gather_rows(engine.embed(encoder.tokenize_passages(texts)), [len(texts)] * world()[1])[order]
-        asked, order = _part(task.queries)
+        asked, order = _part(every)
         tokens = encoder.tokenize_queries([q.query for q in asked], [q.instruction for q in asked])
         queries = gather_rows(engine.embed(tokens), [len(asked)] * world()[1])[order]
-        return from_first(_figures(task, queries.cpu().numpy(), passages.cpu().numpy()) if world()[0] == 0 else {})
+        if world()[0] > 0:
+            return from_first({})
+        return from_first(self._figures([q.id for q in every], queries.cpu().numpy(), passages.cpu().numpy()))
 
+    def _figures(self, ids: Sequence[str], queries: np.ndarray, passages: np.ndarray) -> dict[str, float]:
+        """Compute the figures of `infembed evaluate` and their controls; nDCG is the mean over the three kinds of queries."""
+        assert self._task is not None
+        finite = np.isfinite(queries).all() and np.isfinite(passages).all()
+        rankings = exact_search(queries, passages, self._task.corpus["id"].to_pylist()) if finite else []
+        run = dict(zip(ids, rankings, strict=finite))
+        found = means(score(self._task, run))
+        kinds = [found[figure.name] for figure in self._task.figures if figure.measure == "nDCG@10"]
+        figures = {"p_mrr": found["p-MRR"], "ndcg_at_10": fmean(value for value in kinds if value is not None)}
+        if self._controls is not None:
+            controls = {name: means(scores) for name, scores in self._controls.measure(self._task, run).items()}
+            figures |= {f"p_mrr_{name}": controls[name]["p-MRR"] for name in (GENERIC, SHUFFLED) if name in controls}
+            figures |= {"p_mrr_bm25": self._of_bm25}
+        return {f"{PREFIX}{n}": math.nan if value is None or not finite else value for n, value in figures.items()}
 
-def _figures(task: Task, queries: np.ndarray, passages: np.ndarray) -> dict[str, float]:
-    """Compute the figures of `infembed evaluate`; nDCG is the mean over the three kinds of queries."""
-    if not (np.isfinite(queries).all() and np.isfinite(passages).all()):
-        return dict.fromkeys((f"{PREFIX}p_mrr", f"{PREFIX}ndcg_at_10"), math.nan)
-    rankings = exact_search(queries, passages, task.corpus["id"].to_pylist())
-    found = means(score(task, {q.id: r for q, r in zip(task.queries, rankings, strict=True)}))
-    value = {name: math.nan if mean is None else mean for name, mean in found.items()}
-    kinds = [figure.name for figure in task.figures if figure.measure == "nDCG@10"]
-    return {f"{PREFIX}p_mrr": value["p-MRR"], f"{PREFIX}ndcg_at_10": fmean(value[kind] for kind in kinds)}
+    @cached_property
+    def _of_bm25(self) -> float | None:
+        """p-MRR of word overlap alone."""
+        assert self._task is not None
+        return word_overlap(self._task, DEPTH)
 
 
 def _with_score(progress: Progress, score: float) -> Progress:

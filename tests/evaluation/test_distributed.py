@@ -16,12 +16,15 @@ import pytest
 import ray
 import torch
 
-from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.cli import main
+from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RunSettings
+from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import Model
+from infembed_ray.evaluation.obedience import CONDITIONS, CONSTANT
 from infembed_ray.evaluation.rankings import RANKINGS_FILE
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import score
@@ -243,6 +246,75 @@ def test_embeddings_in_an_object_store_are_those_of_a_directory_and_are_reused(
     assert {name for name in after if after[name] != before[name]} <= {gone}
     for name in after:
         assert read_binary(folder / name) == (Path(settings.output) / "embeddings" / name).read_bytes()
+
+
+@pytest.mark.ray
+def test_controls_are_asked_of_every_model_and_of_a_constant_and_are_in_every_report(published, settings):
+    found = results.read(published.path)
+    assert list(found.obedience) == [*settings.models, CONSTANT]  # BM25 is a model here
+    assert all(list(of_model) == ["followir/core17", "records"] for of_model in found.obedience.values())
+    means = found.obedience_means
+    for label in settings.models:
+        own = means[label]["records"]
+        assert list(own) == list(CONDITIONS)
+        assert own["as given"]["p-MRR"] == found.figures[label]["records"]["p-MRR"]
+        assert own["query only"]["p-MRR"] == 0
+        assert own["inverted"]["p-MRR"] == pytest.approx(-own["as given"]["p-MRR"])
+        assert own["shuffled"]["p-MRR"] != own["generic"]["p-MRR"]
+    assert means[CONSTANT]["records"].keys() == {"as given"}
+    assert means[CONSTANT]["records"]["as given"]["p-MRR"] == 0
+    text = (published.path / "table.md").read_text()
+    assert "## Obedience, records" in text
+    assert "| query first, shuffled |" in text
+    assert "Obedience, followir/core17" in (published.path / "report.html").read_text()
+
+
+@pytest.mark.ray
+def test_a_gate_of_a_finished_evaluation_exits_with_a_line_per_failure(published, settings, capsys):
+    given = {"gate": "chance", "gates": GateSettings(p_mrr_gain=99)}
+    with pytest.raises(GateError) as failed:
+        run(settings.model_copy(update=given))
+    assert any(
+        line.startswith("gate=chance: records: p-MRR above the base's is") and line.endswith("must be > 99")
+        for line in failed.value.args
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "infembed_ray.evaluation.distributed.run", lambda settings: run(settings.model_copy(update=given))
+        )
+        arguments = [f"--config={settings_file(settings)}"]
+        assert main(["evaluate", *arguments]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("infembed evaluate: gate=chance: ") for line in lines) == len(failed.value.args)
+
+
+@pytest.mark.ray
+def test_published_runs_give_the_same_figures_without_the_model_and_are_fused(published, settings, tmp_path):
+    folder = published.path / "runs"
+    given = {"again": [folder / "query_first"], "fused": [folder / "query_first", folder / "bm25"]}
+    again = run(
+        settings.model_copy(
+            update={
+                "models": {
+                    label: RunSettings(kind="run", runs=tuple(map(str, paths))) for label, paths in given.items()
+                },
+                "first_stage": None,
+                "output": str(tmp_path / "again"),
+            }
+        )
+    )
+    before, found = results.read(published.path), results.read(again.path)
+    assert found.scores["again"] == before.scores["query first"]
+    assert found.obedience["again"] == before.obedience["query first"]
+    assert list(found.obedience) == ["again", "fused", "BM25", CONSTANT]
+    assert found.obedience["BM25"]["records"].keys() == set(CONDITIONS)
+    assert found.scores["fused"] != found.scores["again"]
+
+
+def settings_file(settings):
+    file = Path(settings.output) / "settings.json"
+    file.write_text(settings.model_dump_json(exclude_unset=True))
+    return file
 
 
 @pytest.mark.ray

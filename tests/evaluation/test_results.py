@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import CONVENTIONS, Change
-from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
+from infembed_ray.evaluation.obedience import Controls
+from infembed_ray.evaluation.results import OBEDIENCE_FILE, PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 from infembed_ray.object_store import Folder
@@ -62,6 +63,23 @@ def test_results_come_back_as_they_were_written(written):
     assert back == made()
     assert list(back.models) == ["base", "ours"]  # the first is the baseline
     assert back.figures["ours"]["small"]["p-MRR"] == pytest.approx(0.5)
+
+
+def test_the_values_of_the_controls_come_back_with_their_means_and_conventions(tmp_path):
+    controls = Controls.from_task(TASK)
+    obedience = {label: {"small": controls.measure(TASK, run)} for label, run in RUNS.items()}
+    obedience["constant"] = {"small": controls.measure_constant(TASK, 10)}
+    found = made(obedience=obedience)
+    results.write(tmp_path, found)
+    assert results.read(tmp_path) == found
+    plain = json.loads((tmp_path / RESULTS_FILE).read_text())
+    assert plain["obedience"] == found.obedience_means
+    assert plain["obedience"]["ours"]["small"]["as given"]["p-MRR"] == pytest.approx(0.5)
+    assert plain["obedience"]["constant"]["small"]["as given"]["p-MRR"] == 0
+    assert {"WISE", "SICR", "violation"} <= plain["conventions"].keys()
+    (tmp_path / OBEDIENCE_FILE).unlink()
+    with pytest.raises(InputError, match=r"obedience\.parquet: no such file"):
+        results.read(tmp_path)
 
 
 def test_every_value_of_a_figure_is_one_row_with_its_group(written):

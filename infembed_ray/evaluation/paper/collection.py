@@ -11,7 +11,7 @@ from typing import Any
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.scoring import Scores
+from infembed_ray.evaluation.scoring import Obedience, Scores
 from infembed_ray.evaluation.tables import Cell, Column, cells
 
 BASE = "base"
@@ -105,6 +105,7 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
     first = next(iter(outputs))
     models: dict[str, Model] = {}
     scores: dict[str, dict[str, Scores]] = {}
+    obedience: dict[str, dict[str, Obedience]] = {}
     for output, results in outputs.items():
         if results.depth != outputs[first].depth:
             raise InputError(
@@ -112,8 +113,8 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
                 f"{outputs[first].depth}: the figures cannot be compared; evaluate with one depth"
             )
         found = list(_models(output, results))
-        suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own in found}
-        for model, own in found:
+        suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own, _ in found}
+        for model, own, obeyed in found:
             key = model.key + suffixes[model.key]
             if key in models:
                 runs = tuple({**old, **new} for old, new in zip(models[key].runs, model.runs, strict=True))
@@ -123,8 +124,15 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
                 baseline = model.baseline + suffixes[model.baseline]
                 models[key] = replace(model, key=key, shown=model.label + suffixes[model.key], baseline=baseline)
                 scores[key] = own
+            obedience[key] = {**obeyed, **obedience.get(key, {})}
+    for results in outputs.values():  # references, which are no models of an output
+        for label, of_tasks in results.obedience.items():
+            if label not in results.models:
+                obedience[label] = {**of_tasks, **obedience.get(label, {})}
+    obedience = {label: of_tasks for label, of_tasks in obedience.items() if of_tasks}
     about = {key: model.about for key, model in models.items()}
-    return Collection(models, Results(_common_tasks(outputs), about, scores, outputs[first].depth))
+    summaries = _common_tasks(outputs)
+    return Collection(models, Results(summaries, about, scores, outputs[first].depth, obedience))
 
 
 def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
@@ -142,8 +150,8 @@ def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
     return {task: summary for task, (_, summary, _) in tasks.items()}
 
 
-def _models(output: str, results: Results) -> Iterator[tuple[Model, dict[str, Scores]]]:
-    """Yield the models of an output in its order, with their values; the seeds of a sweep's row are one model."""
+def _models(output: str, results: Results) -> Iterator[tuple[Model, dict[str, Scores], dict[str, Obedience]]]:
+    """Yield the models of an output in its order, with their values and those of the controls; seeds are one model."""
     cells: dict[tuple[str, str | None], list[str]] = {}
     for label, about in results.models.items():
         cells.setdefault((about.get("row", label), about.get("backbone")), []).append(label)
@@ -157,7 +165,10 @@ def _models(output: str, results: Results) -> Iterator[tuple[Model, dict[str, Sc
         about |= {name: [results.models[label].get(name) for label in labels] for name in PER_SEED}
         runs = tuple(results.figures[label] for label in labels)
         averaged = _averaged([results.scores[label] for label in labels])
-        yield Model(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs), averaged
+        controls = [results.obedience.get(label, {}) for label in labels]
+        obeyed: dict[str, Obedience] = {task: _averaged([of_one[task] for of_one in controls]) for task in controls[0]}
+        model = Model(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs)
+        yield model, averaged, obeyed
 
 
 def _fits(

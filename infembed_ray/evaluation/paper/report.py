@@ -9,7 +9,7 @@ from itertools import groupby
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import results, tables
+from infembed_ray.evaluation import obedience, results, tables
 from infembed_ray.evaluation.paper import figures, formats, published, sheets
 from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
@@ -53,7 +53,8 @@ class Report:
     ) -> Report:
         """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
         rows = rows or {}
-        own, papers = sheets.ours(collection), sheets.papers(collection, rows)
+        own = [*sheets.ours(collection), *sheets.obedience(collection)]
+        papers = sheets.papers(collection, rows)
         charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
         return cls(outputs, collection, own, papers, charts, panels)
 
@@ -70,6 +71,12 @@ class Report:
     def note(self) -> str:
         """How differences and intervals are computed."""
         return tables.note(self.baselines)
+
+    @property
+    def conventions(self) -> Mapping[str, str]:
+        """How each measure is computed, and what each control asks."""
+        found = self.collection.results
+        return conventions_of(found.measures) | (obedience.MEANINGS if found.obedience else {})
 
     @property
     def summary(self) -> str:
@@ -90,7 +97,7 @@ class Report:
             baselines=self.baselines,
             mark=tables.MARK,
             note=self.note,
-            conventions=conventions_of(found.measures),
+            conventions=self.conventions,
             notation={
                 mark: meaning
                 for mark, meaning in infir.MEANINGS.items()
@@ -101,10 +108,11 @@ class Report:
         )
 
     def as_text(self) -> str:
-        """Format our means and differences for a terminal or a log."""
+        """Format our means and differences for a terminal or a log, without the tables of controls."""
         about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
         files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
-        return "\n\n".join([*map(formats.as_text, self.ours), (about if self.baselines else "") + files])
+        shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
+        return "\n\n".join([*map(formats.as_text, shown), (about if self.baselines else "") + files])
 
     def as_markdown(self, with_paper: bool = True) -> str:
         """Format our tables, perhaps the paper's, and how the numbers are computed."""
@@ -114,7 +122,7 @@ class Report:
             mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
             parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
         found = self.collection.results
-        listed = conventions_of(found.measures)
+        listed = dict(self.conventions)
         for task, asked in found.tasks.items():
             listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
         parts += [self.note, "\n".join(f"- {name}: {text}" for name, text in listed.items())]

@@ -6,16 +6,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
+from infembed_ray.evaluation.obedience import AS_GIVEN
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
 from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.scoring import Scores
+from infembed_ray.evaluation.significance import Stratum, compare
 from infembed_ray.evaluation.tables import Cell, Column
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
+CONTROLLED = "model, condition"
+"""Kind of the rows of a table of controls."""
 MODELS = ("2", "5")
 """Tables whose rows are models; rows of the other tables are rows of sweeps."""
 
@@ -119,6 +126,42 @@ def ours(collection: Collection) -> list[Sheet]:
         ]
         sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
     return sheets
+
+
+def obedience(collection: Collection) -> list[Sheet]:
+    """Make one table per task with controls: each model under every condition, then BM25 and a constant scorer."""
+    found, sheets = collection.results, []
+    for task, summary in found.tasks.items():
+        asked = {
+            label if condition == AS_GIVEN else f"{label}, {condition}": scores
+            for label, of_tasks in found.obedience.items()
+            for condition, scores in of_tasks.get(task, {}).items()
+        }
+        figures = list(dict.fromkeys(figure for scores in asked.values() for figure in scores))
+        columns = [_controls(figure, asked, summary.groups) for figure in figures]
+        lines = [Line(label, True, "", tuple(column.get(label) for column in columns)) for label in asked]
+        if lines:
+            headings = tuple(("", f"{figure} x100") for figure in figures)
+            title = "the same queries under control instructions"
+            sheets.append(Sheet(f"Obedience, {task}", title, CONTROLLED, headings, tuple(lines)))
+    return sheets
+
+
+def _controls(figure: str, asked: Mapping[str, Scores], groups: Mapping[str, str]) -> dict[str, Number]:
+    """Format the means of one figure, x100, with their intervals, by label; labels of the same queries share resamples."""
+    of_queries: dict[tuple[str, ...], list[str]] = {}
+    for label, scores in asked.items():
+        if figure in scores:
+            of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)
+    shown = Column(figure, (), 100, 1).number
+    found = {}
+    for queries, labels in of_queries.items():
+        table = np.array([[asked[label][figure][query] for label in labels] for query in queries])
+        compared = compare([Stratum.from_values(table, [groups.get(query, query) for query in queries])])
+        for label, cell in zip(labels, compared, strict=True):
+            mean = cell.mean
+            found[label] = Number(shown(mean.value), shown(mean.low), shown(mean.high))
+    return found
 
 
 def papers(collection: Collection, rows: Mapping[str, str]) -> list[Sheet]:

@@ -26,11 +26,13 @@ from infembed_ray.config.evaluation import (
     Bm25Settings,
     EncoderSettings,
     RetrieverSettings,
+    RunSettings,
     SentenceTransformersSettings,
     retriever_settings,
 )
 from infembed_ray.config.training import Template
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.retrievers import runs
 from infembed_ray.evaluation.retrievers.retriever import Retriever
 from infembed_ray.modeling import checkpoint
 from infembed_ray.object_store import Folder, is_uri
@@ -42,13 +44,14 @@ _CLASSES = {
     "sentence_transformers": ("encoders", "SentenceTransformersEncoder"),
     "api": ("api", "ApiEncoder"),
     "bm25": ("bm25", "Bm25Ranker"),
+    "run": ("runs", "RunRanker"),
     "seq2seq": ("rerankers", "Seq2Seq"),
     "causal": ("rerankers", "Causal"),
     "classifier": ("rerankers", "Classifier"),
     "random": ("rerankers", "RandomReranker"),
 }
 """Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
-_WITHOUT_WEIGHTS = ("api", "bm25", "random")
+_WITHOUT_WEIGHTS = ("api", "bm25", "random", "run")
 """Kinds that take neither a device nor a number of tokens."""
 
 # ------------------------------------------------------------------------------------------------------ entries
@@ -118,6 +121,8 @@ def resolve(
         files = {name: getattr(settings.api, name) for name in ("journal", "prices")}
         absolute = {name: str(storage.local_path(file, f"{where}.api.{name}")) for name, file in files.items() if file}
         return settings.model_copy(update={"api": settings.api.model_copy(update=absolute)})
+    if isinstance(settings, RunSettings):
+        return settings.model_copy(update={"runs": runs.absolute(settings.runs, where)})
     found = {part: _absolute(name, f"{where}.{part}") for part, name, _ in _models(settings)}
     return settings.model_copy(update=found)
 
@@ -205,6 +210,8 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
     paths, names = dict[str, Place](), {"retriever": json.dumps(settings.identity(), sort_keys=True)}
     if isinstance(settings, ApiSettings):
         return paths, names | {"model": settings.model}
+    if isinstance(settings, RunSettings):
+        return {f"runs.{number}": place_of(path) for number, path in enumerate(settings.runs)}, names
     for part, model, revision in _models(settings):
         place = place_of(model)
         stored = isinstance(place, Folder) or place.is_dir()

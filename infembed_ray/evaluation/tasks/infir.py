@@ -54,6 +54,7 @@ def instruction_following(
     queries: list[Query] = []
     relevant: dict[tuple[str | None, str], dict[str, int]] = defaultdict(dict)
     changes: list[tuple[Query, Query]] = []
+    kinds: dict[str, str] = {}
     for record in records:
         good, bad = record.instruction_positive, record.instruction_negative
         scenarios = {
@@ -67,6 +68,8 @@ def instruction_following(
             relevant[instruction, query][ids.setdefault(answer, own)] = 1
             of_record[kind] = Query(own, query, instruction, kind, group=record.id)
         queries += of_record.values()
+        if record.instruction_kind is not None:
+            kinds |= {query.id: record.instruction_kind for query in of_record.values()}
         original, changed = of_record[POSITIVE], of_record[NEGATIVE_INSTRUCTION]
         changes += [(original, changed), (changed, original)]
 
@@ -84,5 +87,6 @@ def instruction_following(
         qrels=qrels,
         figures=FIGURES,
         changes=tuple(Change(a.id, b.id, tuple(d for d in qrels[a.id] if d not in qrels[b.id])) for a, b in changes),
+        kinds=kinds,
         about={"records": len(records), "distractors": len(ids) - of_records},
     )

@@ -6,7 +6,8 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.published import TABLES
-from infembed_ray.evaluation.paper.sheets import ours, papers, stands_for
+from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.sheets import obedience, ours, papers, stands_for
 from infembed_ray.evaluation.retrievers import baselines
 from tests.evaluation.paper import made
 
@@ -131,3 +132,36 @@ def test_unknown_names_are_rejected(collection):
         papers(collection, {"traned": "e5-base-v2"})
     with pytest.raises(InputError, match=r"rows\.trained=InF-Embed \(e5-base\): no row .*did you mean"):
         papers(collection, {"trained": "InF-Embed (e5-base)"})
+
+
+def test_obedience_tables_have_a_row_per_model_and_condition_with_references_last():
+    def values(*numbers):
+        return {"p-MRR": {f"x{n}": number for n, number in enumerate(numbers)}}
+
+    tasks, models = made.records(), {"base": ("a", 0.0), "trained": ("b", 0.3)}
+    of_models = {
+        "base": {"records": {"as given": values(0.1, 0.3), "query only": values(0.0, 0.0)}},
+        "trained": {"records": {"as given": values(0.4, 0.6), "query only": values(0.0, 0.0)}},
+        "constant": {"records": {"as given": values(0.0, 0.0)}},
+    }
+    one = replace(made.evaluation(tasks, models), obedience=of_models)
+    (sheet,) = obedience(collect({"one": one}))
+    assert sheet.name == "Obedience, records"
+    assert "- shuffled: both instructions of another query" in of_evaluation("x", one).as_markdown()
+    found = {line.label: line.numbers[0] for line in sheet.lines}
+    assert list(found) == ["base", "base, query only", "trained", "trained, query only", "constant"]
+    assert (found["trained"].value, found["trained"].low, found["trained"].high) == ("50.0", "40.0", "60.0")
+    assert (found["base, query only"].value, found["base, query only"].high) == ("0.0", "0.0")
+    assert obedience(collect({"one": made.evaluation(tasks, models)})) == []
+
+
+def test_the_controls_of_a_sweeps_seeds_are_averaged():
+    swept = made.sweep(made.records(), ["MiniLM"], {"uni{P}": (0.1, {})}, [1, 2])
+    of_models = {
+        label: {"records": {"as given": {"p-MRR": {"q": float(number)}}}} for number, label in enumerate(swept.models)
+    }
+    (sheet,) = obedience(collect({"sweep": replace(swept, obedience=of_models)}))
+    assert {line.label: line.numbers[0].value for line in sheet.lines} == {
+        "MiniLM, base": "0.0",
+        "MiniLM, uni{P}": "150.0",
+    }

@@ -1,0 +1,153 @@
+import gzip
+import struct
+from dataclasses import replace
+from fractions import Fraction
+
+import pyarrow as pa
+import pytest
+import pytrec_eval
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.metrics import ranks
+from infembed_ray.evaluation.obedience import Controls
+from infembed_ray.evaluation.retrievers import baselines, runs
+from infembed_ray.evaluation.scoring import score
+from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
+from tests.evaluation.tasks.test_infir import record
+
+RUN = {"1": {"a": 0.5, "b": 1 / 3, "c": -2.0}, "2": {"c": 1e-12}}
+TASK = Task(
+    "followir/core17",
+    pa.table({"id": ["a", "b", "c"], "text": list("xyz")}, schema=CORPUS),
+    (Query("1", "one"), Query("2", "two"), Query("3", "three")),
+    {},
+    (),
+)
+
+
+def ranker(*paths):
+    return baselines.load(baselines.resolve("x", {"kind": "run", "runs": [str(path) for path in paths]}))
+
+
+def written(directory, run=RUN, model="multi{P,I}", task=TASK.name):
+    runs.write(directory, model, task, run)
+    (file,) = directory.rglob("*.run.gz")
+    return file
+
+
+ids = st.text(min_size=1, max_size=6).filter(lambda text: text.isprintable() or text.isspace())
+
+
+def of_floats(width):
+    floats = st.floats(allow_nan=False, allow_infinity=False, width=width)
+    return st.dictionaries(ids, st.dictionaries(ids, floats, min_size=1), min_size=1)
+
+
+@given(of_floats(64) | of_floats(32))
+def test_a_run_comes_back_with_its_order_ties_and_precision_whatever_its_ids(tmp_path_factory, run):
+    back = runs.read(written(tmp_path_factory.mktemp("runs"), run), "runs")
+    assert back.keys() == run.keys()
+    for query, documents in run.items():
+        assert list(ranks(back[query]).items()) == list(ranks(documents).items())
+        assert len(set(back[query].values())) == len(set(documents.values()))
+        if back[query] != documents:
+            assert {d: struct.unpack("f", struct.pack("f", s))[0] for d, s in back[query].items()} == documents
+
+
+def test_trec_eval_reads_what_we_write_in_our_order(tmp_path):
+    text = gzip.decompress(written(tmp_path).read_bytes()).decode()
+    assert pytrec_eval.parse_run(text.splitlines()) == RUN
+    ranked = [line.split()[2:4] for line in text.splitlines() if line.startswith("1 ")]
+    assert ranked == [[document, str(rank)] for document, rank in ranks(RUN["1"]).items()]
+
+
+def test_equal_runs_give_equal_files(tmp_path):
+    assert written(tmp_path / "a").read_bytes() == written(tmp_path / "b").read_bytes()
+
+
+def test_the_ids_of_another_systems_run_are_taken_as_they_are(tmp_path):
+    file = tmp_path / "bm25.txt"
+    file.write_text("1 Q0 http://x/a%20b 1 2.5 other\n\n1\tQ0\tb 2 1 other\n")
+    assert runs.read(file, "runs") == {"1": {"http://x/a%20b": 2.5, "b": 1.0}}
+
+
+def test_a_run_ranks_its_task_from_its_file_or_from_a_folder_of_an_evaluation(tmp_path):
+    file = written(tmp_path)
+    assert file.relative_to(tmp_path).as_posix() == "multi{P,I}/followir_core17.run.gz"
+    for path in (file, file.parent):
+        assert ranker(path).rank(TASK, 10) == RUN
+    assert ranker(file).rank(TASK, 1) == {"1": {"a": 0.5}, "2": {"c": 1e-12}}
+    restricted = replace(TASK, excluded={"1": frozenset({"a"})})
+    assert list(ranker(file).rank(restricted, 10)["1"]) == ["b", "c"]
+
+
+def test_the_identity_of_a_run_is_its_contents(tmp_path):
+    file = written(tmp_path)
+    before = baselines.identity(baselines.resolve("x", {"kind": "run", "runs": [str(file)]}))
+    runs.write(tmp_path, "multi{P,I}", TASK.name, {"1": {"a": 1.0}})
+    assert baselines.identity(baselines.resolve("x", {"kind": "run", "runs": [str(file)]})) != before
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.floats(-5, 5), min_size=1), min_size=1, max_size=4))
+def test_fusion_sums_reciprocal_ranks(several):
+    expected: dict[str, Fraction] = {}
+    for documents in several:
+        ordered = sorted(documents.items(), key=lambda item: (item[1], item[0]), reverse=True)
+        for rank, (document, _) in enumerate(ordered, start=1):
+            expected[document] = expected.get(document, Fraction()) + Fraction(1, 60 + rank)
+    (fused,) = runs.fuse([{"q": documents} for documents in several]).values()
+    assert fused == {document: pytest.approx(float(value)) for document, value in expected.items()}
+
+
+def test_several_runs_are_fused_when_they_rank(tmp_path):
+    one = written(tmp_path / "one")
+    other = written(tmp_path / "other", {"1": {"c": 9.0}, "3": {"b": 1.0}})
+    ranked = ranker(one, other).rank(TASK, 10)
+    assert list(ranked["1"]) == ["c", "a", "b"]
+    assert ranked["1"]["c"] == pytest.approx(1 / 63 + 1 / 61)
+    assert ranked["3"] == {"b": pytest.approx(1 / 61)}
+
+
+def test_a_run_without_the_control_queries_has_as_given_and_inverted_only():
+    task = instruction_following([record("tides"), record("bread")])
+    controls = Controls.from_task(task)
+    run = {query.id: dict.fromkeys(task.qrels[query.id], 1.0) for query in task.queries}
+    found = controls.measure(task, run)
+    assert list(found) == ["as given", "inverted"]
+    assert not {"WISE", "SICR"} & found["as given"].keys()
+    assert found["as given"]["p-MRR"] == score(task, run)["p-MRR"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1 Q0 a 1 0.5\n", "line 1 is not `query Q0 document rank score name`"),
+        ("1 Q0 a 1 0.5 x\n1 Q0 b 2 much x\n", "line 2 is not"),
+        ("1 Q0 a 1 nan x\n", "document a of query 1 has the score nan"),
+        ("1 Q0 a 1 1 x\n1 Q0 a 2 0.5 x\n", "line 2: document a of query 1 occurs twice"),
+        ("", "is empty"),
+    ],
+)
+def test_a_damaged_run_is_refused_with_its_line(tmp_path, content, message):
+    file = tmp_path / "run.txt"
+    file.write_text(content)
+    with pytest.raises(InputError) as refused:
+        runs.read(file, "runs")
+    assert message in str(refused.value)
+    assert str(refused.value).startswith(f"runs={file}: ")
+
+
+def test_a_run_of_another_task_or_a_missing_one_is_refused(tmp_path):
+    with pytest.raises(InputError, match="none of the queries of followir/core17, such as 1; its first is 7"):
+        ranker(written(tmp_path, {"7": {"a": 1.0}})).rank(TASK, 10)
+    with pytest.raises(InputError, match=r"models\.x\.runs=.*nowhere"):
+        ranker(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"no followir_core17\.run\.gz in this directory"):
+        ranker(tmp_path).rank(TASK, 10)
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(b"1 Q0 a 1 0.5 x\n")[:-6])
+    with pytest.raises(InputError, match="copy it again"):
+        runs.read(cut, "runs")

@@ -1,0 +1,317 @@
+"""Obedience controls, and WISE and SICR against their definition in InfoSearch, written here once more."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.evaluation.metrics import Change, complies, wise
+from infembed_ray.evaluation.obedience import (
+    AS_GIVEN,
+    CONDITIONS,
+    CONSTANT,
+    GENERIC,
+    INVERTED,
+    PARAPHRASED,
+    QUERY_ONLY,
+    SHUFFLED,
+    SWAPPED,
+    Controls,
+    constant,
+    pairs_of,
+)
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.scoring import means, score
+from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.records import Record, read
+from tests.evaluation.tasks.test_infir import passages, record
+
+NAMES = ("tides", "bread", "comets", "tax law", "the violin", "rivers")
+TASK = instruction_following([record(name) for name in NAMES], passages("noise", "more noise", "rain"))
+CONTROLS = Controls.from_task(TASK)
+ASKED = CONTROLS.ask(TASK)
+IDS = TASK.corpus["id"].to_pylist()
+
+
+def run_of(score_of, task=ASKED):
+    """Rank all documents of the corpus by a function of the query and the document's id."""
+    return {query.id: {document: score_of(query, document) for document in IDS} for query in task.queries}
+
+
+def noise(seed=0, ignores_instruction=False):
+    def draw(query, document):
+        text = query.query if ignores_instruction else f"{query.query} {query.instruction}"
+        return random.Random(f"{seed} {text} {document}").random()
+
+    return draw
+
+
+def obedient(query, document):
+    """Score the document that the instruction names by its words: `(I-,Q+)` asks for the poisoned answer."""
+    name = next(n for n in NAMES if n in query.query)
+    if not document.startswith(f"record/{name}/"):
+        return 0.0
+    if query.instruction is None or name not in query.instruction:
+        return 1.0
+    wanted = "negative_instruction" if "poisoned" in query.instruction else "positive"
+    return 2.0 if document.endswith(f"/{wanted}") else 1.0
+
+
+def figures(found):
+    return {condition: means(scores) for condition, scores in found.items()}
+
+
+# -------------------------------------------------------------------------------------------------- WISE and SICR
+
+
+def reference_wise(r_ori, r_ins, r_rev, n, k=20):
+    """Equations 6 to 8 of Zhou et al. (2025), in float64."""
+    r_ori, r_ins, r_rev = (np.float64(r) for r in (r_ori, r_ins, r_rev))
+    if r_ins <= r_ori < r_rev:
+        cases = [
+            (r_ori <= n and r_ins == 1, 1.0),
+            (r_ori <= k, (1 - (r_ori - r_ins) / k) * (1 / np.sqrt(r_ins))),
+            (True, 0.01),
+        ]
+    else:
+        cases = [
+            (r_rev < r_ori < r_ins, -1.0),
+            (r_ori <= r_ins, (r_ori - r_ins) / r_ins),
+            (r_rev <= r_ori, (r_rev - r_ori) / r_ori),
+        ]
+    return float(next(value for holds, value in cases if holds))
+
+
+@given(*[st.integers(1, 60)] * 3, st.integers(1, 30))
+def test_wise_equals_its_definition(original, instructed, inverse, relevant):
+    assert wise(original, instructed, inverse, relevant) == pytest.approx(
+        reference_wise(original, instructed, inverse, relevant), abs=1e-15
+    )
+    assert -1 <= wise(original, instructed, inverse, relevant) <= 1
+
+
+def test_wise_of_rankings_worked_out_by_hand():
+    assert wise(2, 1, 5, 2) == 1.0  # among the relevant ones, then first, then lower
+    assert wise(5, 4, 9, 2) == (1 - 1 / 20) / 2
+    assert wise(30, 2, 31, 2) == 0.01
+    assert wise(3, 5, 2, 2) == -1.0  # moved the wrong way twice
+    assert wise(3, 4, 9, 2) == -0.25
+    assert wise(4, 2, 3, 2) == -0.25
+    assert wise(7, 7, 7, 2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("original", "instructed", "inverse", "expected"),
+    [
+        ((3, 0.5), (2, 0.6), (4, 0.4), True),
+        ((3, 0.5), (2, 0.4), (4, 0.4), False),  # the score falls
+        ((3, 0.5), (3, 0.6), (4, 0.4), False),  # the rank stays
+        ((3, 0.5), (2, 0.6), (3, 0.4), False),
+        ((3, 0.5), (2, 0.6), (4, 0.5), False),
+        ((1, 0.5), (1, 0.5), (2, 0.4), True),  # nothing is above the first rank
+        ((1, 0.5), (1, 0.4), (2, 0.3), False),
+        ((3, 0.5), (2, 0.6), (9, -math.inf), True),  # it left the ranking
+    ],
+)
+def test_sicr_is_strict_in_ranks_and_scores(original, instructed, inverse, expected):
+    assert complies(original, instructed, inverse) is expected
+
+
+def test_wise_and_sicr_of_a_run_equal_the_definition_over_its_rankings():
+    run = run_of(noise())
+    found = CONTROLS.measure(TASK, run)[AS_GIVEN]
+
+    def place(query, document):
+        ordered = sorted(run[query].items(), key=lambda item: (item[1], item[0]), reverse=True)
+        return next((rank, s) for rank, (d, s) in enumerate(ordered, 1) if d == document)
+
+    assert len(found["WISE"]) == 2 * len(NAMES)
+    for name in NAMES:
+        one, other = (f"record/{name}/{kind}" for kind in ("positive", "negative_instruction"))
+        for instructed, inverse in ((one, other), (other, one)):
+            document = instructed  # a query and its only answer share their id
+            (ori, s_ori), (ins, s_ins), (rev, s_rev) = (
+                place(query, document) for query in (f"{one}~query-only", instructed, inverse)
+            )
+            assert found["WISE"][instructed] == pytest.approx(reference_wise(ori, ins, rev, 2))
+            expected = ins < ori < rev and s_ins > s_ori > s_rev
+            expected |= ori == ins == 1 < rev and s_ins >= s_ori > s_rev
+            assert found["SICR"][instructed] == expected
+
+
+# ------------------------------------------------------------------------------------------------------ conditions
+
+
+def test_every_condition_asks_what_its_name_says():
+    asked = {query.id: (query.query, query.instruction) for query in ASKED.queries}
+    pairs = pairs_of(TASK.changes)
+    assert len(pairs) == len(NAMES)  # the two directions of a change are one pair
+    own = {pair: [asked[query] for query in pair] for pair in pairs}
+    for pair, ((query, one), (_, other)) in own.items():
+        given_ = {c: [asked[CONTROLS.asked[c][0][slot]] for slot in pair] for c in CONDITIONS}
+        assert {q for texts in given_.values() for q, _ in texts} == {query}
+        told = {condition: [instruction for _, instruction in texts] for condition, texts in given_.items()}
+        assert told[AS_GIVEN] == [one, other]
+        assert told[INVERTED] == [other, one]
+        assert told[QUERY_ONLY] == [None, None]
+        assert len(set(told[GENERIC])) == 2
+        assert all(i in paraphrase != i for i, paraphrase in zip((one, other), told[PARAPHRASED], strict=True))
+        assert told[SHUFFLED] in [[i for _, i in texts] for p, texts in own.items() if p != pair]
+        assert told[SWAPPED] == [one, told[SHUFFLED][1]]
+    assert len(CONTROLS.asked[SHUFFLED]) == 4
+    foreign = [asked[several[pairs[0][0]]] for several in CONTROLS.asked[SHUFFLED]]
+    assert len(set(foreign)) == 4
+
+
+def test_the_controls_of_a_task_do_not_change():
+    assert Controls.from_task(TASK) == CONTROLS
+
+
+def test_further_queries_have_the_candidates_and_exclusions_of_their_twins():
+    own = {query.id: [query.id, "distractor/0"] for query in TASK.queries if query.id in TASK.corpus["id"].to_pylist()}
+    own |= {query.id: ["distractor/1"] for query in TASK.queries if query.id not in own}
+    first = TASK.queries[0].id
+    asked = CONTROLS.ask(replace(TASK, candidates=own, excluded={first: frozenset({"distractor/0"})}))
+    for query in CONTROLS.queries:
+        twin = CONTROLS.twins[query.id]
+        assert asked.candidates[query.id] == own[twin]
+        assert asked.excluded.get(query.id, frozenset()) == asked.excluded.get(twin, frozenset())
+    assert len({query.id for query in asked.queries}) == len(asked.queries)
+
+
+def test_a_single_pair_has_no_foreign_instructions_and_a_task_without_changes_no_controls():
+    alone = Controls.from_task(instruction_following([record("r")]))
+    assert set(CONDITIONS) - alone.asked.keys() == {SHUFFLED, SWAPPED}
+    assert Controls.from_task(replace(TASK, changes=())) is None
+
+
+# ------------------------------------------------------------------------------------------------------ invariants
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_retriever_of_the_query_alone_has_p_mrr_exactly_0_under_every_condition(seed):
+    found = figures(CONTROLS.measure(TASK, run_of(noise(seed, ignores_instruction=True))))
+    for condition in CONDITIONS:
+        assert (found[condition]["p-MRR"], found[condition]["WISE"], found[condition]["SICR"]) == (0, 0, 0), condition
+        assert found[condition]["pairs reversed"] == 0
+        assert found[condition]["nDCG@10 original"] == found[AS_GIVEN]["nDCG@10 original"]
+
+
+def test_a_constant_scorer_has_p_mrr_exactly_0():
+    found = figures(CONTROLS.measure_constant(TASK, depth=5))
+    assert list(found) == [AS_GIVEN]
+    assert (found[AS_GIVEN]["p-MRR"], found[AS_GIVEN]["WISE"], found[AS_GIVEN]["pairs reversed"]) == (0, 0, 0)
+    assert CONSTANT not in CONDITIONS
+
+
+def test_the_constant_scorer_ranks_what_may_be_ranked_by_id():
+    task = Task(
+        "t",
+        pa.table({"id": ["b", "a", "d", "c"], "text": list("wxyz")}, schema=CORPUS),
+        (Query("1", "q"), Query("2", "q")),
+        {},
+        (),
+        excluded={"2": frozenset({"d"})},
+    )
+    ranked = constant(task, 2)
+    assert {query: list(documents) for query, documents in ranked.items()} == {"1": ["d", "c"], "2": ["c", "b"]}
+    few = constant(replace(task, candidates={"1": ["a", "c"], "2": ["d", "a"]}), 10)
+    assert {query: list(documents) for query, documents in few.items()} == {"1": ["c", "a"], "2": ["a"]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_query_only_is_exactly_0_and_inverted_exactly_the_negative_for_any_model(seed):
+    found = CONTROLS.measure(TASK, run_of(noise(seed)))
+    assert set(found[QUERY_ONLY]["p-MRR"].values()) == {0.0}
+    as_given, inverted = found[AS_GIVEN]["p-MRR"], found[INVERTED]["p-MRR"]
+    assert inverted == pytest.approx({query: -value for query, value in as_given.items()}, abs=1e-15)
+    assert any(as_given.values())
+
+
+def test_as_given_equals_the_figures_of_the_task():
+    run = run_of(noise())
+    own, found = score(TASK, run), CONTROLS.measure(TASK, run)[AS_GIVEN]
+    assert found["p-MRR"] == own["p-MRR"]
+    assert found["nDCG@10 original"] == own["nDCG@10 (I+,Q+)"]
+    assert found["nDCG@10 changed"] == own["nDCG@10 (I-,Q+)"]
+
+
+def test_an_obedient_retriever_follows_its_own_instructions_and_no_others():
+    found = figures(CONTROLS.measure(TASK, run_of(obedient)))
+    assert found[AS_GIVEN]["pairs reversed"] == 1
+    assert found[AS_GIVEN]["nDCG@10 original"] == found[AS_GIVEN]["nDCG@10 changed"] == 1
+    assert found[AS_GIVEN]["p-MRR"] > 0.5
+    assert found[AS_GIVEN] == found[PARAPHRASED]
+    assert found[INVERTED]["p-MRR"] == pytest.approx(-found[AS_GIVEN]["p-MRR"])
+    assert found[INVERTED]["pairs reversed"] == 0
+    assert found[INVERTED]["nDCG@10 original"] < 0.7
+    for condition in (GENERIC, SHUFFLED):
+        assert found[condition]["p-MRR"] == 0, condition
+
+
+def test_violations_count_the_excluded_documents_among_the_first_two():
+    def wrong_first(query, document):
+        return 5.0 - 2 * obedient(query, document) if obedient(query, document) else 0.0
+
+    # An obedient retriever still has the excluded passage of the same record among its first two or three.
+    best = CONTROLS.measure(TASK, run_of(wrong_first))[AS_GIVEN]["violation@2"]
+    assert best == dict.fromkeys(best, 1.0)
+    only = run_of(lambda query, document: float(document == query.id.partition("~")[0]))
+    found = CONTROLS.measure(TASK, {q: {d: s for d, s in r.items() if s} for q, r in only.items()})[AS_GIVEN]
+    assert found["violation@2"] == dict.fromkeys(best, 0.0)
+
+
+def test_followir_has_no_labelled_pairs_because_its_changes_go_one_way():
+    task = Task(
+        "f",
+        pa.table({"id": ["a", "b", "c"], "text": ["one", "two", "three"]}, schema=CORPUS),
+        tuple(Query(f"{n}-{kind}", "q", f"{kind} {n}", kind) for n in (1, 2) for kind in ("og", "changed")),
+        {f"{n}-{kind}": {"a": 1, **({"b": 1} if kind == "og" else {})} for n in (1, 2) for kind in ("og", "changed")},
+        (Figure("p-MRR", "p-MRR"), Figure("MAP@1000", "MAP@1000", "og")),
+        tuple(Change(f"{n}-og", f"{n}-changed", ("b",)) for n in (1, 2)),
+    )
+    controls = Controls.from_task(task)
+    found = controls.measure(task, {q.id: {"a": 3.0, "b": 2.0, "c": 1.0} for q in controls.ask(task).queries})
+    assert list(found[AS_GIVEN]) == ["p-MRR", "MAP@1000 original", "MAP@1000 changed", "violation@2", "WISE", "SICR"]
+    assert found[AS_GIVEN]["violation@2"] == {"1-changed": 1.0, "2-changed": 1.0}
+    assert means(found[AS_GIVEN])["MAP@1000 original"] == means(found[AS_GIVEN])["MAP@1000 changed"] == 1.0
+
+
+def test_p_mrr_is_broken_down_by_the_kind_of_instruction_where_records_name_it():
+    kinds = ("audience", "exclusion", None)
+    rows = [replace(record(name), instruction_kind=kinds[n % 3]) for n, name in enumerate(NAMES)]
+    task = instruction_following(rows, passages("noise"))
+    found = Controls.from_task(task).measure(task, run_of(noise()))
+    assert list(found) == [*CONDITIONS, "only audience", "only exclusion"]
+    whole = found[AS_GIVEN]["p-MRR"]
+    for condition, names in (("only audience", NAMES[::3]), ("only exclusion", NAMES[1::3])):
+        expected = {query: value for query, value in whole.items() if query.split("/")[1] in names}
+        assert len(expected) == 2 * len(names)
+        assert found[condition]["p-MRR"] == expected
+    assert not any(name.startswith("only") for name in CONTROLS.measure(TASK, run_of(noise())))
+
+
+# -------------------------------------------------------------------------------------------------------- real data
+
+
+def test_bm25_gains_p_mrr_by_word_overlap_on_the_original_words_and_little_on_other_words(shared_data: Path):
+    ranker = baselines.load(baselines.resolve("BM25", "bm25"))
+    found = {}
+    for name in ("dev", "dev_reworded"):
+        file = shared_data / "infir_mini" / f"{name}.jsonl"
+        if not file.is_file():
+            pytest.skip(f"{file} is not there")
+        task = instruction_following(read(file, Record, "records"))
+        controls = Controls.from_task(task)
+        found[name] = figures(controls.measure(task, ranker.rank(controls.ask(task), 1000)))
+        assert found[name][QUERY_ONLY]["p-MRR"] == 0
+        assert abs(found[name][SHUFFLED]["p-MRR"]) < 0.03
+    assert found["dev"][AS_GIVEN]["p-MRR"] > 0.2
+    assert found["dev_reworded"][AS_GIVEN]["p-MRR"] < 0.4 * found["dev"][AS_GIVEN]["p-MRR"]
