@@ -110,7 +110,8 @@ class RequestSpan:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        own, carrier = TraceContextTextMapPropagator(), {}
+        own = TraceContextTextMapPropagator()
+        carrier: dict[str, str] = {}
         parent = own.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
         # No path: it may hold a document's id.
         with _tracer.start_as_current_span(

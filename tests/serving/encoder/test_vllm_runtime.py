@@ -8,6 +8,8 @@ import os
 import numpy as np
 import psutil
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2Model
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
@@ -27,7 +29,16 @@ INSTRUCTION = "For nurses, in plain words."
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return backbones.write("qwen2", tmp_path_factory.mktemp("qwen2"))
+    path = backbones.write("qwen2", tmp_path_factory.mktemp("qwen2"))
+    vocabulary = Qwen2Config.from_pretrained(path).vocab_size
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }  # of 32 components: vLLM's kernels have no smaller ones
+    torch.manual_seed(0)
+    Qwen2Model(Qwen2Config(vocab_size=vocabulary, **sizes, **heads)).save_pretrained(path)
+    return path
 
 
 def settings(**values):
