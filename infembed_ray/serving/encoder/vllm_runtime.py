@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import multiprocessing
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +49,32 @@ class VllmRuntime:
             raise InputError("runtime=vllm: vllm is not installed on this node; pip install vllm, or set runtime=torch")
         from vllm import LLM
         from vllm.config import PoolerConfig
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         options = engine_arguments(encoder, settings, model)
         self.dtype: str = options["dtype"]
-        self._dead: type[Exception] = EngineDeadError
         self._dimension = encoder.dimension
+        earlier = set(multiprocessing.active_children())
         self._llm = LLM(**options | {"pooler_config": PoolerConfig(**options["pooler_config"])})
+        engine = [process.sentinel for process in set(multiprocessing.active_children()) - earlier]
+        threading.Thread(target=_end_with, args=(weakref.ref(self), engine), name="watch-vllm", daemon=True).start()
 
     def embed(self, sequences: Sequence[Tokens]) -> np.ndarray:
-        """As `Runtime.embed`. If vLLM's processes have died, end this one: Serve starts another replica."""
-        try:
-            found = self._llm.embed([{"prompt_token_ids": tokens.ids} for tokens in sequences], use_tqdm=False)
-        except self._dead:
-            log.exception("vLLM's engine died; the replica ends, and Serve starts another one")
-            os._exit(1)
+        """As `Runtime.embed`."""
+        found = self._llm.embed([{"prompt_token_ids": tokens.ids} for tokens in sequences], use_tqdm=False)
         vectors = np.array([one.outputs.embedding[: self._dimension] for one in found], dtype=np.float32)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def cost(self, tokens: Tokens) -> int:
         """As `Runtime.cost`."""
         return len(tokens)
+
+
+def _end_with(runtime: weakref.ref[VllmRuntime], engine: list[int]) -> None:
+    """End this process if vLLM's has ended: a call in flight would wait for ever. Serve starts another replica."""
+    connection.wait(engine)
+    if runtime() is not None and threading.main_thread().is_alive():  # otherwise vLLM was closed, or this process ends
+        log.error("vLLM's engine ended; the replica ends too, and Serve starts another one")
+        os._exit(1)
 
 
 def engine_arguments(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> dict[str, Any]:
