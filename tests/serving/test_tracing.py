@@ -160,9 +160,8 @@ def test_a_search_over_http_is_one_trace_through_serve(
     assert "encode" in by_method["embed_many"]
     assert "search" in by_method["search_many"]
     assert "request POST" in ancestors(encode)
-    assert {span.trace for span in collector.spans} == {
-        TRACES[0]
-    }  # no traces of calls that replicas make for themselves
+    assert TRACES[1] not in {span.trace for span in collector.spans}
+    assert "keep" not in by_method  # replicas send their metrics every few seconds: no trace
 
 
 def spans_of(collector: Collector, name: str) -> list[Span]:
