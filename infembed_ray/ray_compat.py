@@ -87,6 +87,19 @@ SINGLE_EVENT_LOOP = {
 """Environment with which a replica runs Serve's code and ours in one event loop: no thread hand-over per request."""
 
 
+def tracing_environment(processors: str) -> dict[str, str]:
+    """Return the environment in which Serve's processes make spans.
+
+    Args:
+        processors: import path of a function that returns their span processors.
+    """
+    return {
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": processors,
+        # Serve's processes would each sample requests without a trace; with 0 they only follow the trace of a call.
+        "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",
+    }
+
+
 def haproxy_environment(client_timeout_s: float) -> dict[str, str]:
     """Return the environment of a Serve controller that puts HAProxy before the ingress replicas."""
     return {

@@ -28,7 +28,7 @@ from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.retrieval.stores.engines import connect
 from infembed_ray.retrieval.stores.store import Address
-from infembed_ray.serving import schema
+from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.arguments import (
     APPLICATION,
     INGRESS,
@@ -145,6 +145,8 @@ class Plan:
             ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares",
             LIMIT_VARIABLE: str(self.settings.max_body_mib),
         }
+        if traces := tracing.variables():
+            environment |= traces | ray_compat.tracing_environment("infembed_ray.serving.tracing:processors")
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}

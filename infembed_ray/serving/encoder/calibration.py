@@ -38,6 +38,7 @@ from infembed_ray.serving.encoder.runtime import (
     graphs,
     threads,
 )
+from infembed_ray.serving.encoder.vllm_runtime import VllmRuntime, require_vllm
 
 PROBE_LENGTHS = (4, 8, 16, 24, 32, 64, 96, 128, 256, 512)
 """Lengths in tokens of the texts that compare and warm up the runtimes."""
@@ -89,7 +90,9 @@ REFERENCE = Candidate("torch", "float32")
 
 def require_runnable(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> None:
     """InputError if the settings demand a runtime that cannot run this encoder. Starts nothing."""
-    if settings.runtime == "onnx" or settings.dtype == "int8":
+    if settings.runtime == "vllm":
+        require_vllm(encoder, settings, model)
+    elif settings.runtime == "onnx" or settings.dtype == "int8":
         _require_onnx(encoder, settings, model)
 
 
@@ -99,13 +102,16 @@ def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> 
     If torch does not run in the encoder's own precision, its weights are freed: from then on it can only tokenise.
 
     Args:
-        encoder: on its device, in its precision.
+        encoder: on its device, in its precision; without weights for vLLM.
         settings: runtime, dtype, floor, threads, batches and memory.
         model: its name in messages.
 
     Raises:
         InputError: the settings demand a runtime that cannot run this encoder or gives different vectors.
     """
+    if settings.runtime == "vllm":
+        vllm = VllmRuntime(encoder, settings, model)
+        return Choice(vllm, Candidate("vllm", vllm.dtype), {})
     candidates = _candidates(encoder, settings, model)
     in_torch = TorchRuntime(encoder, settings.batch_tokens, settings.prefix_cache_mib * 2**20)
     if encoder.dtype != torch.float32 or candidates == [REFERENCE]:

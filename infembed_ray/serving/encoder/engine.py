@@ -96,11 +96,12 @@ class EncodingEngine:
         """
         torch.set_num_threads(threads(settings))
         low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
+        device = "cuda" if settings.gpus_per_encoder else "cpu"
         encoder = startup.in_background(
             lambda: InstructionEncoder.from_pretrained(
                 model,
                 dimensions=dimensions,
-                device="cuda" if settings.gpus_per_encoder else "cpu",
+                device="meta" if settings.runtime == "vllm" else device,  # vLLM reads the weights itself
                 dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
             )
         ).eval()

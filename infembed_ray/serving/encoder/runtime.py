@@ -1,4 +1,4 @@
-"""Runtimes of a serving replica's encoder: torch and ONNX Runtime.
+"""Runtimes of a serving replica's encoder: torch and ONNX Runtime. `vllm_runtime` has the third.
 
 The ONNX graph is exported once per machine, to the user's cache directory under the encoder's fingerprint.
 """

@@ -21,7 +21,7 @@ from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.serving import schema
+from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
@@ -169,7 +169,10 @@ class Release:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        return await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
+        with tracing.span("encode", texts=len(inputs)):
+            embedded = await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
+            tracing.note(tokens=embedded.tokens)
+            return embedded
 
     async def search(
         self,
@@ -183,7 +186,8 @@ class Release:
         with self._counted():
             filters.parse(filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
-            vectors = await self.query_cache(queries, deadline)
+            with tracing.span("encode", queries=len(queries)):
+                vectors = await self.query_cache(queries, deadline)
             encoded = time.perf_counter()
             query = ShardQuery(vectors, top_k, filter, min_sequence)
             ranked = await self._fan_out.search(query, deadline, allow_partial)

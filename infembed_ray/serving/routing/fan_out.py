@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from infembed_ray.lru_cache import LruCache
 from infembed_ray.retrieval.answers import Behind, Key, Merged, ShardQuery, merge, merge_rankings
 from infembed_ray.retrieval.shards import Content
+from infembed_ray.serving import tracing
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.schema import Metadata, SearchHit
@@ -105,11 +106,14 @@ class FanOut:
         while answers:
             lost: set[int] = set()
             if query.ranking:
-                merged = [merge_rankings(list(answers.values()), n, query.k) for n in range(len(query.vectors))]
-                results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
+                with tracing.span("merge", shards=len(answers)):
+                    merged = [merge_rankings(list(answers.values()), n, query.k) for n in range(len(query.vectors))]
+                with tracing.span("texts"):
+                    results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
             else:
-                by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
-                results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
+                with tracing.span("merge", shards=len(answers)):
+                    by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
+                    results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
             if not lost:
                 missing = [name for number, name in enumerate(self._names) if number not in answers]
                 return Ranked(results, min(answer.sequence for answer in answers.values()), missing)
@@ -124,7 +128,8 @@ class FanOut:
         """Search one shard; wait until it has applied the sequence that the query asks for."""
         while True:
             try:
-                return await self._search[number](query, deadline)
+                with tracing.span("search", shard=self._names[number]):
+                    return await self._search[number](query, deadline)
             except Behind as behind:
                 if now() + BEHIND_PAUSE_S > deadline:
                     raise NotApplied(query.min_sequence, self._names[number], behind.args[0]) from behind

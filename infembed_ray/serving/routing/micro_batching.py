@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from infembed_ray.serving import tracing
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 
 Item = TypeVar("Item")
@@ -33,6 +34,8 @@ class _Queued(Generic[Item]):
     weight: int
     arrived: float
     deadline: float
+    context: contextvars.Context
+    """Has the span of its caller only."""
 
 
 class MicroBatcher(Generic[Item, Answer]):
@@ -81,7 +84,7 @@ class MicroBatcher(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         weight = self._weigh(item)
-        queued = _Queued(item, weight, loop.time(), deadline)
+        queued = _Queued(item, weight, loop.time(), deadline, tracing.detached())
         if weight > self._max_weight:
             if len(self._single) >= MAX_SINGLE_CALLS * self._max_calls:
                 raise QueueFull(1.0)
@@ -126,8 +129,12 @@ class MicroBatcher(Generic[Item, Answer]):
         return batch
 
     def _start(self, calls: set[asyncio.Task[None]], batch: dict[asyncio.Future[Answer], _Queued[Item]]) -> None:
-        # In an empty context: with the context of the first caller, Serve would cancel the call together with it.
-        task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._call(batch))
+        # A call belongs to several traces; it continues that of its first item.
+        first = next(iter(batch.values()))
+        task = first.context.run(asyncio.get_running_loop().create_task, self._call(batch))
+        for queued in batch.values():
+            wait_s = asyncio.get_running_loop().time() - queued.arrived
+            queued.context.run(tracing.note, batch=len(batch), waiting_ms=round(1e3 * wait_s, 3))
         calls.add(task)
         waiting = len(batch)
 

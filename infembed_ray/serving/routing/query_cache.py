@@ -7,13 +7,13 @@ invalidation: the next release starts with an empty one.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from infembed_ray.lru_cache import LruCache
+from infembed_ray.serving import tracing
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.service import Query
 
@@ -67,9 +67,8 @@ class QueryCache:
         """Wait for the encoding of a query, which starts unless it is under way."""
         flight = self._flights.get(query)
         if flight is None:
-            # In an empty context: with the context of the first caller, Serve would cancel the encoding together with it.
             start = asyncio.get_running_loop().create_task
-            flight = _Flight(contextvars.Context().run(start, self._first(query, deadline)))
+            flight = _Flight(tracing.detached().run(start, self._first(query, deadline)))
             self._flights[query] = flight
         else:
             self.hits += 1
@@ -88,7 +87,8 @@ class QueryCache:
 
     async def _encode(self, queries: list[Query], deadline: float) -> np.ndarray:
         self.misses += len(queries)
-        vectors = (await self._embed(queries, deadline)).vectors
+        vectors, tokens = await self._embed(queries, deadline)
+        tracing.note(tokens=tokens)
         for query, vector in zip(queries, vectors, strict=True):
             self._vectors.put(query, vector.copy())  # a view would keep the vectors of the whole call
         return vectors
