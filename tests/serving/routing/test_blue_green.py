@@ -374,6 +374,8 @@ def test_documents_beyond_the_limit_are_refused_and_deletions_are_not(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr(blue_green.log, "handlers", [caplog.handler])  # Ray may have configured the root logger
+    monkeypatch.setattr(blue_green.log, "propagate", False)
 
     async def scenario(release: Release) -> None:
         await release.put([Document(f"n{i}", "text") for i in range(6)])
