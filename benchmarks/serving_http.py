@@ -8,7 +8,8 @@ calibrates its runtime (`runtime=auto dtype=auto`), and runs once more with `dty
 
 Searches run over MS MARCO passages in two exact shards, top 10: plain queries, and queries under an instruction (InF-IR),
 which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards. Both run through
-Serve's Python proxy and through HAProxy (`ha_proxy=true`). The hits must agree, or the run fails.
+Serve's Python proxy and through HAProxy (`ha_proxy=true`). In float32 the hits must agree, or the run fails; in
+other precisions 95 % of them.
 
 No search is sent twice to a server, so its query cache never hits. A third load has `REPEATS`: that share of its searches
 repeats an earlier one of the same load, drawn with equal chances.
@@ -77,6 +78,8 @@ from infembed_ray.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 """The command, on a cluster with enough logical CPUs for as many encoder threads as the plain graph has."""
+LEAST_SHARED = 0.95
+"""Least share of the plain graph's hits in ours, whose runtime may compute in bfloat16."""
 KINDS = ("plain", "instructed", "repeated")
 OWN_SERVERS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "ours": (["ha_proxy=true"], KINDS),
@@ -326,12 +329,14 @@ def main() -> None:
                 except RuntimeError as error:
                     absent[name] = str(error)
 
-    shared = [
-        statistics.fmean(len(set(a) & set(b)) / len(a) for a, b in zip(found, hits["ours"], strict=True))
-        for found in hits.values()
-    ]
+    exact = hits.get("straightforward", [])
+    shared = {
+        name: round(statistics.fmean(len(set(a) & set(b)) / len(a) for a, b in zip(found, exact, strict=True)), 4)
+        for name, found in hits.items()
+    }
     cosines = {name: float((v * vectors["ours"]).sum(axis=1).min()) for name, v in vectors.items()}
-    assert not shared or min(shared) >= 0.99, shared
+    for name, share in shared.items():
+        assert share >= (0.99 if "float32" in name or name in PLAIN_SERVERS else LEAST_SHARED), shared
     assert not cosines or min(cosines.values()) >= 0.999, cosines
     infinity = [name for name in client.measured if name.startswith("infinity")]
 
@@ -352,7 +357,7 @@ def main() -> None:
         "repeat_rate": {"plain": 0, "instructed": 0, "repeated": REPEATS},
         "vs_infinity": client.ratio("ours, embeddings", infinity),
         "measured": client.figures(),
-        "hits_shared": round(min(shared), 4) if shared else None,
+        "hits_shared": shared,
         "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
         "absent": absent,
         "clients": CLIENTS,
