@@ -66,10 +66,10 @@ class Searcher:
         gpu: bool = False,
     ) -> None:
         self.index = index
-        self.exact = isinstance(index, faiss.IndexFlat)
         self._size = int(index.ntotal)
         self._leaf = leaf(index)
-        self._effortless = isinstance(self._leaf, faiss.IndexFlat)
+        self._compares_all = isinstance(self._leaf, faiss.IndexFlat)
+        self.exact = self._compares_all and self._leaf is index  # nothing transforms the vectors first
         self.originals = _stored(index) if originals is None else originals
         self.lossy = is_lossy(index, str(self.originals.dtype))
         self.parameters: dict[str, int] = {}
@@ -165,7 +165,7 @@ class Searcher:
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
         on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
-        if not self._effortless and (harder := count / (NEAR * self._rerank)) > 1:
+        if not self._compares_all and (harder := count / (NEAR * self._rerank)) > 1:
             if isinstance(self._leaf, faiss.IndexHNSW):
                 asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self._leaf.hnsw.efSearch * harder))
             else:
