@@ -50,7 +50,7 @@ _GENERIC = ("Find passages that answer the query.", "Retrieve the documents that
 _PARAPHRASE = "Here is what I am looking for. {instruction} Please keep that in mind."
 
 Asked = Mapping[str, str]
-"""Query id -> id of the query whose ranking stands in for its own."""
+"""Query id -> id of the query whose ranking is used instead of its own."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Controls:
     twins: Mapping[str, str]
     """Further query -> the task's query whose candidates and exclusions it has."""
     asked: Mapping[str, Sequence[Asked]]
-    """Condition -> rankings that stand in for those of the pairs; the values of several are averaged."""
+    """Condition -> which rankings it measures; the values of several are averaged."""
 
     @classmethod
     def from_task(cls, task: Task) -> Controls | None:
@@ -108,9 +108,9 @@ class Controls:
             run: rankings of all queries of `ask`.
 
         Returns:
-            condition, or kind of instruction -> figure -> query -> value, not scaled by 100. A condition without rankings is left out, and WISE and
-            SICR without rankings of the query alone. p-MRR, WISE and SICR have a value per query with
-            documents that its change excludes, violation@k per changed query, pairs reversed per pair that has any.
+            condition, or kind of instruction -> figure -> query -> value, not scaled by 100. A condition without rankings is
+            left out, and so are WISE and SICR without rankings of the query alone. p-MRR, WISE and SICR have a value per query
+            with documents that its change excludes, violation@k per changed query, pairs reversed per pair that has any.
         """
         runs = {
             condition: [{query: run.get(name, {}) for query, name in own.items()} for own in several]
@@ -205,7 +205,13 @@ def _merged(parts: Iterable[Asked]) -> Asked:
 
 
 def _figures(task: Task, run: Run, plain: Run | None) -> dict[str, dict[str, float]]:
-    """Compute the figures of one condition from the rankings that stand in for the pairs' own, and those of the query alone."""
+    """Compute the figures of one condition.
+
+    Args:
+        task: the task without further queries.
+        run: the ranking that the condition uses for each query of the pairs.
+        plain: rankings of the query alone, which WISE and SICR need.
+    """
     pairs = pairs_of(task.changes)
     lost = {(change.original, change.changed): change.documents for change in task.changes}
     measure = next(figure.measure for figure in task.figures if figure.measure.startswith(("nDCG@", "MAP@")))
