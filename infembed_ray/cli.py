@@ -57,6 +57,9 @@ VERBS = {
     ),
     "index": Verb("checkpoint + corpus -> FAISS shards", "retrieval.distributed:run", "retrieval:IndexSettings"),
     "serve": Verb("checkpoint + index -> HTTP API", "serving.distributed:run", "serving:ServeSettings"),
+    "pipeline": Verb(
+        "several stages, with gates, to a served release", "pipeline.stages:run", "pipeline:PipelineSettings"
+    ),
 }
 """Stages. Each has a script and a settings file in jobs/, and a check in module `check`."""
 
@@ -130,6 +133,9 @@ def _run_verb(options: argparse.Namespace) -> None:
         if getattr(options, "dry_run", False):
             return _check(options.verb, settings)
         require_files(settings)
+        if engine := getattr(options, "workflow", None):
+            print(_load(f"pipeline.workflows:as_{engine}")(settings), end="")
+            return
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
             raise SystemExit(2) from None
@@ -316,6 +322,10 @@ def _parser() -> argparse.ArgumentParser:
         run.set_defaults(run=_run_verb)
         if name in VERBS:
             run.add_argument("--dry-run", action="store_true", help="as `infembed check`: check, start nothing")
+        if name == "pipeline":
+            run.add_argument(
+                "--workflow", choices=("argo", "airflow"), help="print the stages as a file of this engine, and stop"
+            )
     check = add("check", "", "check settings and inputs, and print what a run would do and cost; starts nothing")
     checks = check.add_subparsers(dest="what", required=True, metavar="VERB")
     for name, verb in VERBS.items():

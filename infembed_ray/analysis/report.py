@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infembed_ray import durable
-from infembed_ray.analysis import agreement, contamination, inputs, page, texts
+from infembed_ray.analysis import agreement, contamination, gates, inputs, page, texts
 from infembed_ray.analysis.coverage import Coverage
 from infembed_ray.analysis.diversity import Diversity
 from infembed_ray.analysis.funnel import Funnel
@@ -20,7 +20,7 @@ from infembed_ray.analysis.page import Summary, summarise
 from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.places import Place
+from infembed_ray.places import Place, place_of, read_binary
 from infembed_ray.progress import say, track
 from infembed_ray.storage import Published, Step, find_input
 
@@ -45,11 +45,15 @@ def run(settings: AnalyzeSettings) -> Published:
 
     Raises:
         InputError: an input or the encoder cannot be read, or the output cannot be written.
+        GateError: the records do not keep the limits of `gates`; the report is published.
     """
     files, step = prepare(settings)
-    if done := step.finished():
-        return done
+    done = step.finished() or _publish(settings, files, step)
+    gates.require(settings.gates, read_binary(place_of(done.address) / REPORT_FILE).decode("utf-8"))
+    return done
 
+
+def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) -> Published:
     found, raters, others, evaluations = read(settings, files)
     sets = [texts.from_records(settings.label, found.kept), *others]
     contaminations: list[contamination.Contamination] = []

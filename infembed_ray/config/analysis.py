@@ -8,6 +8,22 @@ from infembed_ray.config.base import Settings, runtime_field
 from infembed_ray.config.llm import ChatModel, Endpoint, JournalUpload, Limits
 
 
+class AnalyzeGates(Settings):
+    """Limits that the records must keep, else the exit status is 1; null: no limit."""
+
+    min_kept: float | None = Field(None, ge=0, le=1, description="least share of the seeds that became records")
+    min_records: int | None = Field(None, ge=1, description="least number of records")
+    min_judged_right: float | None = Field(
+        None, ge=0, le=1, description="least share of the judge's answers that pick the right passage, of each scenario"
+    )
+    max_near_duplicates: float | None = Field(
+        None, ge=0, le=1, description="largest share of a kind's texts that are nearly equal to another"
+    )
+    max_contaminated: float | None = Field(
+        None, ge=0, le=1, description="largest share of a kind's texts that match an evaluation set"
+    )
+
+
 class AnalyzeSettings(Settings):
     """`infembed analyze`: records -> quality report, with comparisons to other sets (paper, section 4.2)."""
 
@@ -35,6 +51,7 @@ class AnalyzeSettings(Settings):
         {}, description="label -> a file of an evaluation set whose texts must not be in the records"
     )
     ngram: int = Field(13, ge=2, description="consecutive words that count as an overlap with an evaluation set")
+    gates: AnalyzeGates = runtime_field(AnalyzeGates(), description="limits that the records must keep")
 
 
 class AgreementSettings(Settings):

@@ -1,0 +1,133 @@
+"""Settings of `infembed pipeline`: one section per stage; what a stage takes from an earlier one is left out."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from infembed_ray.config.analysis import AnalyzeSettings, CleanSettings
+from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.evaluation import EvaluateSettings, NamedRetriever
+from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.config.training import TrainSettings
+
+BASE, TRAINED = "base", "trained"
+"""Labels of the backbone and of the trained model in the pipeline's evaluation."""
+OWN_FOLDER = "default: a folder of the pipeline's output"
+OR_EARLIER = "default: the output of the pipeline's earlier stage"
+
+
+class PipelineSynthesis(SynthesizeSettings):
+    """The stage `synthesize` of a pipeline."""
+
+    output: str = runtime_field("", description=OWN_FOLDER)
+
+
+class PipelineAnalysis(AnalyzeSettings):
+    """The stage `analyze` of a pipeline."""
+
+    records: str = runtime_field("", description=OR_EARLIER)
+    output: str = runtime_field("", description=OWN_FOLDER)
+
+
+class PipelineCleaning(CleanSettings):
+    """The stage `clean` of a pipeline."""
+
+    records: str = runtime_field("", description=OR_EARLIER)
+    output: str = runtime_field("", description=OWN_FOLDER)
+
+
+class PipelineTraining(TrainSettings):
+    """The stage `train` of a pipeline."""
+
+    output: str = runtime_field("", description=OWN_FOLDER)
+
+
+class PipelineEvaluation(EvaluateSettings):
+    """The stage `evaluate` of a pipeline."""
+
+    models: dict[str, NamedRetriever] = runtime_field(
+        {}, description=f"default: `{BASE}`, the backbone of the training, and `{TRAINED}`, its output"
+    )
+    output: str = runtime_field("", description=OWN_FOLDER)
+    gate: str | None = runtime_field(
+        TRAINED, description="label of the model that must pass `gates`; null: every model goes on to the index"
+    )
+
+
+class PipelineIndexing(IndexSettings):
+    """The stage `index` of a pipeline."""
+
+    model: str = runtime_field("", description=f"encoder; {OR_EARLIER}")
+    output: str = runtime_field("", description=OWN_FOLDER)
+
+
+class PipelineServing(ServeSettings):
+    """The stage `serve` of a pipeline."""
+
+    index: str = runtime_field("", description=OR_EARLIER)
+
+
+WIRES: dict[str, dict[str, tuple[str, ...]]] = {
+    "synthesize": {},
+    "analyze": {"records": ("synthesize",)},
+    "clean": {"records": ("synthesize",)},
+    "train": {"records": ("clean", "synthesize")},
+    "evaluate": {"models": ("train",), "records": ("clean", "synthesize")},
+    "index": {"model": ("train",)},
+    "serve": {"index": ("index",)},
+}
+"""Stage, in order -> setting that it leaves out -> the stages that may make its value, the best first."""
+
+
+HELD_OUT = ("evaluate", "records")
+"""Taken only with `evaluate.split`, because records that were trained on are not held out."""
+
+
+class PipelineSettings(Settings):
+    """`infembed pipeline`: stages from seeds to the HTTP API, each from the output of the ones before."""
+
+    output: str = runtime_field(description="directory or URI; each stage publishes into its folder there")
+    synthesize: PipelineSynthesis | None = Field(None, description="seeds -> records")
+    analyze: PipelineAnalysis | None = Field(None, description="records -> quality report; `gates` stops the pipeline")
+    clean: PipelineCleaning | None = Field(None, description="records -> no near-duplicates or test texts")
+    train: PipelineTraining | None = Field(None, description="records + backbone -> checkpoint")
+    evaluate: PipelineEvaluation | None = Field(None, description="models -> tables; `gate` stops the pipeline")
+    index: PipelineIndexing | None = Field(None, description="checkpoint + corpus -> index")
+    serve: PipelineServing | None = Field(
+        None, description="index -> HTTP API; `canary` decides whether it is promoted"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> PipelineSettings:
+        if not self.stages:
+            raise ValueError(f"no stage: give at least one of {', '.join(WIRES)}")
+        for stage in self.stages:
+            section = getattr(self, stage)
+            for setting, makers in WIRES[stage].items():
+                given = getattr(section, setting) or getattr(section, "sources", None) or (stage, setting) == HELD_OUT
+                if not given and self.maker(stage, setting) is None:
+                    raise ValueError(f"{stage}.{setting} is missing: set it, or add the stage {' or '.join(makers)}")
+        if (
+            self.evaluate
+            and self.evaluate.gate
+            and self.evaluate.models
+            and self.evaluate.gate not in self.evaluate.models
+        ):
+            raise ValueError(f"evaluate.gate={self.evaluate.gate}: not a label of evaluate.models; give one, or null")
+        return self
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages that the pipeline has, in order."""
+        return [stage for stage in WIRES if getattr(self, stage) is not None]
+
+    def maker(self, stage: str, setting: str) -> str | None:
+        """Return the stage whose output is the value of a setting; None if the settings give it, or no stage makes it."""
+        section = getattr(self, stage)
+        if getattr(section, setting) or getattr(section, "sources", None):  # `train.sources` stands for `train.records`
+            return None
+        if (stage, setting) == HELD_OUT and section.split is None:
+            return None
+        return next((made for made in WIRES[stage][setting] if getattr(self, made) is not None), None)

@@ -1,0 +1,8 @@
+"""Submit with: ray job submit --working-dir . -- python jobs/pipeline.py --config FILE key=value ..."""
+
+import sys
+
+from infembed_ray.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["pipeline", *sys.argv[1:]]))

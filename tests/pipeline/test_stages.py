@@ -1,0 +1,88 @@
+"""Stages in order, what they pass on, and where a gate stops them."""
+
+import pytest
+
+from infembed_ray.cli import main
+from infembed_ray.config.pipeline import PipelineSettings
+from infembed_ray.errors import GateError, InputError
+from infembed_ray.pipeline import stages
+from infembed_ray.storage import read_manifest, resolve
+from tests.analysis.samples import publish
+
+ALL = {
+    "output": "/out",
+    "synthesize": {"seeds": "/seeds.jsonl"},
+    "clean": {},
+    "analyze": {},
+    "train": {"model": "/backbone"},
+    "evaluate": {"records": "/heldout.jsonl"},
+    "index": {"corpus": "/corpus.jsonl"},
+    "serve": {"port": 8001},
+}
+
+
+def test_a_stage_gets_the_addresses_of_the_outputs_before_it():
+    settings = PipelineSettings.from_mapping(ALL)
+    made = {stage: f"/made/{stage}" for stage in settings.stages}
+    sections = {stage: stages.section(settings, stage, made) for stage in settings.stages}
+    assert list(sections) == ["synthesize", "analyze", "clean", "train", "evaluate", "index", "serve"]
+    assert sections["analyze"].records == sections["clean"].records == "/made/synthesize"
+    assert sections["train"].records == "/made/clean"
+    assert sections["evaluate"].models == {"base": "/backbone", "trained": "/made/train"}
+    assert sections["evaluate"].gate == "trained"
+    assert sections["index"].model == "/made/train"
+    assert (sections["serve"].index, sections["serve"].port) == ("/made/index", 8001)
+    assert [sections[stage].output for stage in ("synthesize", "train")] == ["/out/synthesize", "/out/train"]
+
+
+def test_without_an_output_the_folder_of_its_stage_stands_for_the_newest():
+    settings = PipelineSettings.from_mapping(ALL | {"index": {"corpus": "/c", "output": "milvus+http://host:1/a"}})
+    assert stages.section(settings, "train", {}).records == "/out/clean"
+    assert stages.section(settings, "serve", {}).index == "milvus+http://host:1/a"
+
+
+def test_a_gate_stops_the_pipeline_and_a_lower_limit_goes_on_from_there(tmp_path, capsys):
+    records = str(publish(tmp_path / "records"))
+
+    def settings(least):
+        analyze = {"records": records, "gates": {"min_kept": least}}
+        return PipelineSettings.from_mapping({"output": str(tmp_path / "out"), "analyze": analyze})
+
+    with pytest.raises(GateError, match=r"^analyze: gates\.min_kept=0\.5: the share of seeds kept is 0\.4286, "):
+        stages.run(settings(0.5))
+    assert not (tmp_path / "out" / "release").exists()
+    capsys.readouterr()
+    stages.run(settings(0.4))
+    said = capsys.readouterr().out
+    assert "pipeline: analyze (1 of 1)\nanalyze: nothing to do" in said
+    release = read_manifest(resolve(tmp_path / "out" / "release"), "output")
+    assert list(release["stages"]) == ["analyze"]
+    report = release["stages"]["analyze"]
+    assert read_manifest(resolve(tmp_path / "out" / "analyze"), "output")["identity"] == report["identity"]
+    assert report["address"].endswith(report["identity"])
+    stages.run(settings(0.4))
+    assert len(list((tmp_path / "out" / "release").glob("*/manifest.json"))) == 1
+
+
+def test_bad_input_of_a_stage_names_the_stage(tmp_path):
+    settings = PipelineSettings.from_mapping({"output": str(tmp_path), "analyze": {"records": str(tmp_path / "none")}})
+    with pytest.raises(InputError, match=r"^analyze: records="):
+        stages.run(settings)
+
+
+def test_the_command_checks_named_files_before_the_first_stage(tmp_path, capsys):
+    assert main(["pipeline", f"output={tmp_path}", "synthesize.seeds=/none.jsonl", "train.model=/none"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "infembed pipeline: synthesize.seeds=/none.jsonl: no such file or directory",
+        "infembed pipeline: train.model=/none: no such file or directory",
+    ]
+
+
+def test_check_reports_the_stages_that_can_be_checked_and_those_that_wait(tmp_path, capsys):
+    records = publish(tmp_path / "records")
+    given = [f"output={tmp_path / 'out'}", f"analyze.records={records}", "train.model=/m", f"train.records={records}"]
+    assert main(["check", "pipeline", *given, f"index.corpus={records}"]) == 2
+    said = capsys.readouterr()
+    assert "pipeline: index: waits for train; its other settings are valid" in said.out
+    assert "pipeline: analyze: " in said.out
+    assert "infembed check: train.model=/m: " in said.err
