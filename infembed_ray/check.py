@@ -18,14 +18,14 @@ from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings, Cle
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
 from infembed_ray.config.mining import MineSettings
-from infembed_ray.config.pipeline import WIRES, PipelineSettings
+from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.places import address, listing, place_of
+from infembed_ray.places import address, listing
 from infembed_ray.progress import counted
 from infembed_ray.storage import STATES
 
@@ -420,23 +420,9 @@ def _serve(settings: ServeSettings) -> Iterator[str]:
 
 
 def _pipeline(settings: PipelineSettings) -> Iterator[str]:
-    """Check each stage whose inputs are there already; the others can only be checked when their turn comes."""
-    from infembed_ray.pipeline.stages import output_of, section
+    from infembed_ray.pipeline.stages import check_stages
 
-    faults: list[str] = []
-    for stage in settings.stages:
-        makers = sorted(filter(None, {settings.maker(stage, setting) for setting in WIRES[stage]}))
-        waiting = [made for made in makers if not listing(place_of(output_of(settings, made)))]
-        if waiting:
-            yield f"{stage}: waits for {' and '.join(waiting)}; its other settings are valid"
-            continue
-        try:
-            for line in VERBS[stage](section(settings, stage, {})):
-                yield f"{stage}: {line}"
-        except InputError as error:
-            faults += [f"{stage}: {fault}" for fault in error.args]
-    if faults:
-        raise InputError(*faults)
+    yield from check_stages(settings, VERBS)
 
 
 VERBS: dict[str, Callable[..., Iterator[str]]] = {

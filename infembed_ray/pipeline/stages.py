@@ -7,13 +7,13 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
 from infembed_ray.errors import GateError, InputError
-from infembed_ray.places import address, place_of
+from infembed_ray.places import address, listing, place_of
 from infembed_ray.progress import say
 from infembed_ray.storage import Published, Step
 
@@ -83,6 +83,32 @@ def output_of(settings: PipelineSettings, stage: str) -> str:
     """Return where a stage publishes; `latest` there names its newest output."""
     own = getattr(settings, stage, None)
     return (own and own.output) or address(place_of(settings.output) / stage)
+
+
+def check_stages(settings: PipelineSettings, checks: Mapping[str, Callable[[Any], Iterator[str]]]) -> Iterator[str]:
+    """Check each stage whose inputs are there already; the others can only be checked when their turn comes.
+
+    Args:
+        settings: of the pipeline.
+        checks: stage -> its check, which yields its plan line by line.
+
+    Raises:
+        InputError: mistakes were found; each line names the stage.
+    """
+    faults: list[str] = []
+    for stage in settings.stages:
+        makers = sorted(filter(None, {settings.maker(stage, setting) for setting in WIRES[stage]}))
+        waiting = [made for made in makers if not listing(place_of(output_of(settings, made)))]
+        if waiting:
+            yield f"{stage}: waits for {' and '.join(waiting)}; its other settings are valid"
+            continue
+        try:
+            for line in checks[stage](section(settings, stage, {})):
+                yield f"{stage}: {line}"
+        except InputError as error:
+            faults += [f"{stage}: {fault}" for fault in error.args]
+    if faults:
+        raise InputError(*faults)
 
 
 def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> None:
