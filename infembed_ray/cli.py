@@ -374,6 +374,17 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     view.add_argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port")
     init = add("init", "project_files:run", "copy job scripts, their settings files and cluster.yaml to a directory")
     init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
+    runs = add("runs", "lineage:print_runs", "list the outputs below a directory: stage, time, code, cost; the latest")
+    runs.add_argument(
+        "directory", metavar="DIR", help="`output` of a stage or of a pipeline, or a directory of several"
+    )
+    lineage = add("lineage", "lineage:print_lineage", "show what an output was made from, back to the first inputs")
+    lineage.add_argument(
+        "output", metavar="RUN", help="an output, or the URL of an API: then of the index that it serves"
+    )
+    lineage.add_argument(
+        "--root", metavar="DIR", help="directory or URI with the outputs, of which an API's index is found"
+    )
     journal = add(
         "journal", "llm.journal_tools:run", "check, compact, export, import or reconcile a journal of LLM responses"
     )
