@@ -43,7 +43,7 @@ known = describe(sys.argv[1])
 engine = EncodingEngine.load(sys.argv[1], ServeSettings(index="none", dtype="float32", runtime=sys.argv[2]), None, known)
 texts, instructions = json.loads(sys.argv[3])
 vectors = asyncio.run(engine.embed_queries(texts, instructions)).vectors
-heavy = sorted({"torch", "transformers"} & set(sys.modules))
+heavy = sorted({"torch", "transformers", "pandas"} & set(sys.modules))
 print(json.dumps({"heavy": heavy, "runtime": engine.facts.candidate.runtime, "vectors": vectors.tolist()}))
 """
 
