@@ -15,7 +15,7 @@ import hashlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,10 +101,12 @@ def resume(known: KnownEncoder, settings: ServeSettings) -> Choice | None:
         return None
 
     def build(candidate: Candidate) -> Runtime:
+        if candidate.runtime != "onnx":
+            raise LookupError(f"{candidate} needs torch")
         graphs = graph_files(known.fingerprint, known.backbones, candidate.dtype == "int8")
         return OnnxRuntime(graphs, threads(settings))
 
-    return _Record(known, settings).fastest(_allowed(settings), build, {"onnx"})
+    return _Record(known.fingerprint, known.texts, settings).fastest(_allowed(settings), build)
 
 
 def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> Choice:
@@ -130,7 +132,7 @@ def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> 
     dtype = str(encoder.dtype).removeprefix("torch.")
     if dtype != REFERENCE.dtype or candidates == [REFERENCE]:
         return Choice(in_torch, Candidate("torch", dtype), {})
-    record = _Record(KnownEncoder.of(encoder), settings)
+    record = _Record(encoder.fingerprint(), encoder.texts, settings)
     build = functools.partial(_build, in_torch=in_torch, encoder=encoder, settings=settings)
     choice = record.fastest(candidates, build) or _measure(candidates, build, record, settings, model)
     if choice.candidate != REFERENCE:
@@ -192,39 +194,27 @@ Build = Callable[[Candidate], Runtime]
 
 
 class _Record:
-    """The measurements of an encoder on this kind of machine.
+    """The measurements of an encoder on this kind of machine; `texts` are the probes."""
 
-    Attributes:
-        texts: the probes.
-    """
-
-    def __init__(self, known: KnownEncoder, settings: ServeSettings) -> None:
+    def __init__(self, fingerprint: str, texts: TextTokenizer, settings: ServeSettings) -> None:
         machine = json.dumps([cpu_capabilities(), threads(settings), VERSIONS])
         digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-        self._file = cache_directory() / "calibration" / f"{known.fingerprint}-{digest}.json"
-        self._floor, self.texts = settings.min_cosine, probes(known.texts)
+        self._file = cache_directory() / "calibration" / f"{fingerprint}-{digest}.json"
+        self._floor, self.texts = settings.min_cosine, probes(texts)
 
-    def fastest(
-        self, candidates: Sequence[Candidate], build: Build, runtimes: Container[str] | None = None
-    ) -> Choice | None:
-        """Return the fastest of the candidates that is close enough.
-
-        None if one of them is not recorded, the record is damaged, the fastest fails or is no longer close, or its runtime is
-        not one of `runtimes`.
-        """
+    def fastest(self, candidates: Sequence[Candidate], build: Build) -> Choice | None:
+        """Return the fastest of the candidates; None if one is not recorded, or the fastest fails or is no longer close."""
         with suppress(Exception):
             recorded = json.loads(self._file.read_bytes())
             measured = {Candidate(*row[:2]): Measured(*row[2:]) for row in recorded["measured"]}
             known = {candidate: measured[candidate] for candidate in candidates}
             near = [candidate for candidate in known if known[candidate].cosine >= self._floor]
             fastest = min(near, key=lambda candidate: known[candidate].seconds)
-            if runtimes is None or fastest.runtime in runtimes:
-                runtime = build(fastest)
-                half = len(self.texts) // 2 + 1
-                cosine = _cosine(runtime, self.texts[:half], np.array(recorded["reference"][:half], np.float32))
-                known[fastest] = known[fastest]._replace(cosine=cosine)
-                if cosine >= self._floor:
-                    return _chosen(fastest, runtime, known)
+            runtime, half = build(fastest), len(self.texts) // 2 + 1
+            cosine = _cosine(runtime, self.texts[:half], np.array(recorded["reference"][:half], np.float32))
+            known[fastest] = known[fastest]._replace(cosine=cosine)
+            if cosine >= self._floor:
+                return _chosen(fastest, runtime, known)
         return None
 
     def write(self, measured: Mapping[Candidate, Measured], reference: np.ndarray) -> None:
@@ -294,9 +284,9 @@ def _require_onnx(encoder: InstructionEncoder, settings: ServeSettings, model: s
             f"runtime={settings.runtime} dtype={settings.dtype}: ONNX Runtime has float32 and int8 here, and torch "
             "float32 and bfloat16; set runtime=auto, or dtype=auto"
         )
-    from infembed_ray.modeling import onnx
+    from infembed_ray.modeling.onnx import require_exportable
 
-    onnx.require_exportable(encoder, model)
+    require_exportable(encoder, model)
     if importlib.util.find_spec("onnxruntime") is None:
         raise InputError("onnxruntime is not installed; pip install 'infembed-ray[onnx]', or set runtime=torch")
 
