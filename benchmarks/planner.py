@@ -60,7 +60,7 @@ def texts(number: int, seed: int, side: str) -> list[Any]:
     """Make random texts without shared prefixes."""
     import random
 
-    from infembed_ray.modeling.layout import Tokens
+    from infembed_ray.modeling.tokenizer import Tokens
 
     rng = random.Random(f"{seed}/{side}")
     return [Tokens([rng.randrange(3, 512) for _ in range(TOKENS)], side) for _ in range(number)]

@@ -42,7 +42,7 @@ import material
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import in_one_line
@@ -185,7 +185,7 @@ def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threa
     """Measure the median milliseconds of a query under a new and under a cached instruction."""
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(random_qwen2(Path(folder), texts, shape), cpus_per_encoder=threads, runtime="torch")
-        tokenizer = ours.engine.tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         rng = random.Random(0)
         words = sorted({word for text in texts for word in text.split()})
 

@@ -76,6 +76,8 @@ REPLICA_TITLE = "ray::ServeReplica:"
 """Beginning of a replica's process title, followed by its application and its deployment."""
 REPLICA_MODULE = "ray.serve._private.replica"
 """The module of Serve that a replica imports first."""
+UNUSED_BY_REPLICAS = "pandas"
+"""A package that Serve imports if it is installed, for 0.2 s: to encode answers that hold data frames."""
 MAX_REPLICAS_PER_NODE = 100
 """Largest value that Serve accepts for `max_replicas_per_node`."""
 PROXY_MIDDLEWARE_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -12,7 +12,8 @@ from benchmarks.gpu import measure
 from benchmarks.gpu.suite import Context, Result
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.packing import enable_packing, packed, packing_pays
-from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
+from infembed_ray.modeling.tokenizer import Tokens
 
 ONE_PASS = 1 << 40
 SLACK = 1.5

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from benchmarks.gpu import measure
 from benchmarks.gpu.suite import Context, Result
 from infembed_ray.modeling.attention.packing import enable_packing, packed
-from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches
+from infembed_ray.modeling.layout import Layout, length_sorted_batches
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.grad_cache import GradCache, KeptGraphs
 
 TEMPERATURE = 0.05

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
 import infembed_ray
 from benchmarks.gpu.suite import Context
-from infembed_ray.modeling.layout import Layout, Tokens
+from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.pooling import pool
+from infembed_ray.modeling.tokenizer import Tokens
 
 GIB = 2**30
 QUERY_LENGTH, PASSAGE_LENGTH = 256, 512

@@ -24,8 +24,8 @@ from infembed_ray.modeling import adapters
 from infembed_ray.modeling.attention import kernels
 from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
 from infembed_ray.modeling.template import TextFormat
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.planning.activations import saved
 from infembed_ray.training.losses import Negatives, Objective, marginal_loss
 from infembed_ray.training.observability.flops import Workload, peak_flops

@@ -9,6 +9,7 @@ from pydantic import Field
 from infembed_ray.config.base import Settings, runtime_field
 
 Template = Literal["instruction_first", "query_first", "instruct_query"]
+PoolingMode = Literal["last", "mean", "cls"]
 Pooling = Literal["auto", "last", "mean", "cls"]
 Variable = Literal["P", "I", "IQ", "PIQ"]
 IQNegatives = Literal["kk", "ik"]

@@ -3,6 +3,8 @@
 A checkpoint is a sentence-transformers directory: `SentenceTransformer(path)` gives the same embeddings.
 `infembed.json` in it has what that format cannot hold: template, interaction and lengths. Separate encoders of queries
 and passages are the two routes of a sentence-transformers `Router`.
+
+Only the functions that load a model or ask the hub import torch and transformers, which take seconds.
 """
 
 from __future__ import annotations
@@ -14,17 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModel, AutoTokenizer
-from transformers.utils import cached_file
-from transformers.utils.hub import extract_commit_hash
 
-from infembed_ray.config.training import Interaction, Template
+from infembed_ray.config.training import Interaction, PoolingMode, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.attention.dropout import set_attention_dropout
-from infembed_ray.modeling.pooling import PoolingMode
 from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.places import Place, fingerprint_files
 from infembed_ray.storage import MANIFEST, STATES, open_input, resolve, resolve_input
@@ -64,7 +60,7 @@ class Located:
 
 
 def locate(model: str, setting: str, revision: str | None = None) -> Located:
-    """Find a model that a setting names.
+    """Find a model that a setting names, and read its configuration and its tokenizer.
 
     Args:
         model: directory (`latest` is followed), its URI in an object store, or hub name.
@@ -74,8 +70,15 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
     Raises:
         InputError: there is no such directory, the directory has no model, or the hub does not have the name.
     """
+    found = find(model, setting, revision)
+    require_loadable(local(found.path, setting, with_weights=False), f"{setting}={model}", revision)
+    return found
+
+
+def find(model: str, setting: str, revision: str | None = None) -> Located:
+    """As `locate`, without transformers: a hub name is not checked."""
     if is_uri(model):
-        return _locate_stored(open_input(model, setting), setting)
+        return _find_stored(open_input(model, setting), setting)
     path = resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
         for tower in _towers(str(path)):
@@ -89,18 +92,16 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
                 )
             for weights in folder.glob("*.safetensors"):
                 _require_whole(weights, f"{setting}={model}")
-        _require_loadable(str(path), f"{setting}={model}")
         return Located(str(path), {setting: path}, {})
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise InputError(
             f"{setting}={model}: no such model directory; give an existing one, or a hub name like org/model"
         )
-    _require_loadable(model, f"{setting}={model}", revision)
     return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
 
 
-def _locate_stored(folder: Folder, setting: str) -> Located:
-    """Check a model in an object store by its listing, its configuration and its tokenizer."""
+def _find_stored(folder: Folder, setting: str) -> Located:
+    """Check a model in an object store by its listing."""
     with convert_errors(folder.base, setting):
         names = {PurePosixPath(name) for name in folder.entries()}
     path = local(folder.uri, setting, with_weights=False)
@@ -109,7 +110,6 @@ def _locate_stored(folder: Folder, setting: str) -> Located:
             raise InputError(f"{setting}={folder}: no config.json in this folder; give the folder of a model")
         if not any(name.suffix == ".safetensors" and name.parent == PurePosixPath(tower) for name in names):
             raise InputError(f"{setting}={folder}: no *.safetensors in this folder; convert the weights to safetensors")
-    _require_loadable(path, f"{setting}={folder}")
     return Located(folder.uri, {setting: folder}, {})
 
 
@@ -149,7 +149,7 @@ def _require_finished(path: Path, setting: str) -> None:
 def _require_whole(weights: Path, setting: str) -> None:
     """Check the length of a file of weights against its header."""
     try:
-        with safe_open(weights, "pt"):
+        with safe_open(weights, "np"):
             pass
     except SafetensorError as error:
         raise InputError(
@@ -157,8 +157,10 @@ def _require_whole(weights: Path, setting: str) -> None:
         ) from error
 
 
-def _require_loadable(model: str, setting: str, revision: str | None = None) -> None:
-    """Read configuration and tokenizer, so that errors appear before workers read the weights."""
+def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
+    """Read configuration and tokenizer; InputError if it fails, so that errors appear before workers read the weights."""
+    from transformers import AutoConfig, AutoTokenizer
+
     try:
         for tower in _towers(model, revision):
             AutoConfig.from_pretrained(model, subfolder=tower, revision=revision)
@@ -194,6 +196,8 @@ def at_revision(model: str, revision: str | None) -> str:
     """
     if revision is None or Path(model).is_dir():
         return model
+    from huggingface_hub import snapshot_download
+
     try:
         return snapshot_download(model, revision=revision, allow_patterns=[f"*{suffix}" for suffix in _MODEL_FILES])
     except (OSError, ValueError) as error:
@@ -212,6 +216,8 @@ def commit(model: str, file: str, revision: str | None, setting: str) -> str | N
     Raises:
         InputError: the hub has no such model.
     """
+    from transformers.utils.hub import extract_commit_hash
+
     try:
         found = cached(model, file, revision)
     except (OSError, ValueError) as error:
@@ -228,14 +234,22 @@ def fingerprint(model: str, asked: str) -> str:
         model: directory or hub name.
         asked: the options that the model was loaded with, which may differ from its files.
     """
+    files = files_digest(model)
+    if files is None:
+        return f"hub:{model}:{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    return hashlib.sha256(f"{files}{asked}".encode()).hexdigest()[:16]
+
+
+def files_digest(model: str) -> str | None:
+    """Return 16 hex digits of the names and bytes of a model's files; None for a hub name."""
     root = Path(local(model))
     if not root.is_dir():
-        return f"hub:{model}:{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+        return None
     folders = [root, *root.glob("*_Pooling"), *(root / tower for tower in _towers(str(root)) if tower)]
     files = sorted(
         file for folder in folders for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.name != MANIFEST
     )
-    return hashlib.sha256(f"{fingerprint_files(files, relative_to=root)}{asked}".encode()).hexdigest()[:16]
+    return fingerprint_files(files, relative_to=root)
 
 
 @dataclass(frozen=True)
@@ -315,6 +329,9 @@ def load(
     Raises:
         InputError: no such model, missing or damaged weights, or a tokenizer that is slow or another model's.
     """
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, subfolder=towers[0])
         configs = [AutoConfig.from_pretrained(model, subfolder=tower) for tower in towers]
@@ -349,6 +366,10 @@ def load(
 
 def cached(model: str, file: str, revision: str | None = None) -> str | None:
     """Return the path of a file of a directory or of a hub's model; None if the model has no such file."""
+    if Path(model).is_dir():
+        return found if Path(found := f"{model}/{file}").is_file() else None
+    from transformers.utils import cached_file
+
     path: str | None = cached_file(
         model,
         file,
@@ -357,21 +378,6 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
         _raise_exceptions_for_connection_errors=False,
     )
     return path
-
-
-def weight_files(model: str, tower: str) -> list[Path]:
-    """Return the safetensors files of a backbone, without those that are missing.
-
-    Args:
-        model: directory or hub name.
-        tower: folder of the backbone, from its description.
-    """
-    listed = ["model.safetensors"]
-    if cached(model, _join(tower, listed[0])) is None:  # transformers prefers it too
-        index = _read_json(model, _join(tower, "model.safetensors.index.json"))
-        listed = sorted(set(index.get("weight_map", {}).values()))
-    found = (cached(model, _join(tower, file)) for file in listed)
-    return [Path(file) for file in found if file]
 
 
 def is_own(model: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from infembed_ray import progress
+from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer
 from infembed_ray.modeling.attention import prefix_tree
@@ -22,13 +23,13 @@ from infembed_ray.modeling.attention.dropout import attention_dropout
 from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
-from infembed_ray.modeling.layout import Layout, Side, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.linear import enable_onednn
 from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
-from infembed_ray.modeling.pooling import PoolingMode, pool, truncate
+from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.precision import warn_of_slow_bf16
-from infembed_ray.modeling.template import TextFormat, render
-from infembed_ray.modeling.tokenizer import tokens_before
+from infembed_ray.modeling.template import TextFormat
+from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
 from infembed_ray.object_store import is_uri
 
 if TYPE_CHECKING:
@@ -191,47 +192,22 @@ class InstructionEncoder(nn.Module):
             pooled = pool(states, layout, self.pooling)
         return truncate(pooled, self.dimension)
 
-    def tokenize_queries(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
-        """Tokenize (instruction, query) texts, truncated to `query_length`; mark instructions that come first."""
-        if self.interaction is not None:
-            return self._tokenize_separately(queries, instructions)
-        firsts = [
-            len(self.text.query_prefix + i) if i and self.text.template == "instruction_first" else 0
-            for i in instructions
-        ]
-        texts = [
-            self.text.query_prefix + render(self.text.template, i, q)
-            for q, i in zip(queries, instructions, strict=True)
-        ]
-        return self._tokenize(texts, "query", self.text.query_length, firsts)
+    @property
+    def texts(self) -> TextTokenizer:
+        """From texts to token ids."""
+        backend, splits = self.tokenizer.backend_tokenizer, self.tokenizer.split_special_tokens
+        if backend.encode_special_tokens != splits:
+            backend.encode_special_tokens = splits
+        separate = self.interaction is not None
+        return TextTokenizer(backend, self.text, self._pad_id, separate, self.tokenizer.truncation_side)
 
-    def _tokenize_separately(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
-        """Tokenize instruction and query separately, each truncated to `query_length`, and join them."""
-        texts = list(dict.fromkeys([*queries, *filter(None, instructions)]))
-        tokens = self._tokenize([self.text.query_prefix + t for t in texts], "query", self.text.query_length)
-        ids: dict[str | None, list[int]] = {None: []}
-        ids |= {text: t.ids for text, t in zip(texts, tokens, strict=True)}
-        return [
-            Tokens(ids[i or None] + ids[q], "query", len(ids[i or None]))
-            for q, i in zip(queries, instructions, strict=True)
-        ]
+    def tokenize_queries(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
+        """As `TextTokenizer.tokenize_queries`."""
+        return self.texts.tokenize_queries(queries, instructions)
 
     def tokenize_passages(self, passages: Sequence[str]) -> list[Tokens]:
-        """Tokenize passages, truncated to `passage_length`."""
-        return self._tokenize([self.text.passage_prefix + p for p in passages], "passage", self.text.passage_length)
-
-    def _tokenize(self, texts: list[str], side: Side, max_length: int, firsts: Sequence[int] = ()) -> list[Tokens]:
-        """Tokenize texts; the first `firsts[row]` characters of a text are its instruction."""
-        if not texts:
-            return []
-        encoded = self.tokenizer(texts, truncation=True, max_length=max_length)
-        return [
-            # A text without tokens gets the pad token, because pooling needs at least one.
-            Tokens(
-                ids or [self._pad_id], side, tokens_before(encoded, row, firsts[row]) if firsts and firsts[row] else 0
-            )
-            for row, ids in enumerate(encoded["input_ids"])
-        ]
+        """As `TextTokenizer.tokenize_passages`."""
+        return self.texts.tokenize_passages(passages)
 
     def checkpoint_activations(self) -> None:
         """Recompute activations in the backward pass instead of keeping them (gradient checkpointing)."""
@@ -323,7 +299,7 @@ class InstructionEncoder(nn.Module):
             float32 unit vectors: (n, d), or (d,) for a single str.
         """
         several = [inputs] if isinstance(inputs, str) else list(inputs)
-        tokens = self._tokenize(several, "passage", self.text.passage_length)
+        tokens = self.texts.tokenize(several, "passage", self.text.passage_length)
         vectors = self.embed(tokens, batch_tokens, show_progress_bar)
         return vectors[0] if isinstance(inputs, str) else vectors
 

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
-from infembed_ray.modeling.layout import Layout, Tokens
-from infembed_ray.modeling.pooling import PoolingMode
+from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.tokenizer import Tokens
 
 FILE = "interaction.safetensors"
 _BLOCK = 1 << 20

@@ -9,36 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from infembed_ray.modeling.tokenizer import Side, Tokens
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Side = Literal["query", "passage"]
 _HOST = {"lengths", "pairs", "ends"}
 """Fields of layouts that stay on the CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The token ids of one text.
-
-    Attributes:
-        ids: token ids with special tokens, without padding.
-        side: query or passage; separate encoders embed them differently.
-        instruction: number of leading ids that belong to the instruction, which all queries under it share; 0 without an
-            instruction, or if the instruction does not come first.
-    """
-
-    ids: list[int]
-    side: Side = "passage"
-    instruction: int = 0
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 @dataclass(frozen=True)

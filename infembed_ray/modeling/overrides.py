@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from infembed_ray.config.training import Interaction, Pooling, Template
+from infembed_ray.config.training import Interaction, Pooling, PoolingMode, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import Description
-from infembed_ray.modeling.pooling import PoolingMode
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import add_eos, marks_the_end
 

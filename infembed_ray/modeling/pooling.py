@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
+from infembed_ray.config.training import PoolingMode
 from infembed_ray.modeling.layout import Layout, on_device
-
-PoolingMode = Literal["last", "mean", "cls"]
 
 
 def pool(states: Tensor, layout: Layout, mode: PoolingMode) -> Tensor:

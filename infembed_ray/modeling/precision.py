@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infembed_ray.progress import say
 
-_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""bfloat16 instructions of x86 and ARM CPUs, as `torch.cpu.get_capabilities` names them."""
+if TYPE_CHECKING:
+    import torch
+
+CPU_FACTS = Path("/proc/cpuinfo")
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+"""bfloat16 instructions of x86 and ARM CPUs, as Linux names them."""
 
 
-def cpu_capabilities() -> dict[str, bool]:
-    """Return the CPU's instruction sets as `torch.cpu.get_capabilities` names them; empty in versions of torch without it."""
-    return dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
+def cpu_capabilities() -> list[str]:
+    """Return the CPU's instruction sets as Linux names them, sorted; empty on other systems."""
+    with suppress(OSError):
+        for line in CPU_FACTS.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # x86 and ARM
+                return sorted(value.split())
+    return []
 
 
 def cpu_has_bf16() -> bool | None:
-    """Return whether the CPU has bfloat16 instructions; None: this version of torch cannot tell."""
+    """Return whether the CPU has bfloat16 instructions; None: unknown, on systems other than Linux."""
     capabilities = cpu_capabilities()
-    return any(capabilities.get(name) for name in _BF16) if capabilities else None
+    return not _BF16.isdisjoint(capabilities) if capabilities else None
 
 
 def warn_of_slow_bf16(device: torch.device | str, setting: str, remedy: str) -> None:
@@ -28,7 +39,7 @@ def warn_of_slow_bf16(device: torch.device | str, setting: str, remedy: str) -> 
         device: device of the model.
         setting, remedy: the setting and its remedy, such as `dtype=bfloat16` and `dtype=float32`.
     """
-    if torch.device(device).type == "cpu" and cpu_has_bf16() is False:
+    if str(device).partition(":")[0] == "cpu" and cpu_has_bf16() is False:
         say(
             f"warning: {setting}: this CPU has no bfloat16 instructions (AVX-512 BF16, AMX) and computes several times "
             f"slower than in float32; set {remedy}"

@@ -25,8 +25,9 @@ from infembed_ray.lru_cache import LruCache
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout, Tokens
+from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.pooling import pool, truncate
+from infembed_ray.modeling.tokenizer import Tokens
 
 Key = tuple[int, ...]
 """Token ids of an instruction."""

@@ -1,12 +1,102 @@
-"""End-of-text tokens and token offsets of Hugging Face tokenizers."""
+"""From texts to token ids: template, prefixes, truncation and special tokens. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-from tokenizers import processors
+from tokenizers import Encoding, Tokenizer, processors
 
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.template import TextFormat, render
+
+Side = Literal["query", "passage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The token ids of one text.
+
+    Attributes:
+        ids: token ids with special tokens, without padding.
+        side: query or passage; separate encoders embed them differently.
+        instruction: number of leading ids that belong to the instruction, which all queries under it share; 0 without an
+            instruction, or if the instruction does not come first.
+    """
+
+    ids: list[int]
+    side: Side = "passage"
+    instruction: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass
+class TextTokenizer:
+    """Tokenizes queries and passages. Not thread-safe, because truncation is state of the backend.
+
+    Attributes:
+        backend: the fast tokenizer.
+        text: template, prefixes and lengths.
+        pad_id: token of a text that has none, because pooling needs at least one.
+        separate: tokenize instruction and query separately (Interaction II).
+        truncation_side: end of a text that is cut: `right` or `left`.
+    """
+
+    backend: Tokenizer
+    text: TextFormat
+    pad_id: int
+    separate: bool = False
+    truncation_side: str = "right"
+
+    def tokenize_queries(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
+        """Tokenize (instruction, query) texts, truncated to `query_length`; mark instructions that come first."""
+        text = self.text
+        if self.separate:
+            return self._tokenize_separately(queries, instructions)
+        firsts = [len(text.query_prefix + i) if i and text.template == "instruction_first" else 0 for i in instructions]
+        texts = [text.query_prefix + render(text.template, i, q) for q, i in zip(queries, instructions, strict=True)]
+        return self.tokenize(texts, "query", text.query_length, firsts)
+
+    def _tokenize_separately(self, queries: Sequence[str], instructions: Sequence[str | None]) -> list[Tokens]:
+        """Tokenize instruction and query separately, each truncated to `query_length`, and join them."""
+        texts = list(dict.fromkeys([*queries, *filter(None, instructions)]))
+        tokens = self.tokenize([self.text.query_prefix + t for t in texts], "query", self.text.query_length)
+        ids: dict[str | None, list[int]] = {None: []}
+        ids |= {text: t.ids for text, t in zip(texts, tokens, strict=True)}
+        return [
+            Tokens(ids[i or None] + ids[q], "query", len(ids[i or None]))
+            for q, i in zip(queries, instructions, strict=True)
+        ]
+
+    def tokenize_passages(self, passages: Sequence[str]) -> list[Tokens]:
+        """Tokenize passages, truncated to `passage_length`."""
+        return self.tokenize([self.text.passage_prefix + p for p in passages], "passage", self.text.passage_length)
+
+    def tokenize(self, texts: Sequence[str], side: Side, length: int, firsts: Sequence[int] = ()) -> list[Tokens]:
+        """Tokenize texts as they are, truncated to `length`; the first `firsts[row]` characters are the instruction."""
+        cut: dict[str, Any] = {
+            "max_length": length,
+            "stride": 0,
+            "strategy": "longest_first",
+            "direction": self.truncation_side,
+        }
+        if self.backend.truncation != cut:
+            self.backend.enable_truncation(**cut)
+        if self.backend.padding is not None:
+            self.backend.no_padding()
+        encoded = self.backend.encode_batch(list(texts))
+        return [
+            Tokens(one.ids or [self.pad_id], side, tokens_before(one, firsts[row]) if firsts and firsts[row] else 0)
+            for row, one in enumerate(encoded)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self.backend.decode(ids, skip_special_tokens=True)
+        return text
 
 
 def marks_the_end(tokenizer: Any) -> bool:
@@ -43,19 +133,19 @@ def add_eos(tokenizer: Any) -> None:
         tokenizer.init_kwargs["add_eos_token"] = True
 
 
-def tokens_before(encoded: Any, row: int, characters: int) -> int:
+def tokens_before(encoded: Encoding, characters: int) -> int:
     """Return how many tokens lie wholly within the first `characters` of a text; 0 if a token crosses that border.
 
     Special tokens before the first character count.
 
     Args:
-        encoded: output of the tokenizer.
-        row: index of the text.
+        encoded: the tokenized text.
         characters: number of characters, at least 1.
     """
-    first = encoded.char_to_token(row, characters)
+    first = encoded.char_to_token(characters)
     if first is None:  # the space between instruction and query may belong to no token
-        first = encoded.char_to_token(row, characters + 1)
-    if first is None or encoded.token_to_chars(row, first).start < characters:
+        first = encoded.char_to_token(characters + 1)
+    if first is None:
         return 0
-    return int(first)
+    characters_of_it = encoded.token_to_chars(first)
+    return first if characters_of_it is not None and characters_of_it[0] >= characters else 0

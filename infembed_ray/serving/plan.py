@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.checkpoint import find, is_weights, local
 from infembed_ray.object_store import is_uri
 from infembed_ray.places import address, listing, place_of
 from infembed_ray.ray_cluster import on_a_cluster
@@ -38,6 +39,8 @@ from infembed_ray.serving.arguments import (
     EncoderArguments,
     IndexArguments,
 )
+from infembed_ray.serving.encoder.calibration import require_runnable
+from infembed_ray.serving.encoder.known import describe
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.probes import Probe, read_probes
@@ -73,34 +76,29 @@ class Plan:
             InputError: there is no such index or model, the index is damaged or another encoder built it, or the API would
                 be open to other machines.
         """
-        from infembed_ray.modeling.checkpoint import local, locate
-        from infembed_ray.modeling.encoder import InstructionEncoder
-        from infembed_ray.serving.encoder.calibration import require_runnable
-
         keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
         _require_safe(settings, keys)
         probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
         index = _describe(settings)
-        found = locate(settings.model or index.facts.model, "model")
+        found = find(settings.model or index.facts.model, "model")
         path = local(found.path)
-        described = InstructionEncoder.from_pretrained(path, dimensions=index.facts.dimensions, device="meta")
-        fingerprint = described.fingerprint()
-        index.facts.require_encoder(fingerprint, index.place)
-        require_runnable(described, settings, path)
+        known = describe(path, index.facts.dimensions)
+        index.facts.require_encoder(known.fingerprint, index.place)
+        _require_runnable(settings, path)
         card = schema.Model(
             id=settings.model_name or _model_name(settings.model or index.facts.model, path),
             created=int(time.time()),
             dimension=index.facts.dimension,
-            encoder=fingerprint,
+            encoder=known.fingerprint,
             index_version=index.version,
             passages=index.facts.passages,
-            vocabulary=len(described.tokenizer),
+            vocabulary=known.vocabulary,
             metadata=dict(index.facts.metadata),
             writable=settings.writable,
             suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
         )
         encoder = EncoderArguments(
-            model=found.path, fingerprint=fingerprint, dimensions=index.facts.dimensions, settings=settings
+            model=found.path, fingerprint=known.fingerprint, dimensions=index.facts.dimensions, settings=settings
         )
         shards = IndexArguments(index=index.place, version=index.version, settings=settings)
         api = ApiArguments(locked=bool(keys), settings=settings)
@@ -288,10 +286,16 @@ def _model_name(given: str, path: str) -> str:
 
 def _model_bytes(place: str) -> int:
     """Return the size of the weights in a directory or its URI; 0 for a hub name."""
-    from infembed_ray.modeling.checkpoint import is_weights
-
     files = listing(place_of(place)) if is_uri(place) or Path(place).is_absolute() else {}
     return sum(size for name, size in files.items() if is_weights(name))
+
+
+def _require_runnable(settings: ServeSettings, path: str) -> None:
+    """InputError if the settings demand a runtime that cannot run the model; only then the model's configuration is loaded."""
+    if settings.runtime in ("onnx", "vllm") or settings.dtype == "int8":
+        from infembed_ray.modeling.encoder import InstructionEncoder
+
+        require_runnable(InstructionEncoder.from_pretrained(path, device="meta"), settings, path)
 
 
 def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:

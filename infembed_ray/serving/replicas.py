@@ -1,7 +1,7 @@
 """Replicas of the Serve deployments: encoder, shard search, ingress and the metrics page.
 
-Only an encoder replica imports torch and transformers. A replica of a shard or of the ingress without them uses half the
-memory and starts in half the time.
+Only an encoder replica imports torch and transformers, and only if no earlier start has left its graph. A replica without
+them uses half the memory and starts in half the time.
 """
 
 from __future__ import annotations
@@ -74,18 +74,17 @@ class Encoder:
     """A replica of the encoder."""
 
     def __init__(self, arguments: EncoderArguments) -> None:
-        from infembed_ray.modeling.encoder import InstructionEncoder
         from infembed_ray.serving.encoder.engine import EncodingEngine
+        from infembed_ray.serving.encoder.known import describe
 
         model = str(resolve_input(arguments.model, "model")) if is_uri(arguments.model) else arguments.model
-        described = InstructionEncoder.from_pretrained(model, dimensions=arguments.dimensions, device="meta")
-        found = startup.in_background(described.fingerprint)
-        if found != arguments.fingerprint:
+        known = startup.in_background(lambda: describe(model, arguments.dimensions))
+        if known.fingerprint != arguments.fingerprint:
             raise RuntimeError(
-                f"model={arguments.model}: its fingerprint is {found} on this node and {arguments.fingerprint} where "
+                f"model={arguments.model}: its fingerprint is {known.fingerprint} on this node and {arguments.fingerprint} where "
                 "`serve` was started; put the same checkpoint on all nodes"
             )
-        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions)
+        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions, known)
         registry = CollectorRegistry()
         registry.register(EngineMetrics(self._engine))
         self._metrics = MetricsReporter(registry)

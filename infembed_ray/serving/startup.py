@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import psutil
 
-from infembed_ray.ray_compat import REPLICA_MODULE, REPLICA_TITLE
+from infembed_ray.ray_compat import REPLICA_MODULE, REPLICA_TITLE, UNUSED_BY_REPLICAS
 
 T = TypeVar("T")
 
@@ -55,9 +55,12 @@ def import_encoder_modules() -> None:
 
 
 def _import(modules: tuple[str, ...]) -> None:
+    sys.modules.setdefault(UNUSED_BY_REPLICAS, None)  # type: ignore[arg-type]  # counts as not installed
     # The replica's constructor reports a failing import better than a worker that does not start.
     with suppress(Exception):
         in_background(lambda: [importlib.import_module(module) for module in modules])
+    if sys.modules[UNUSED_BY_REPLICAS] is None:
+        del sys.modules[UNUSED_BY_REPLICAS]
 
 
 def _replica_here() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from infembed_ray.config.training import IQNegatives
 from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.losses import NCE, Objective
 
 

@@ -25,8 +25,9 @@ from infembed_ray.modeling.attention.flex import available as flex_available
 from infembed_ray.modeling.attention.kernels import Kernels, measure
 from infembed_ray.modeling.attention.packing import compile_layers
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout, Tokens, on_device
+from infembed_ray.modeling.layout import Layout, on_device
 from infembed_ray.modeling.precision import warn_of_slow_bf16
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training import deepspeed_compat, preparation
 from infembed_ray.training.checkpoints.writer import CheckpointFiles, Written
 from infembed_ray.training.collectives import max_over_workers, mean_over_workers, world

@@ -18,8 +18,8 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
 from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.progress import say
 from infembed_ray.storage import STATES
 from infembed_ray.training.checkpoints.manager import CheckpointManager

@@ -12,7 +12,7 @@ from infembed_ray.config.training import Variable
 from infembed_ray.errors import InputError
 from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import NCE, Negatives, Objective, marginal_loss
 from infembed_ray.training.scores import score_batch

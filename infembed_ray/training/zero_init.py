@@ -7,6 +7,7 @@ whole model first.
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -89,7 +90,7 @@ def sources_of(encoder: InstructionEncoder, model: str) -> Sources | None:
     sources = Sources([], [])
     for number, backbone in enumerate(encoder.backbones):
         shapes: dict[Source, tuple[int, ...]] = {}
-        for path in checkpoint.weight_files(model, towers[min(number, len(towers) - 1)]):
+        for path in _weight_files(model, towers[min(number, len(towers) - 1)]):
             with safe_open(path, "pt") as file:
                 shapes |= {Source(path, name): tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
         own = {source.name.removeprefix(f"{backbone.base_model_prefix}."): source for source in shapes}
@@ -100,6 +101,22 @@ def sources_of(encoder: InstructionEncoder, model: str) -> Sources | None:
         saved = {name for name, _ in backbone.named_buffers()} & set(backbone.state_dict())
         sources.buffers.append({name: own[name].contiguous() for name in saved if name in own})
     return sources
+
+
+def _weight_files(model: str, tower: str) -> list[Path]:
+    """Return the safetensors files of a backbone, without those that are missing.
+
+    Args:
+        model: directory or hub name.
+        tower: folder of the backbone, from its description.
+    """
+    prefix = f"{tower}/" if tower else ""
+    listed = ["model.safetensors"]
+    if checkpoint.cached(model, prefix + listed[0]) is None:  # transformers prefers it too
+        index = checkpoint.cached(model, f"{prefix}model.safetensors.index.json")
+        listed = sorted(set(json.loads(Path(index).read_bytes())["weight_map"].values())) if index else []
+    found = (checkpoint.cached(model, prefix + file) for file in listed)
+    return [Path(file) for file in found if file]
 
 
 def restore_buffers(encoder: InstructionEncoder, sources: Sources) -> None:

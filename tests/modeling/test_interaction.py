@@ -23,7 +23,8 @@ from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
-from infembed_ray.modeling.layout import Tokens, padded
+from infembed_ray.modeling.layout import padded
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.records import Record
 from infembed_ray.training.loop import train_worker
 from infembed_ray.training.observability.metrics import read_metrics

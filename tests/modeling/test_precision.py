@@ -1,7 +1,5 @@
 """The warning about bfloat16 on CPUs without it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -18,17 +16,18 @@ def warnings_of(capsys):
 @pytest.mark.parametrize(
     ("has", "warns"),
     [
-        ({"avx2": True, "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, True),
-        ({"neon": True, "bf16": False}, True),
-        ({"avx512_bf16": True, "amx_bf16": False}, False),
-        ({"avx512_bf16": False, "amx_bf16": True}, False),
-        ({"neon": True, "bf16": True}, False),
+        ("flags\t\t: avx2 avx512f", True),
+        ("Features\t: fp asimd", True),
+        ("flags\t\t: avx2 avx512_bf16", False),
+        ("flags\t\t: avx2 amx_bf16 amx_tile", False),
+        ("Features\t: fp asimd bf16", False),
     ],
 )
 def test_bf16_on_a_cpu_without_bf16_instructions_logs_one_warning_with_the_remedy(
-    has, warns, backbone_path, capsys, monkeypatch
+    has, warns, backbone_path, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(precision, "CPU_FACTS", tmp_path / "cpuinfo")
+    precision.CPU_FACTS.write_text(f"processor\t: 0\n{has}\n\nprocessor\t: 1\n{has}\n")
     InstructionEncoder.from_pretrained(backbone_path("qwen2"), dtype=torch.bfloat16)
     said = warnings_of(capsys)
     assert len(said) == warns
@@ -40,7 +39,7 @@ def test_bf16_on_a_cpu_without_bf16_instructions_logs_one_warning_with_the_remed
     assert warnings_of(capsys) == []
 
 
-def test_an_older_torch_gives_no_warning(capsys, monkeypatch):
-    monkeypatch.setattr(precision, "torch", SimpleNamespace(cpu=SimpleNamespace(), device=torch.device))
+def test_a_system_without_the_file_gives_no_warning(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(precision, "CPU_FACTS", tmp_path / "none")
     warn_of_slow_bf16("cpu", "dtype=bfloat16", "dtype=float32")
     assert capsys.readouterr().out == ""

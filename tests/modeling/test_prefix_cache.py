@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoModel
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
 from infembed_ray.modeling.prefix_cache import PrefixCache, obstacle
+from infembed_ray.modeling.tokenizer import Tokens
 from tests.modeling.backbones import DECODERS
 
 INSTRUCTIONS = [

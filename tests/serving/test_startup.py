@@ -49,13 +49,15 @@ def test_what_the_function_raises_is_raised(replica: None) -> None:
 
 
 @pytest.mark.integration
-def test_a_replica_without_an_encoder_does_not_import_torch() -> None:
+@pytest.mark.parametrize("kind", ["MODULES", "ENCODER_MODULES"])
+def test_a_replica_imports_neither_torch_nor_pandas(kind: str) -> None:
     code = (
-        "import sys; from infembed_ray.serving import startup; startup.import_modules();"
-        "print(set(startup.MODULES) <= set(sys.modules), 'torch' in sys.modules)"
+        f"import sys; from infembed_ray.serving import startup; startup._import(startup.{kind});"
+        f"print(set(startup.{kind}) <= set(sys.modules), {{'torch', 'transformers', 'pandas'}} & set(sys.modules));"
+        "import pandas; print(pandas.DataFrame.__name__)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["True", "False"]
+    assert found.stdout.splitlines() == ["True set()", "DataFrame"]
 
 
 @pytest.mark.ray

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from infembed_ray.modeling.layout import Tokens, padded
+from infembed_ray.modeling.layout import padded
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.grad_cache import GradCache, KeptGraphs
 
 

@@ -29,7 +29,7 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport
-from infembed_ray.modeling.layout import Side
+from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.storage import local_path, require_writable
 
 COHERE_TEXTS = 96

@@ -21,7 +21,8 @@ from infembed_ray.evaluation.retrievers.retriever import passage_text, query_for
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout, Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
+from infembed_ray.modeling.tokenizer import Tokens
 
 
 class CheckpointEncoder:

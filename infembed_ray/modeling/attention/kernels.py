@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infembed_ray.modeling.layout import Layout, Tokens
+from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.tokenizer import Tokens
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder

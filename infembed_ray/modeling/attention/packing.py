@@ -30,7 +30,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.layout import Layout, Tokens, on_device
+from infembed_ray.modeling.layout import Layout, on_device
+from infembed_ray.modeling.tokenizer import Tokens
 
 ATTENTION = "packed_sdpa"
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}

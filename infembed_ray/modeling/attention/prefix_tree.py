@@ -25,7 +25,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from infembed_ray.modeling.attention.flex import FlexTreeAttention
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
-from infembed_ray.modeling.layout import Layout, Side, Tokens, on_device
+from infembed_ray.modeling.layout import Layout, on_device
+from infembed_ray.modeling.tokenizer import Side, Tokens
 
 WORTHWHILE = 0.1
 """Smallest share of saved tokens that makes trees worthwhile."""

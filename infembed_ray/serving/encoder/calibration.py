@@ -2,43 +2,37 @@
 
 The candidates are torch and ONNX Runtime in float32, torch in bfloat16 where the CPU has instructions for it, and ONNX
 Runtime in int8. The fastest runs whose embeddings have at least the cosine `min_cosine` with those of torch in float32.
-The measurements are kept in the user's cache directory, under the encoder's fingerprint and the CPU's instructions. A
-later start builds the fastest candidate only, and checks its cosine again.
+The measurements are kept in the user's cache directory, under the encoder's fingerprint and the CPU's instructions, with
+the embeddings of torch in float32. A later start builds the fastest candidate only, and checks its cosine again: for a graph
+without torch.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib.util
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from infembed_ray import durable
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.modeling import onnx
-from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
 from infembed_ray.modeling.precision import cpu_capabilities, cpu_has_bf16
+from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
-from infembed_ray.serving.encoder.runtime import (
-    VERSIONS,
-    OnnxRuntime,
-    Runtime,
-    TorchRuntime,
-    cache_directory,
-    graphs,
-    threads,
-)
+from infembed_ray.serving.encoder.known import KnownEncoder
+from infembed_ray.serving.encoder.runtime import VERSIONS, OnnxRuntime, Runtime, cache_directory, graph_files, threads
 from infembed_ray.serving.encoder.vllm_runtime import VllmRuntime, require_vllm
+
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
 
 PROBE_LENGTHS = (4, 8, 16, 24, 32, 64, 96, 128, 256, 512)
 """Lengths in tokens of the texts that compare and warm up the runtimes."""
@@ -96,6 +90,25 @@ def require_runnable(encoder: InstructionEncoder, settings: ServeSettings, model
         _require_onnx(encoder, settings, model)
 
 
+def resume(known: KnownEncoder, settings: ServeSettings) -> Choice | None:
+    """Return the graph that an earlier start measured as the fastest, without torch; None if there is none, or it fails.
+
+    Args:
+        known: the encoder.
+        settings: runtime, dtype, floor and threads.
+    """
+    if settings.runtime == "vllm" or settings.gpus_per_encoder:
+        return None
+
+    def build(candidate: Candidate) -> Runtime:
+        if candidate.runtime != "onnx":
+            raise LookupError(f"{candidate} needs torch")
+        graphs = graph_files(known.fingerprint, known.backbones, candidate.dtype == "int8")
+        return OnnxRuntime(graphs, threads(settings))
+
+    return _Record(known.fingerprint, known.texts, settings).fastest(_allowed(settings), build)
+
+
 def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> Choice:
     """Return the fastest runtime that the settings allow.
 
@@ -109,45 +122,45 @@ def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> 
     Raises:
         InputError: the settings demand a runtime that cannot run this encoder or gives different vectors.
     """
+    from infembed_ray.serving.encoder.torch_runtime import TorchRuntime
+
     if settings.runtime == "vllm":
         vllm = VllmRuntime(encoder, settings, model)
         return Choice(vllm, Candidate("vllm", vllm.dtype), {})
     candidates = _candidates(encoder, settings, model)
     in_torch = TorchRuntime(encoder, settings.batch_tokens, settings.prefix_cache_mib * 2**20)
-    if encoder.dtype != torch.float32 or candidates == [REFERENCE]:
-        return Choice(in_torch, Candidate("torch", str(encoder.dtype).removeprefix("torch.")), {})
-    calibration = _Calibration(in_torch, encoder, settings, candidates)
-    if not calibration.close:
-        cosines = ", ".join(f"{candidate} {m.cosine:.4f}" for candidate, m in calibration.measured.items())
-        raise InputError(
-            f"runtime={settings.runtime} dtype={settings.dtype}: gives different vectors for {model} (smallest cosine: "
-            f"{cosines}); set runtime=torch dtype=float32, or lower min_cosine={settings.min_cosine:g}"
-        )
-    measured = calibration.measured
-    candidate = min(calibration.close, key=lambda c: measured[c].seconds)
-    figures = ", ".join(f"{c} {1e3 * m.seconds:.0f} ms and cosine {m.cosine:.5f}" for c, m in measured.items())
-    say(f"serve: the encoder runs in {candidate} ({figures})")
-    if candidate != REFERENCE:
+    dtype = str(encoder.dtype).removeprefix("torch.")
+    if dtype != REFERENCE.dtype or candidates == [REFERENCE]:
+        return Choice(in_torch, Candidate("torch", dtype), {})
+    record = _Record(encoder.fingerprint(), encoder.texts, settings)
+    build = functools.partial(_build, in_torch=in_torch, encoder=encoder, settings=settings)
+    choice = record.fastest(candidates, build) or _measure(candidates, build, record, settings, model)
+    if choice.candidate != REFERENCE:
         encoder.to("meta")
-    return Choice(calibration.close[candidate], candidate, measured)
+    return choice
 
 
-def probes(encoder: InstructionEncoder) -> list[Tokens]:
+def probes(texts: TextTokenizer) -> list[Tokens]:
     """Return passages of `PROBE_LENGTHS` tokens, up to the encoder's maximum length, shortest first."""
-    several = [tokens.ids for tokens in encoder.tokenize_passages([text * 50 for text in _PROBE_TEXTS])]
+    several = [tokens.ids for tokens in texts.tokenize_passages([text * 50 for text in _PROBE_TEXTS])]
     lengths = [length for length in PROBE_LENGTHS if length <= len(several[0])]
     cut = [(several[turn % len(several)], length) for turn, length in enumerate(lengths)]
     return [Tokens(ids[: length - 1] + ids[-1:]) for ids, length in cut]
 
 
-def _candidates(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> list[Candidate]:
-    """Return the candidates that the settings and this machine allow, except those that cannot run the encoder."""
+def _allowed(settings: ServeSettings) -> list[Candidate]:
+    """Return the candidates that the settings and this machine allow."""
     found = [REFERENCE, Candidate("onnx", "float32")]
     if settings.dtype == "bfloat16" or (settings.dtype == "auto" and cpu_has_bf16()):
         found.append(Candidate("torch", "bfloat16"))
     if settings.dtype == "int8" or settings.min_cosine <= INT8_COSINE:
         found.append(Candidate("onnx", "int8"))
-    found = [c for c in found if settings.runtime in ("auto", c.runtime) and settings.dtype in ("auto", c.dtype)]
+    return [c for c in found if settings.runtime in ("auto", c.runtime) and settings.dtype in ("auto", c.dtype)]
+
+
+def _candidates(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> list[Candidate]:
+    """Return the allowed candidates, except those that cannot run the encoder."""
+    found = _allowed(settings)
     if REFERENCE in found and settings.gpus_per_encoder:
         return [REFERENCE]
     if REFERENCE in found and sum(p.numel() for p in encoder.parameters()) > MAX_PARAMETERS:
@@ -163,83 +176,102 @@ def _candidates(encoder: InstructionEncoder, settings: ServeSettings, model: str
     return found
 
 
-class _Calibration:
-    """Builds and measures candidates.
+def _build(candidate: Candidate, in_torch: Runtime, encoder: InstructionEncoder, settings: ServeSettings) -> Runtime:
+    """Build a candidate: `in_torch` for the reference."""
+    import torch
 
-    Attributes:
-        close: the built candidates with at least `min_cosine`.
-        measured: what is known of each candidate.
-    """
+    from infembed_ray.serving.encoder.torch_runtime import TorchRuntime, graphs
 
-    def __init__(
-        self, in_torch: Runtime, encoder: InstructionEncoder, settings: ServeSettings, candidates: Sequence[Candidate]
-    ) -> None:
-        self._in_torch, self._encoder, self._settings = in_torch, encoder, settings
-        self.close: dict[Candidate, Runtime] = {}
-        self.measured: dict[Candidate, Measured] = {}
-        record, texts = _record(encoder, settings), probes(encoder)
-        known = _read(record)
-        if set(candidates) <= set(known):
-            self._embed_reference(texts[: len(texts) // 2 + 1])
-            self._take_fastest({candidate: known[candidate] for candidate in candidates})
-        if not self.close:
-            self._embed_reference(texts)
-            self._measure(candidates, record)
+    if candidate == REFERENCE:
+        return in_torch
+    if candidate.runtime == "onnx":
+        return OnnxRuntime(graphs(encoder, candidate.dtype == "int8"), threads(settings))
+    converted = copy.deepcopy(encoder, {id(encoder.tokenizer): encoder.tokenizer}).to(getattr(torch, candidate.dtype))
+    return TorchRuntime(converted, settings.batch_tokens, settings.prefix_cache_mib * 2**20)
 
-    def _embed_reference(self, texts: list[Tokens]) -> None:
-        self._texts = texts
-        self._vectors = np.concatenate([self._in_torch.embed([text]) for text in texts])
 
-    def _take_fastest(self, known: dict[Candidate, Measured]) -> None:
-        """Build the fastest candidate of an earlier start; build none if it fails or is no longer close."""
-        near = [candidate for candidate in known if known[candidate].cosine >= self._settings.min_cosine]
-        if near:
+Build = Callable[[Candidate], Runtime]
+
+
+class _Record:
+    """The measurements of an encoder on this kind of machine; `texts` are the probes."""
+
+    def __init__(self, fingerprint: str, texts: TextTokenizer, settings: ServeSettings) -> None:
+        machine = json.dumps([cpu_capabilities(), threads(settings), VERSIONS])
+        digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
+        self._file = cache_directory() / "calibration" / f"{fingerprint}-{digest}.json"
+        self._floor, self.texts = settings.min_cosine, probes(texts)
+
+    def fastest(self, candidates: Sequence[Candidate], build: Build) -> Choice | None:
+        """Return the fastest of the candidates; None if one is not recorded, or the fastest fails or is no longer close."""
+        with suppress(Exception):
+            recorded = json.loads(self._file.read_bytes())
+            measured = {Candidate(*row[:2]): Measured(*row[2:]) for row in recorded["measured"]}
+            known = {candidate: measured[candidate] for candidate in candidates}
+            near = [candidate for candidate in known if known[candidate].cosine >= self._floor]
             fastest = min(near, key=lambda candidate: known[candidate].seconds)
-            with suppress(Exception):
-                runtime = self._build(fastest)
-                known[fastest] = known[fastest]._replace(cosine=self._cosine(runtime))
-                if known[fastest].cosine >= self._settings.min_cosine:
-                    self.close, self.measured = {fastest: runtime}, known
+            runtime, half = build(fastest), len(self.texts) // 2 + 1
+            cosine = _cosine(runtime, self.texts[:half], np.array(recorded["reference"][:half], np.float32))
+            known[fastest] = known[fastest]._replace(cosine=cosine)
+            if cosine >= self._floor:
+                return _chosen(fastest, runtime, known)
+        return None
 
-    def _measure(self, candidates: Sequence[Candidate], record: Path) -> None:
-        """Build and measure all candidates, and record the measurements."""
-        built: dict[Candidate, Runtime] = {}
-        cosines: dict[Candidate, float] = {}
-        for candidate in candidates:
-            try:
-                built[candidate] = self._build(candidate)
-                cosines[candidate] = self._cosine(built[candidate])
-            except Exception as error:
-                if REFERENCE not in candidates:
-                    raise
-                say(f"serve: the encoder does not run in {candidate} ({in_one_line(error)})")
-        seconds = {candidate: float("inf") for candidate in cosines}
-        start = time.perf_counter()
-        for turn in range(MAX_ROUNDS):  # in turn, so that other work on the machine slows all of them
-            if turn and time.perf_counter() - start > TIMING_S:
-                break
-            for candidate in seconds:
-                seconds[candidate] = min(seconds[candidate], _seconds(built[candidate], self._texts))
-        self.close = {c: built[c] for c in cosines if cosines[c] >= self._settings.min_cosine}
-        self.measured = {candidate: Measured(seconds[candidate], cosines[candidate]) for candidate in cosines}
-        if len(cosines) == len(candidates):
-            with suppress(OSError):  # without a cache, the next start measures again
-                record.parent.mkdir(parents=True, exist_ok=True)
-                with durable.replacing(record, shared=True) as stream:
-                    stream.write(json.dumps([[*c, *m] for c, m in self.measured.items()]).encode())
+    def write(self, measured: Mapping[Candidate, Measured], reference: np.ndarray) -> None:
+        """Keep measurements and the reference's embeddings of the probes for later starts."""
+        content = {"measured": [[*c, *m] for c, m in measured.items()], "reference": reference.tolist()}
+        with suppress(OSError):  # without a cache, the next start measures again
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with durable.replacing(self._file, shared=True) as stream:
+                stream.write(json.dumps(content).encode())
 
-    def _build(self, candidate: Candidate) -> Runtime:
-        if candidate == REFERENCE:
-            return self._in_torch
-        if candidate.runtime == "onnx":
-            return OnnxRuntime(graphs(self._encoder, candidate.dtype == "int8"), threads(self._settings))
-        tokenizer = self._encoder.tokenizer
-        converted = copy.deepcopy(self._encoder, {id(tokenizer): tokenizer}).to(getattr(torch, candidate.dtype))
-        return TorchRuntime(converted, self._settings.batch_tokens, self._settings.prefix_cache_mib * 2**20)
 
-    def _cosine(self, runtime: Runtime) -> float:
-        """Return the smallest cosine between each probe alone in the reference and all probes in one batch."""
-        return float((self._vectors * runtime.embed(self._texts)).sum(axis=1).min())
+def _measure(
+    candidates: Sequence[Candidate], build: Build, record: _Record, settings: ServeSettings, model: str
+) -> Choice:
+    """Build and measure all candidates, record the measurements, and return the fastest that is close enough."""
+    texts, in_torch = record.texts, build(REFERENCE)
+    reference = np.concatenate([in_torch.embed([text]) for text in texts])
+    built: dict[Candidate, Runtime] = {}
+    cosines: dict[Candidate, float] = {}
+    for candidate in candidates:
+        try:
+            built[candidate] = build(candidate)
+            cosines[candidate] = _cosine(built[candidate], texts, reference)
+        except Exception as error:
+            if REFERENCE not in candidates:
+                raise
+            say(f"serve: the encoder does not run in {candidate} ({in_one_line(error)})")
+    seconds = {candidate: float("inf") for candidate in cosines}
+    start = time.perf_counter()
+    for turn in range(MAX_ROUNDS):  # in turn, so that other work on the machine slows all of them
+        if turn and time.perf_counter() - start > TIMING_S:
+            break
+        for candidate in seconds:
+            seconds[candidate] = min(seconds[candidate], _seconds(built[candidate], texts))
+    measured = {candidate: Measured(seconds[candidate], cosines[candidate]) for candidate in cosines}
+    if len(cosines) == len(candidates):
+        record.write(measured, reference)
+    close = [candidate for candidate in cosines if cosines[candidate] >= settings.min_cosine]
+    if not close:
+        found = ", ".join(f"{candidate} {m.cosine:.4f}" for candidate, m in measured.items())
+        raise InputError(
+            f"runtime={settings.runtime} dtype={settings.dtype}: gives different vectors for {model} (smallest cosine: "
+            f"{found}); set runtime=torch dtype=float32, or lower min_cosine={settings.min_cosine:g}"
+        )
+    fastest = min(close, key=lambda candidate: measured[candidate].seconds)
+    return _chosen(fastest, built[fastest], measured)
+
+
+def _chosen(candidate: Candidate, runtime: Runtime, measured: Mapping[Candidate, Measured]) -> Choice:
+    figures = ", ".join(f"{c} {1e3 * m.seconds:.0f} ms and cosine {m.cosine:.5f}" for c, m in measured.items())
+    say(f"serve: the encoder runs in {candidate} ({figures})")
+    return Choice(runtime, candidate, measured)
+
+
+def _cosine(runtime: Runtime, texts: list[Tokens], reference: np.ndarray) -> float:
+    """Return the smallest cosine between each probe alone in the reference and all probes in one batch."""
+    return float((reference * runtime.embed(texts)).sum(axis=1).min())
 
 
 def _require_onnx(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> None:
@@ -252,7 +284,9 @@ def _require_onnx(encoder: InstructionEncoder, settings: ServeSettings, model: s
             f"runtime={settings.runtime} dtype={settings.dtype}: ONNX Runtime has float32 and int8 here, and torch "
             "float32 and bfloat16; set runtime=auto, or dtype=auto"
         )
-    onnx.require_exportable(encoder, model)
+    from infembed_ray.modeling.onnx import require_exportable
+
+    require_exportable(encoder, model)
     if importlib.util.find_spec("onnxruntime") is None:
         raise InputError("onnxruntime is not installed; pip install 'infembed-ray[onnx]', or set runtime=torch")
 
@@ -263,18 +297,3 @@ def _seconds(runtime: Runtime, texts: list[Tokens]) -> float:
     for batch in [texts[1:2], *([text] * (BUSY_TOKENS // len(text)) for text in texts[2:6:3])]:
         runtime.embed(batch)
     return time.perf_counter() - start
-
-
-def _record(encoder: InstructionEncoder, settings: ServeSettings) -> Path:
-    """Return the file of measurements of this encoder on this kind of machine."""
-    machine = json.dumps([cpu_capabilities(), threads(settings), VERSIONS], sort_keys=True)
-    digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-    return cache_directory() / "calibration" / f"{encoder.fingerprint()}-{digest}.json"
-
-
-def _read(record: Path) -> dict[Candidate, Measured]:
-    """Return recorded measurements; none if there are none or they are damaged."""
-    with suppress(OSError, ValueError, TypeError):
-        rows = json.loads(record.read_bytes())
-        return {Candidate(runtime, dtype): Measured(seconds, cosine) for runtime, dtype, seconds, cosine in rows}
-    return {}

@@ -9,13 +9,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Side, Tokens
+from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder import calibration
 from infembed_ray.serving.encoder.batching import (
@@ -26,7 +23,11 @@ from infembed_ray.serving.encoder.batching import (
     measured_overhead,
 )
 from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measured
+from infembed_ray.serving.encoder.known import KnownEncoder, describe
 from infembed_ray.serving.encoder.runtime import threads
+
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
 
 BATCH_TO_OVERHEAD = 16
 """Largest batch, as a multiple of the fixed cost of a batch. Larger ones save little and delay the next request."""
@@ -66,13 +67,13 @@ class EncodingEngine:
     """Embeds texts and token arrays. All calls come from one event loop; build it with `load`.
 
     Args:
-        encoder: tokenises.
+        tokenizer: tokenises.
         choice: the runtime that embeds.
         engine: forms the batches.
     """
 
-    def __init__(self, encoder: InstructionEncoder, choice: Choice, engine: BatchingEngine) -> None:
-        self._encoder = encoder
+    def __init__(self, tokenizer: TextTokenizer, choice: Choice, engine: BatchingEngine) -> None:
+        self._tokenizer = tokenizer
         self._choice = choice
         self._engine = engine
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
@@ -83,31 +84,29 @@ class EncodingEngine:
         self._tokenizing_requests = 0
 
     @classmethod
-    def load(cls, model: str, settings: ServeSettings, dimensions: int | None = None) -> EncodingEngine:
+    def load(
+        cls, model: str, settings: ServeSettings, dimensions: int | None = None, known: KnownEncoder | None = None
+    ) -> EncodingEngine:
         """Load a model, choose its runtime and warm it up. Blocks for seconds.
+
+        torch is imported unless an earlier start has left a graph that may run.
 
         Args:
             model: directory or hub name.
             settings: runtime, dtype, threads, batches and queue.
             dimensions: as `InstructionEncoder.from_pretrained` takes it.
+            known: the model's description; None: it is made here.
 
         Raises:
             InputError: the model cannot run as the settings ask.
         """
-        torch.set_num_threads(threads(settings))
-        low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
-        device = "cuda" if settings.gpus_per_encoder else "cpu"
-        encoder = startup.in_background(
-            lambda: InstructionEncoder.from_pretrained(
-                model,
-                dimensions=dimensions,
-                device="meta" if settings.runtime == "vllm" else device,  # vLLM reads the weights itself
-                dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
-            )
-        ).eval()
-        choice = calibration.choose(encoder, settings, model)
+        known = known or startup.in_background(lambda: describe(model, dimensions))
+        choice = calibration.resume(known, settings)
+        if choice is None:
+            encoder = startup.in_background(lambda: _load(model, settings, dimensions))
+            choice = calibration.choose(encoder, settings, model)
         chosen = choice.runtime
-        for text in calibration.probes(encoder):
+        for text in calibration.probes(known.texts):
             chosen.embed([text])
         overhead = measured_overhead(chosen.embed, lambda n: Tokens([0] * n), settings.batch_tokens)
         engine = BatchingEngine(
@@ -118,12 +117,7 @@ class EncodingEngine:
             padded=chosen.padded,
             cost=chosen.cost,
         )
-        return cls(encoder, choice, engine)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._encoder.tokenizer
+        return cls(known.texts, choice, engine)
 
     @property
     def facts(self) -> Facts:
@@ -223,8 +217,8 @@ class EncodingEngine:
         passages = [one for one in batch if one.instructions is None]
         try:
             instructions = [i for one in queries for i in one.instructions or ()]
-            of_queries = iter(self._encoder.tokenize_queries(self._texts(queries), instructions))
-            of_passages = iter(self._encoder.tokenize_passages(self._texts(passages)))
+            of_queries = iter(self._tokenizer.tokenize_queries(self._texts(queries), instructions))
+            of_passages = iter(self._tokenizer.tokenize_passages(self._texts(passages)))
         except BaseException as error:  # a panic of the tokenizer is not an Exception
             if len(batch) == 1:
                 return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
@@ -232,8 +226,21 @@ class EncodingEngine:
         return [list(islice(of_passages if one.instructions is None else of_queries, len(one.inputs))) for one in batch]
 
     def _texts(self, several: list[_Untokenized]) -> list[str]:
-        return [
-            x if isinstance(x, str) else self._encoder.tokenizer.decode(x, skip_special_tokens=True)
-            for one in several
-            for x in one.inputs
-        ]
+        return [x if isinstance(x, str) else self._tokenizer.decode(x) for one in several for x in one.inputs]
+
+
+def _load(model: str, settings: ServeSettings, dimensions: int | None) -> InstructionEncoder:
+    """Load a model as the settings ask."""
+    import torch
+
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+    torch.set_num_threads(threads(settings))
+    low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
+    device = "cuda" if settings.gpus_per_encoder else "cpu"
+    return InstructionEncoder.from_pretrained(
+        model,
+        dimensions=dimensions,
+        device="meta" if settings.runtime == "vllm" else device,  # vLLM reads the weights itself
+        dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
+    ).eval()

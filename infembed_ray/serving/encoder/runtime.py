@@ -1,4 +1,4 @@
-"""Runtimes of a serving replica's encoder: torch and ONNX Runtime. `vllm_runtime` has the third.
+"""Runtimes of a serving replica's encoder: the interface, and ONNX Runtime. `torch_runtime` and `vllm_runtime` have the others.
 
 The ONNX graph is exported once per machine, to the user's cache directory under the encoder's fingerprint.
 """
@@ -6,25 +6,22 @@ The ONNX graph is exported once per machine, to the user's cache directory under
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-import transformers
 
+from infembed_ray import __version__
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.modeling import onnx, prefix_cache
-from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Side, Tokens
-from infembed_ray.modeling.prefix_cache import PrefixCache
-from infembed_ray.progress import say
+from infembed_ray.modeling.tokenizer import Side, Tokens
 
-VERSIONS = f"torch{torch.__version__}-transformers{transformers.__version__}-opset{onnx.OPSET}"
-"""What a graph and a measurement depend on besides the encoder."""
+if TYPE_CHECKING:
+    from infembed_ray.modeling.prefix_cache import PrefixCache
+
+VERSIONS = f"{__version__}-torch{version('torch')}-transformers{version('transformers')}"
+"""What a description, a graph and a measurement depend on besides the model."""
 
 
 class Runtime(Protocol):
@@ -43,38 +40,6 @@ class Runtime(Protocol):
         """Return the number of tokens of a text that are not cached."""
 
 
-class TorchRuntime:
-    """The encoder in torch, with a prefix cache for instructions if its backbone is causal.
-
-    Args:
-        encoder: on its device, in its precision.
-        batch_tokens: largest number of tokens of a forward pass.
-        prefix_cache_bytes: size of the prefix cache; 0: none.
-    """
-
-    name = "torch"
-
-    def __init__(self, encoder: InstructionEncoder, batch_tokens: int, prefix_cache_bytes: int = 0) -> None:
-        self._encoder = encoder.eval()
-        self._batch_tokens = batch_tokens
-        self.padded = not encoder.packs
-        self.prefixes: PrefixCache | None = None
-        if encoder.causal and prefix_cache_bytes:
-            if obstacle := prefix_cache.obstacle(encoder):
-                say(f"serve: the prefix cache is off, every query encodes its instruction: {obstacle}")
-            else:
-                self.prefixes = PrefixCache(encoder, prefix_cache_bytes)
-                self.padded = False
-
-    def embed(self, sequences: Sequence[Tokens]) -> np.ndarray:
-        """As `Runtime.embed`."""
-        return (self.prefixes or self._encoder).embed(sequences, self._batch_tokens)
-
-    def cost(self, tokens: Tokens) -> int:
-        """As `Runtime.cost`."""
-        return self.prefixes.remaining(tokens) if self.prefixes else len(tokens)
-
-
 class OnnxRuntime:
     """ONNX Runtime on the CPU, on the graphs of an encoder.
 
@@ -87,7 +52,7 @@ class OnnxRuntime:
     padded = True
     prefixes: PrefixCache | None = None
 
-    def __init__(self, graphs: dict[Side, Path], threads: int) -> None:
+    def __init__(self, graphs: Mapping[Side, Path], threads: int) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -120,9 +85,7 @@ class OnnxRuntime:
         real = np.arange(lengths.max()) < lengths[:, None]
         ids = np.zeros(real.shape, dtype=np.int64)  # masked positions may hold any token
         ids[real] = np.concatenate(texts)
-        vectors: np.ndarray = session.run(
-            [onnx.OUTPUT], dict(zip(onnx.INPUTS, (ids, real.astype(np.int64)), strict=True))
-        )[0]
+        vectors: np.ndarray = session.run(None, {"input_ids": ids, "attention_mask": real.astype(np.int64)})[0]
         return vectors
 
 
@@ -136,38 +99,16 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infembed"
 
 
-def graphs(encoder: InstructionEncoder, int8: bool = False) -> dict[Side, Path]:
-    """Return the ONNX graph of each side; write it unless an earlier replica has.
+def graph_files(fingerprint: str, backbones: int, int8: bool = False) -> dict[Side, Path]:
+    """Return where the ONNX graph of each side is, once it is written.
 
     Args:
-        encoder: with its weights, in float32.
+        fingerprint: of the encoder.
+        backbones: 2 for separate encoders of queries and passages.
         int8: graphs whose linear layers compute in int8.
     """
-    sides: tuple[Side, ...] = get_args(Side)
-    names = {side: f"{side if len(encoder.backbones) > 1 else 'model'}.onnx" for side in sides}
-    sides_of = {name: side for side, name in names.items()}
-    cache = cache_directory() / "onnx"
-    found = _written(
-        cache / f"{encoder.fingerprint()}-{VERSIONS}", sides_of, lambda side, to: onnx.export(encoder, side, to)
+    folder = cache_directory() / "onnx" / f"{fingerprint}-{VERSIONS}{'-int8' * int8}"
+    names: dict[Side, str] = (
+        {"query": "query", "passage": "passage"} if backbones > 1 else {"query": "model", "passage": "model"}
     )
-    if int8:
-        exported = found
-        found = _written(Path(f"{found}-int8"), sides_of, lambda side, to: onnx.quantize(exported / names[side], to))
-    return {side: found / name for side, name in names.items()}
-
-
-def _written(found: Path, names: dict[str, Side], write: Callable[[Side, Path], None]) -> Path:
-    """Return a directory of graphs after it is published."""
-    if not found.is_dir():
-        found.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=found.parent))
-        try:
-            for name, side in names.items():
-                write(side, made / name)
-            made.rename(found)
-        except OSError:
-            if not found.is_dir():  # otherwise another replica was faster
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    return found
+    return {side: folder / f"{name}.onnx" for side, name in names.items()}

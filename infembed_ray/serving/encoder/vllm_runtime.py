@@ -14,15 +14,17 @@ import weakref
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
-from infembed_ray.modeling.prefix_cache import PrefixCache
+from infembed_ray.modeling.tokenizer import Tokens
+
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
+    from infembed_ray.modeling.prefix_cache import PrefixCache
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from infembed_ray.modeling.attention import flex
 from infembed_ray.modeling.attention.flex import BLOCK, FlexTreeAttention
 from infembed_ray.modeling.attention.prefix_tree import TreeAttention, forests
-from infembed_ray.modeling.layout import Tokens, padded
+from infembed_ray.modeling.layout import padded
+from infembed_ray.modeling.tokenizer import Tokens
 from tests.modeling.attention.test_prefix_tree import alone, as_trees, encoder_of, gradients, pairs
 
 CPU = torch.device("cpu")

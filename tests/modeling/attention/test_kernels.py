@@ -6,7 +6,7 @@ import time
 from infembed_ray.modeling.attention.kernels import Kernels, measure
 from infembed_ray.modeling.attention.packing import PackedLayout
 from infembed_ray.modeling.attention.prefix_tree import TreeLayout
-from infembed_ray.modeling.layout import Tokens
+from infembed_ray.modeling.tokenizer import Tokens
 from tests.modeling.attention.test_prefix_tree import encoder_of, pairs
 
 CANDIDATES = [Kernels(p, f) for p in (True, False) for f in (True, False)]

@@ -32,7 +32,8 @@ from infembed_ray.modeling.attention.packing import (
     packed,
     packing_pays,
 )
-from infembed_ray.modeling.layout import Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.layout import length_sorted_batches, padded
+from infembed_ray.modeling.tokenizer import Tokens
 
 PAD = 0
 VOCABULARY = 64

@@ -26,9 +26,10 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens, length_sorted_batches, padded
+from infembed_ray.modeling.layout import length_sorted_batches, padded
 from infembed_ray.modeling.pooling import pool
 from infembed_ray.modeling.template import TextFormat
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.loop import train_worker
 from tests.training.test_collate import record
 

@@ -13,7 +13,8 @@ from infembed_ray.modeling import onnx, precision
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.serving.encoder import calibration
 from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate
-from infembed_ray.serving.encoder.runtime import OnnxRuntime, TorchRuntime
+from infembed_ray.serving.encoder.runtime import OnnxRuntime
+from infembed_ray.serving.encoder.torch_runtime import TorchRuntime
 from tests.modeling import backbones
 
 pytestmark = pytest.mark.integration
@@ -137,21 +138,19 @@ def test_a_second_start_builds_only_the_fastest_and_a_damaged_record_is_measured
     written = record.read_bytes()
 
     built = []
-    build = calibration._Calibration._build
-    monkeypatch.setattr(
-        calibration._Calibration, "_build", lambda self, candidate: built.append(candidate) or build(self, candidate)
-    )
+    build = calibration._build
+    monkeypatch.setattr(calibration, "_build", lambda one, **options: built.append(one) or build(one, **options))
     second = calibration.choose(InstructionEncoder.from_pretrained(path), auto, path)
     assert (second.candidate, built) == (first.candidate, [first.candidate])
     assert {c: m.seconds for c, m in second.measured.items()} == {c: m.seconds for c, m in first.measured.items()}
 
     record.write_bytes(written[:-5])
     assert calibration.choose(InstructionEncoder.from_pretrained(path), auto, path).measured
-    assert {Candidate(*row[:2]) for row in json.loads(record.read_bytes())} == {REFERENCE, ONNX, BF16}
+    assert {Candidate(*row[:2]) for row in json.loads(record.read_bytes())["measured"]} == {REFERENCE, ONNX, BF16}
 
 
 def test_bf16_is_no_candidate_on_a_cpu_without_its_instructions(path, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
+    monkeypatch.setattr(precision, "cpu_capabilities", lambda: ["avx2", "avx512f"])
     assert precision.cpu_has_bf16() is False
     choice = calibration.choose(InstructionEncoder.from_pretrained(path), settings(dtype="auto"), path)
     assert set(choice.measured) == {REFERENCE, ONNX}

@@ -9,7 +9,7 @@ import pytest
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.encoder.engine import EncodingEngine
 from tests.modeling import backbones
@@ -66,7 +66,7 @@ def test_concurrent_callers_get_the_vectors_of_their_texts(path):
 def test_token_arrays_are_embedded_as_the_text_they_decode_to(path):
     async def run():
         engine = load(path, runtime="torch")
-        ids = engine.tokenizer("how is aspirin dosed")["input_ids"]
+        ids = InstructionEncoder.from_pretrained(path).tokenizer("how is aspirin dosed")["input_ids"]
         from_ids = await engine.embed([ids, ids], "query", INSTRUCTIONS[0])
         from_text = await engine.embed(["how is aspirin dosed"] * 2, "query", INSTRUCTIONS[0])
         np.testing.assert_allclose(from_ids.vectors, from_text.vectors, atol=1e-6)
@@ -92,9 +92,9 @@ def test_a_large_request_is_tokenised_in_slices_with_others_between(path, monkey
     async def run():
         engine = load(path, runtime="torch")
         calls = []
-        tokenize = engine._encoder.tokenize_passages
+        tokenize = engine._tokenizer.tokenize_passages
         monkeypatch.setattr(
-            engine._encoder, "tokenize_passages", lambda texts: [calls.append(len(texts)), tokenize(texts)][1]
+            engine._tokenizer, "tokenize_passages", lambda texts: [calls.append(len(texts)), tokenize(texts)][1]
         )
         large = asyncio.create_task(engine.embed([f"bread {n}" for n in range(300)], "passage"))
         singles = [asyncio.create_task(engine.embed([query], "passage")) for query in QUERIES]
@@ -128,13 +128,13 @@ def test_the_time_out_includes_tokenising(path, monkeypatch):
     async def run():
         engine = load(path, runtime="torch")
         before = engine.facts.counters.texts
-        tokenize = engine._encoder.tokenize_passages
+        tokenize = engine._tokenizer.tokenize_passages
 
         def slowly(texts):
             time.sleep(0.05)
             return tokenize(texts)
 
-        monkeypatch.setattr(engine._encoder, "tokenize_passages", slowly)
+        monkeypatch.setattr(engine._tokenizer, "tokenize_passages", slowly)
         with pytest.raises(DeadlineExceeded, match=r"within 0\.02 s"):
             await engine.embed(["late"], "passage", None, 0.02)
         assert engine.facts.counters.texts == before

@@ -9,7 +9,8 @@ from infembed_ray.modeling import adapters
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.attention.prefix_tree import forests
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Tokens, padded
+from infembed_ray.modeling.layout import padded
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.observability.flops import BackboneFlops, Workload, peak_flops
 from tests.modeling import backbones
 
