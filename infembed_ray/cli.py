@@ -350,6 +350,7 @@ def _parser() -> argparse.ArgumentParser:
         planned.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
         planned.set_defaults(run=_run_plan)
     _add_tools(add)
+    _add_operations(add)
     return parser
 
 
@@ -374,17 +375,6 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     view.add_argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port")
     init = add("init", "project_files:run", "copy job scripts, their settings files and cluster.yaml to a directory")
     init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
-    runs = add("runs", "lineage:print_runs", "list the outputs below a directory: stage, time, code, cost; the latest")
-    runs.add_argument(
-        "directory", metavar="DIR", help="`output` of a stage or of a pipeline, or a directory of several"
-    )
-    lineage = add("lineage", "lineage:print_lineage", "show what an output was made from, back to the first inputs")
-    lineage.add_argument(
-        "output", metavar="RUN", help="an output, or the URL of an API: then of the index that it serves"
-    )
-    lineage.add_argument(
-        "--root", metavar="DIR", help="directory or URI with the outputs, of which an API's index is found"
-    )
     journal = add(
         "journal", "llm.journal_tools:run", "check, compact, export, import or reconcile a journal of LLM responses"
     )
@@ -413,6 +403,28 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     shown = add("help", "", "show the help of a verb, or of a section of its settings: help train lora")
     shown.add_argument("words", metavar="VERB [SECTION]", nargs="*")
     shown.set_defaults(run=_help)
+
+
+def _add_operations(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the verbs that look at the environment and at outputs."""
+    doctor = add("doctor", "doctor:run", "check this machine's environment; name what does not work and how to mend it")
+    doctor.add_argument("places", metavar="OUTPUT", nargs="*", help="directories and URIs that outputs go to")
+    doctor.add_argument("--endpoint", metavar="URL", help="LLM endpoint up to /v1, to ask for its models: free")
+    doctor.add_argument(
+        "--key-env", metavar="NAME", default="OPENAI_API_KEY", help="variable with its key (default: %(default)s)"
+    )
+    doctor.add_argument("--port", type=int, default=8000, help="that an API would listen at (default: %(default)s)")
+    runs = add("runs", "lineage:print_runs", "list the outputs below a directory: stage, time, code, cost; the latest")
+    runs.add_argument(
+        "directory", metavar="DIR", help="`output` of a stage or of a pipeline, or a directory of several"
+    )
+    lineage = add("lineage", "lineage:print_lineage", "show what an output was made from, back to the first inputs")
+    lineage.add_argument(
+        "output", metavar="RUN", help="an output, or the URL of an API: then of the index that it serves"
+    )
+    lineage.add_argument(
+        "--root", metavar="DIR", help="directory or URI with the outputs, of which an API's index is found"
+    )
 
 
 def _add_settings(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:

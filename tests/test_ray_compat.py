@@ -48,9 +48,7 @@ def test_setup_hook_variable() -> None:
 
 def test_serve_goes_on_without_the_package_that_replicas_do_not_need() -> None:
     text = source("serve", "_private", "utils.py")
-    assert re.search(
-        rf"try:\n    import {ray_compat.UNUSED_BY_REPLICAS} as pd\nexcept ImportError:", text
-    )
+    assert re.search(rf"try:\n    import {ray_compat.UNUSED_BY_REPLICAS} as pd\nexcept ImportError:", text)
 
 
 def test_job_config_variable() -> None:
