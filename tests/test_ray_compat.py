@@ -46,6 +46,11 @@ def test_setup_hook_variable() -> None:
     assert "WORKER_PROCESS_SETUP_HOOK_ENV_VAR" in source("_private", "workers", "default_worker.py")
 
 
+def test_serve_goes_on_without_the_package_that_replicas_do_not_need() -> None:
+    text = source("serve", "_private", "utils.py")
+    assert re.search(rf"try:\n    import {ray_compat.UNUSED_BY_REPLICAS} as pd\nexcept ImportError:", text)
+
+
 def test_job_config_variable() -> None:
     assert ray_compat.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
 
