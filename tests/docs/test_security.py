@@ -1,0 +1,84 @@
+"""The TLS example of docs/operations/security.md, run for real: HAProxy before an HTTP server."""
+
+import http.client
+import json
+import re
+import shutil
+import ssl
+import subprocess
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.support.ports import free_port
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations" / "security.md"
+
+
+class Api(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"path": self.path}).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def proxy(tmp_path):
+    """The port of HAProxy with the page's file, before a server that answers every path; and its certificate."""
+    for program in ("haproxy", "openssl"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program} on this machine: apt-get install {program}")
+    api = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    Thread(target=api.serve_forever, daemon=True).start()
+    request = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "certificate")]
+    subprocess.run(["openssl", *request.split(), *files], check=True, capture_output=True)
+    (tmp_path / "api.pem").write_text((tmp_path / "certificate").read_text() + (tmp_path / "key").read_text())
+    (config,) = re.findall(r"```text\n(global.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    port = free_port()
+    config = config.replace(":8443", f"127.0.0.1:{port}").replace("127.0.0.1:8000", f"127.0.0.1:{api.server_port}")
+    (tmp_path / "tls.cfg").write_text(config)
+    process = subprocess.Popen(["haproxy", "-f", "tls.cfg"], cwd=tmp_path)
+    try:
+        yield port, tmp_path / "certificate"
+    finally:
+        process.kill()
+        process.wait()
+        api.shutdown()
+
+
+def ask(port, certificate, path):
+    """Return status, headers and body of a GET over TLS; the certificate is checked."""
+    connection = http.client.HTTPSConnection(
+        "localhost", port, timeout=5, context=ssl.create_default_context(cafile=certificate)
+    )
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, dict(response.getheaders()), response.read()
+
+
+def test_clients_reach_the_api_over_tls_and_metrics_stay_inside(proxy):
+    port, certificate = proxy
+    deadline = time.monotonic() + 15
+    while True:
+        try:
+            status, headers, body = ask(port, certificate, "/v1/models")
+            if status == 200:
+                break
+        except OSError:
+            pass
+        assert time.monotonic() < deadline, "HAProxy does not answer"
+        time.sleep(0.1)
+    assert json.loads(body) == {"path": "/v1/models"}
+    assert headers["strict-transport-security"].startswith("max-age=")
+    assert [ask(port, certificate, path)[0] for path in ("/metrics", "/-/routes")] == [403, 403]
+    with pytest.raises((http.client.HTTPException, OSError)):
+        plain = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        plain.request("GET", "/v1/models")
+        plain.getresponse()
