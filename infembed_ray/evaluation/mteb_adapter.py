@@ -239,8 +239,12 @@ def _mteb_task(entry: Entry) -> MtebTask:
     return MtebTask("InstructIR", "test", "robustness_at_10")
 
 
-TASKS = {name: _mteb_task(entry) for name, entry in registry.TASKS.items() if entry.layout != "mair"}
-"""Tasks of the catalogue that mteb has, which excludes MAIR."""
+TASKS = {
+    name: _mteb_task(entry)
+    for name, entry in registry.TASKS.items()
+    if entry.layout != "mair" and registry.MODE not in name
+}
+"""Tasks of the catalogue that mteb has, which excludes MAIR. Other protocols would have their names."""
 
 _UNKNOWN_REVISION = "no_revision_available"  # as mteb writes it
 

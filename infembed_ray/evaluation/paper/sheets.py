@@ -18,11 +18,14 @@ from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Stratum, compare
 from infembed_ray.evaluation.tables import Cell, Column
+from infembed_ray.evaluation.tasks.registry import MODE
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
 CONTROLLED = "model, condition"
 """Kind of the rows of a table of controls."""
+AS_PAPER = f"{MODE}paper"
+"""Ends the names of tasks under the paper's protocol."""
 MODELS = ("2", "5")
 """Tables whose rows are models; rows of the other tables are rows of sweeps."""
 
@@ -204,7 +207,7 @@ def _is(model: Model, entry: baselines.Baseline) -> bool:
 
 def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) -> Iterator[Sheet]:
     table = TABLES[number]
-    columns = [Column(name, COLUMNS[name], 100, _DECIMALS[number]) for name in table.columns]
+    columns = [Column(name, _measured(collection, COLUMNS[name]), 100, _DECIMALS[number]) for name in table.columns]
     found = [collection.cells(column) for column in columns]
     there = [model for model in collection.models.values() if any(model.key in of_column for of_column in found)]
 
@@ -246,6 +249,12 @@ def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) 
             headings = tuple((str(b), column.removeprefix("FollowIR ")) for b in of_part for column in table.columns)
         found_lines = [line for row in table.rows for line in lines(row, of_part)]
         yield Sheet(name, table.title, table.of, headings, tuple(found_lines))
+
+
+def _measured(collection: Collection, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return the tasks that stand for those of the paper: under its own protocol, if they were evaluated so."""
+    as_paper = tuple((f"{task}{AS_PAPER}", figure) for task, figure in parts)
+    return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
 
 
 def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) -> list[Number | None]:
