@@ -26,7 +26,7 @@ from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import Model
 from infembed_ray.evaluation.obedience import CONDITIONS, CONSTANT
 from infembed_ray.evaluation.rankings import RANKINGS_FILE
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query
@@ -169,6 +169,11 @@ def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(publish
             label = "query first" if label == "base" else label
             for figure, values in score(task, ranked).items():
                 assert found[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
+            written = runs.read(
+                published.path / "runs" / runs.file_name(label) / f"{runs.file_name(name)}.run.gz", "runs"
+            )
+            for query in task.queries:  # whole rankings, whatever the cut-off of the figures
+                assert written[query.id].keys() == ranked[query.id].keys(), (label, name)
 
 
 def in_one_process(task, base, bm25, chance):
