@@ -219,7 +219,7 @@ def test_rerankers_of_ours_have_the_same_scores_and_figures_in_mteb(kind, mirror
         pairs = [(query, texts[document]) for document in task.candidates[query.id]]
         run[query.id] = dict(zip(task.candidates[query.id], adapted.reranker.score(pairs).tolist(), strict=True))
     for query, ranking in run.items():
-        assert ranking == pytest.approx(other.run[query], abs=1e-4), query
+        assert ranking == pytest.approx(other.run[query], rel=1e-3), query  # other batches
     found = means(score(task, other.run))
     assert found["p-MRR"] == pytest.approx(scores["p-MRR"], abs=1e-6)
     assert found["p-MRR"] != 0

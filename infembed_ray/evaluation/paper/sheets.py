@@ -10,7 +10,7 @@ import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import tables
+from infembed_ray.evaluation import costs, tables
 from infembed_ray.evaluation.obedience import AS_GIVEN
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
@@ -19,6 +19,7 @@ from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Stratum, compare
 from infembed_ray.evaluation.tables import Cell, Column
 from infembed_ray.evaluation.tasks.registry import MODE
+from infembed_ray.reporting import charts
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
@@ -91,6 +92,8 @@ class Sheet:
     columns: tuple[tuple[str, str], ...]
     """Heading of each column, which neighbours may share, and its own name."""
     lines: tuple[Line, ...]
+    note: str = ""
+    """What the numbers are, if they are not means of queries."""
 
     @property
     def ours(self) -> bool:
@@ -148,6 +151,22 @@ def obedience(collection: Collection) -> list[Sheet]:
             title = "the same queries under control instructions"
             sheets.append(Sheet(f"Obedience, {task}", title, CONTROLLED, headings, tuple(lines)))
     return sheets
+
+
+def speed(collection: Collection) -> list[Sheet]:
+    """Make the table of what the models cost, if it was measured."""
+    found = collection.results.costs
+    lines = [
+        Line(
+            collection.models[key].shown,
+            True,
+            "",
+            tuple(Number(charts.number(of_model[name])) if name in of_model else None for name in costs.FIGURES),
+        )
+        for key, of_model in found.items()
+    ]
+    headings = tuple(("", name) for name in costs.FIGURES)
+    return [Sheet("Speed and cost", "", "model", headings, tuple(lines), costs.MEANING)] if lines else []
 
 
 def _controls(figure: str, asked: Mapping[str, Scores], groups: Mapping[str, str]) -> dict[str, Number]:

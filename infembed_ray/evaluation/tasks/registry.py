@@ -46,7 +46,7 @@ class Entry:
     layout: str
     options: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the layout's reader."""
-    differences: Mapping[str, Any] = field(default_factory=dict)
+    differences: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Names in `modes.DIFFERENCES` and their arguments, of a published protocol that differs from ours."""
 
     def repositories(self, root: Place) -> list[Repository]:
@@ -130,7 +130,9 @@ def _benchmarks(name: str, values: Mapping[str, Any]) -> Iterator[Benchmark]:
         yield _benchmark(name, titled, suffix, differences)
 
 
-def _benchmark(name: str, values: Mapping[str, Any], suffix: str, differences: Mapping[str, Any]) -> Benchmark:
+def _benchmark(
+    name: str, values: Mapping[str, Any], suffix: str, differences: Mapping[str, Mapping[str, str]]
+) -> Benchmark:
     def entry(key: str, own: Mapping[str, Any]) -> Entry:
         made = _entry(name, key, {**values, **own})
         return replace(made, name=f"{made.name}{suffix}", differences=differences)
