@@ -8,6 +8,8 @@ run computes a stored chunk again.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -21,8 +23,9 @@ from ray.exceptions import RayTaskError
 from infembed_ray import storage
 from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import gates, mteb_adapter, obedience, results, tables
+from infembed_ray.evaluation import costs, gates, model_cards, mteb_adapter, obedience, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
+from infembed_ray.evaluation.costs import Cost
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
@@ -31,7 +34,7 @@ from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.retrievers.retriever import Ranker
+from infembed_ray.evaluation.retrievers.retriever import Ranker, Retriever
 from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
@@ -44,6 +47,7 @@ MTEB = "mteb"
 _ONE_PROCESS = ("api", "bm25")
 """Kinds with a single process: a budget is kept in one place, and BM25 ranks a whole task."""
 _WITHOUT_GPU = ("api", "random")
+_PARTS = {Passages: costs.PASSAGES, Queries: costs.QUERIES, Pairs: costs.PAIRS}
 _MESSAGE_CHARACTERS = 60
 _OUTSIDE_TRIALS = "DEFAULT"
 """Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
@@ -76,6 +80,8 @@ def run(settings: EvaluateSettings) -> storage.Published:
         results.write(staging.path, found)
         mteb_adapter.write(staging.path / MTEB, found)
         report = of_evaluation(settings.output, found)
+        places = {m.label: place for m in inputs.models for part, place in m.inputs.items() if part.endswith(".model")}
+        model_cards.write(staging.path / model_cards.FOLDER, report, places)
         (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
         rankings.finish(inputs.tasks)  # last: a failure here leaves the results in the unfinished output
@@ -88,11 +94,13 @@ def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) ->
     scores: dict[str, dict[str, Scores]] = {}
     obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
+    spent = {model.label: Cost() for model in inputs.models}
     controls = _controls(settings, inputs.tasks)
     asked = replace(inputs, tasks=[controls[t.name].ask(t) if t.name in controls else t for t in inputs.tasks])
     for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
         scores[model.label] = {}
-        for task, (asking, found) in zip(inputs.tasks, _rankings(settings, asked, model, first), strict=True):
+        ranked = _rankings(settings, asked, model, first, spent[model.label])
+        for task, (asking, found) in zip(inputs.tasks, ranked, strict=True):
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, found)
@@ -109,6 +117,7 @@ def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) ->
         scores={model.label: scores[model.label] for model in inputs.models},
         depth=settings.depth,
         obedience=obeyed,
+        costs={label: cost.figures for label, cost in spent.items() if cost.figures},
     )
 
 
@@ -127,28 +136,30 @@ def _references(
     given = [model.retriever for model in inputs.models if isinstance(model.retriever, Bm25Settings)]
     if not any("{instruction}" in retriever.instructed_query for retriever in given):
         bm25 = Model(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
-        ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
+        ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25, Cost())
         found[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
-    found[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, _depth(settings, t)) for t in tasks}
+    found[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, settings.depth) for t in tasks}
     return {label: of_tasks for label, of_tasks in found.items() if of_tasks}
 
 
 def _rankings(
-    settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage
+    settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage, cost: Cost
 ) -> Iterator[tuple[Task, Run]]:
-    """Yield a model's rankings of all queries, task by task."""
+    """Yield a model's rankings of all queries, task by task, and add up its cost."""
     if model.retriever.kind in RANKER_KINDS:
-        return _rank_tasks(settings, inputs, model)
+        return _rank_tasks(settings, inputs, model, cost)
     if model.retriever.kind in ENCODER_KINDS:
-        return _encode_and_search(settings, inputs, model)
-    return _rerank(settings, inputs, model, first)
+        return _encode_and_search(settings, inputs, model, cost)
+    return _rerank(settings, inputs, model, first, cost)
 
 
-def _encode_and_search(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Iterator[tuple[Task, Run]]:
+def _encode_and_search(
+    settings: EvaluateSettings, inputs: Inputs, model: Model, cost: Cost
+) -> Iterator[tuple[Task, Run]]:
     passages = {task.name: Passages.divide(task.corpus_file) for task in inputs.tasks}
     queries = {task.name: Queries.divide(task.queries) for task in inputs.tasks}
     chunks: list[Chunk] = [*_flat(passages.values()), *_flat(queries.values())]
-    files = _compute_chunks("encode", settings, model, chunks, inputs.store)
+    files = _compute_chunks("encode", settings, model, chunks, inputs.store, cost)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
             embeddings = [(files[chunk], chunk.size) for chunk in passages[task.name]]
@@ -158,25 +169,30 @@ def _encode_and_search(settings: EvaluateSettings, inputs: Inputs, model: Model)
                     (files[chunk], chunk.size),
                     task.corpus_file,
                     embeddings,
-                    _depth(settings, task),
+                    settings.depth,
                     "cuda" if settings.gpus_per_actor else "cpu",
                 )
                 for chunk in queries[task.name]
             ]
             found: dict[str, Mapping[str, float]] = {}
             for search in searches:
-                rankings = _result(search)
+                rankings, seconds = _result(search)
                 found |= rankings
+                cost.add(costs.SEARCH, len(rankings), seconds)
                 advance(len(rankings))
             yield task, found
 
 
-def _rerank(settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage) -> Iterator[tuple[Task, Run]]:
+def _rerank(
+    settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage, cost: Cost
+) -> Iterator[tuple[Task, Run]]:
     pairs = {
         task.name: _pairs(task, None if task.has_candidates(settings.depth) else first[task.name])
         for task in inputs.tasks
     }
-    files = _compute_chunks("rerank", settings, model, _flat(pairs.values()), inputs.store)
+    chunks = _flat(pairs.values())
+    cost.pairs_per_query = sum(chunk.size for chunk in chunks) / inputs.size[0]
+    files = _compute_chunks("rerank", settings, model, chunks, inputs.store, cost)
     for task in inputs.tasks:
         found: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
@@ -197,21 +213,21 @@ def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]
     return _flat(Pairs.divide(query, task.corpus_file, own.tolist()) for query, own in zip(queries, rows, strict=True))
 
 
-def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Iterator[tuple[Task, Run]]:
+def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model, cost: Cost) -> Iterator[tuple[Task, Run]]:
     if isinstance(model.retriever, RunSettings):  # its files need not be visible to the workers
         ranker = baselines.load(model.retriever, known=model.identity)
         assert isinstance(ranker, Ranker)
-        yield from ((task, ranker.rank(task, _depth(settings, task))) for task in inputs.tasks)
+        yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
         return
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
-            _rank.remote(
-                model.retriever, model.identity, _without_corpus(task), task.corpus_file, _depth(settings, task)
-            )
+            _rank.remote(model.retriever, model.identity, _without_corpus(task), task.corpus_file, settings.depth)
             for task in inputs.tasks
         ]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
-            yield task, _result(ranking)
+            found, seconds = _result(ranking)
+            cost.add(costs.RANK, len(task.queries), seconds)
+            yield task, found
             advance()
 
 
@@ -229,12 +245,6 @@ def _without_corpus(task: Task, queries: Sequence[Query] | None = None) -> Task:
         candidates=None if task.candidates is None else {q: d for q, d in task.candidates.items() if q in ids},
         excluded={query: documents for query, documents in task.excluded.items() if query in ids},
     )
-
-
-def _depth(settings: EvaluateSettings, task: Task) -> int:
-    """Return the depth that the task's figures and rerankers need; p-MRR needs whole rankings."""
-    cuts = [int(figure.measure.partition("@")[2] or settings.depth) for figure in task.figures]
-    return max(min(settings.depth, max(cuts)), 0 if settings.first_stage is None else settings.rerank)
 
 
 def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
@@ -264,35 +274,43 @@ class ComputeChunk:
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens, identity))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Map `id` to `file`, where its array is; `computed`, whether it was missing; `fault`, the error, or empty."""
+        """Map `id` to `file`, where its array is; `seconds` and `usd`, if it was missing, else 0; `fault`, the error, or empty."""
         try:
-            file, computed = self._ensure(self._chunks[row["id"]])
+            file, seconds, usd = self._ensure(self._chunks[row["id"]])
         except InputError as error:
-            return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
-        return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
+            return {"id": row["id"], "file": "", "seconds": 0.0, "usd": 0.0, "fault": str(error)}
+        return {"id": row["id"], "file": address(file), "seconds": seconds, "usd": usd, "fault": ""}
 
-    def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
+    def _ensure(self, chunk: Chunk) -> tuple[Place, float, float]:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
         if self._store.holds(file, chunk.size):
-            return file, False
-        array = chunk.compute(self._load())
+            return file, 0.0, 0.0
+        retriever = self._load()
+        paid, began = _paid(retriever), time.perf_counter()
+        array = chunk.compute(retriever)
+        seconds, usd = time.perf_counter() - began, _paid(retriever) - paid
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
         if broken.size:
             kind, *parts = texts[broken[0]]
             text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
-            retriever = self._model.retriever
+            asked = self._model.retriever
             raise InputError(
-                f"models.{self._model.label}={getattr(retriever, 'model', retriever.kind)}: its "
+                f"models.{self._model.label}={getattr(asked, 'model', asked.kind)}: its "
                 f"{'score' if kind == 'pair' else 'embedding'} of {kind} {text!r} is not finite, like {broken.size} of the "
                 f"{chunk.size} in this chunk; the weights are damaged or training diverged: give another checkpoint"
             )
         self._store.write(file, array)
-        return file, True
+        return file, seconds, usd
+
+
+def _paid(retriever: Retriever) -> float:
+    """Return the USD that a remote embedder has paid; NaN if unknown, or of another model."""
+    return float(getattr(retriever, "usd", math.nan))
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: Model, chunks: Sequence[Chunk], store: Place
+    title: str, settings: EvaluateSettings, model: Model, chunks: Sequence[Chunk], store: Place, cost: Cost
 ) -> dict[Chunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
@@ -315,7 +333,10 @@ def _compute_chunks(
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
             files[chunk] = place_of(row["file"])
-            stored += 0 if row["computed"] else chunk.size
+            if row["seconds"]:
+                cost.add(_PARTS[type(chunk)], chunk.size, row["seconds"], row["usd"])
+            else:
+                stored += chunk.size
             advance(chunk.size, note=f"{stored} from the store" if stored else "")
     if len(files) < len(distinct):
         raise RuntimeError(f"Ray Data lost {len(distinct) - len(files)} of {len(distinct)} chunks")
@@ -330,8 +351,9 @@ def _search(
     passages: Sequence[tuple[Place, int]],
     depth: int,
     device: str,
-) -> dict[str, dict[str, float]]:
-    """Rank a task's queries, given the files (and rows) of their embeddings and of those of the passages."""
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Rank a task's queries, given the files (and rows) of their embeddings and of those of the passages; return seconds too."""
+    began = time.perf_counter()
     restricted = any(task.excluded.values())
     rankings = exact_search(
         next(Store.read_all([queries])),
@@ -342,15 +364,17 @@ def _search(
         excluded=[task.excluded.get(query.id, ()) for query in task.queries] if restricted else None,
         device=device,
     )
-    return {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
+    found = {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
+    return found, time.perf_counter() - began
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
-    """Rank a whole task in one process."""
+def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, depth: int) -> tuple[Run, float]:
+    """Rank a whole task in one process; return the seconds too."""
+    began = time.perf_counter()
     ranker = baselines.load(retriever, known=identity)
     assert isinstance(ranker, Ranker)
-    return ranker.rank(replace(task, corpus=shared(corpus)), depth)
+    return ranker.rank(replace(task, corpus=shared(corpus)), depth), time.perf_counter() - began
 
 
 def _result(task: ray.ObjectRef) -> Any:

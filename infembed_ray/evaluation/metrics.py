@@ -105,12 +105,15 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
     Returns:
         id of the original query -> mean over its changed documents, in (-1, 1); positive if they move down. Queries
         without changed documents are left out.
+
+    Raises:
+        InputError: a score is NaN.
     """
     values = {}
     for change in changes:
         if not change.documents:
             continue
-        before, after = run.get(change.original, {}), run.get(change.changed, {})
+        before, after = (_ranking(query, run.get(query, {})) for query in (change.original, change.changed))
         ranks_before, ranks_after = ranks(before), ranks(after)
         values[change.original] = fmean(
             rank_change(ranks_before.get(d, len(before) + 1), ranks_after.get(d, len(after) + 1))
@@ -175,7 +178,7 @@ def ranks(scores: Mapping[str, float]) -> dict[str, int]:
 
 
 def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """Convert the scores of a query's documents to the Python floats that pytrec_eval requires."""
+    """Convert the scores of a query's documents to the Python floats that pytrec_eval requires; reject NaN."""
     ranking = {document: float(score) for document, score in scores.items()}
     for document, score in ranking.items():
         if isnan(score):  # it has no rank

@@ -1,8 +1,8 @@
-"""Our encoders as models of mteb 2 (https://github.com/embeddings-benchmark/mteb), and our figures in its result files.
+"""Our encoders and rerankers as models of mteb 2 (https://github.com/embeddings-benchmark/mteb), and our figures in its result files.
 
     infembed mteb run -m runs/train -t Core17InstructionRetrieval --output-folder results
 
-runs `mteb run` with one of our models: a checkpoint, a hub model or a baseline, as in `models` of `infembed evaluate`. In
+runs `mteb run` with one of our models: a checkpoint, a hub model or a baseline (encoder or reranker), as in `models` of `infembed evaluate`. In
 Python: `mteb.evaluate(mteb_adapter.load("runs/train"), tasks)`.
 
 mteb itself formats every query of a checkpoint as `{query} {instruction}`, whatever the checkpoint's template.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
-from infembed_ray.evaluation.retrievers.retriever import Encoder
+from infembed_ray.evaluation.retrievers.retriever import Encoder, Ranker, Reranker, Retriever
 from infembed_ray.evaluation.tasks import registry
 from infembed_ray.evaluation.tasks.registry import Entry
 from infembed_ray.evaluation.tasks.task import Query
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from mteb.models import ModelMeta
 
 CHUNK = 1024
-"""Texts per call of the encoder: enough to batch by length, few enough to show progress."""
+"""Texts or pairs per call of the model: enough to batch by length, few enough to show progress."""
+RERANKER_KINDS = ("seq2seq", "classifier", "causal", "random")
 
 # ------------------------------------------------------------------------------------------- our models in mteb
 
@@ -68,16 +69,11 @@ class MtebEncoder:
             prompt_type: `document` or `query`; None, for tasks with texts of one kind, means `query`.
             kwargs: mteb's batch size and other options; unused, because the encoder makes its own batches.
         """
-        passages = prompt_type == "document"
-        rows: Iterator[Any] = _passages(inputs) if passages else _queries(inputs)
-        embed: Any = self.encoder.encode_passages if passages else self.encoder.encode_queries
-        chunks = []
-        side = "passages" if passages else "queries"
-        with track(f"encode {side} of {task_metadata.name}", len(inputs.dataset)) as advance:
-            while chunk := list(islice(rows, CHUNK)):
-                chunks.append(embed(chunk))
-                advance(len(chunk))
-        return np.concatenate(chunks)
+        if prompt_type == "document":
+            title = f"encode passages of {task_metadata.name}"
+            return _in_chunks(_passages(inputs), len(inputs.dataset), title, self.encoder.encode_passages)
+        title = f"encode queries of {task_metadata.name}"
+        return _in_chunks(_queries(inputs), len(inputs.dataset), title, self.encoder.encode_queries)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Multiply (n, d) with (m, d): (n, m) inner products."""
@@ -86,6 +82,44 @@ class MtebEncoder:
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Multiply the rows of two (n, d) arrays: (n) inner products."""
         return (_matrix(embeddings1) * _matrix(embeddings2)).sum(-1)
+
+
+class MtebReranker:
+    """One of our rerankers as mteb's `CrossEncoderProtocol`.
+
+    mteb passes pairs of a query, with its instruction, and a candidate of its re-ranking tasks.
+
+    Args:
+        reranker: any of our rerankers.
+        meta: description in mteb's result files.
+    """
+
+    def __init__(self, reranker: Reranker, meta: ModelMeta) -> None:
+        self.reranker = reranker
+        self.mteb_model_meta = meta
+
+    def predict(
+        self, inputs1: Any, inputs2: Any, *, task_metadata: Any, hf_split: str, hf_subset: str, **kwargs: Any
+    ) -> np.ndarray:
+        """Score pairs: (n) float32.
+
+        Args:
+            inputs1, inputs2: mteb's loaders of the n queries and of the n passages, pair by pair.
+            task_metadata: of the task, for its name.
+            hf_split, hf_subset, kwargs: unused.
+        """
+        pairs = zip(_queries(inputs1), _passages(inputs2), strict=True)
+        return _in_chunks(pairs, len(inputs1.dataset), f"score pairs of {task_metadata.name}", self.reranker.score)
+
+
+def _in_chunks(rows: Iterator[Any], size: int, title: str, compute: Callable[[list[Any]], np.ndarray]) -> np.ndarray:
+    """Concatenate the arrays of chunks of `CHUNK` rows, and show progress."""
+    chunks = []
+    with track(title, size) as advance:
+        while chunk := list(islice(rows, CHUNK)):
+            chunks.append(compute(chunk))
+            advance(len(chunk))
+    return np.concatenate(chunks)
 
 
 def _passages(inputs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -104,35 +138,36 @@ def _matrix(embeddings: Any) -> torch.Tensor:
     return torch.atleast_2d(torch.as_tensor(embeddings))
 
 
-def load(model: str, device: str = "cpu") -> MtebEncoder:
-    """Load one of our encoders for `mteb.evaluate`.
+def load(model: str, device: str = "cpu") -> MtebEncoder | MtebReranker:
+    """Load one of our encoders or rerankers for `mteb.evaluate`.
 
     Args:
         model: checkpoint directory (`latest` is followed), hub name, or name of a baseline.
         device: torch device.
 
     Raises:
-        InputError: there is no such model, it is not an encoder, or mteb is not installed.
+        InputError: there is no such model, it ranks whole tasks, or mteb is not installed.
     """
     _require_mteb()
     from mteb.models import ModelMeta
 
-    encoder = baselines.load(baselines.resolve("mteb", model), device)
-    if not isinstance(encoder, Encoder):
-        raise InputError(f"model={model}: not an encoder; give one, or evaluate it with infembed evaluate")
-    return MtebEncoder(encoder, ModelMeta(**_meta(_name(model), encoder.identity, encoder)))
+    loaded = baselines.load(baselines.resolve("mteb", model), device)
+    if isinstance(loaded, Ranker):
+        raise InputError(f"model={model}: neither an encoder nor a reranker; give one, or use infembed evaluate")
+    meta = ModelMeta(**_meta(_name(model), loaded.identity, loaded, isinstance(loaded, Reranker)))
+    return MtebReranker(loaded, meta) if isinstance(loaded, Reranker) else MtebEncoder(loaded, meta)
 
 
 def register(model: str, device: str = "cpu") -> str:
-    """Load one of our encoders and register it with `mteb.get_model` in this process; return its name."""
-    encoder = load(model, device)
+    """Load one of our models and register it with `mteb.get_model` in this process; return its name."""
+    loaded = load(model, device)
     from mteb.models.model_implementations import MODEL_REGISTRY
 
-    def infembed_ray(*args: Any, **kwargs: Any) -> MtebEncoder:  # mteb records the function's name
-        return encoder
+    def infembed_ray(*args: Any, **kwargs: Any) -> MtebEncoder | MtebReranker:  # mteb records the function's name
+        return loaded
 
-    name = str(encoder.mteb_model_meta.name)
-    MODEL_REGISTRY[name] = encoder.mteb_model_meta.model_copy(update={"loader": infembed_ray})
+    name = str(loaded.mteb_model_meta.name)
+    MODEL_REGISTRY[name] = loaded.mteb_model_meta.model_copy(update={"loader": infembed_ray})
     return name
 
 
@@ -194,25 +229,27 @@ _META = (
 """Required fields of mteb's `ModelMeta`, null where unknown."""
 
 
-def _meta(name: str, revision: str, encoder: Encoder | None = None) -> dict[str, Any]:
+def _meta(name: str, revision: str, model: Retriever | None = None, reranks: bool = False) -> dict[str, Any]:
     """Return the fields of mteb's `ModelMeta`."""
     known: dict[str, Any] = {}
-    if isinstance(encoder, CheckpointEncoder):
-        model = encoder.encoder
-        parameters = list(model.parameters())
-        known = {
+    if isinstance(model, CheckpointEncoder):
+        text = model.encoder.text
+        known = {"max_tokens": max(text.query_length, text.passage_length), "embed_dim": model.encoder.dimension}
+    module = getattr(model, "encoder", getattr(model, "model", None))
+    if isinstance(module, torch.nn.Module):
+        parameters = list(module.parameters())
+        known |= {
             "framework": ["PyTorch"],
             "n_parameters": sum(p.numel() for p in parameters),
             "memory_usage_mb": sum(p.numel() * p.element_size() for p in parameters) / 2**20,
-            "max_tokens": max(model.text.query_length, model.text.passage_length),
-            "embed_dim": model.dimension,
         }
     return {
         **dict.fromkeys(_META),
         "name": name,
         "revision": revision,
         "framework": [],
-        "similarity_fn_name": "dot",
+        "similarity_fn_name": None if reranks else "dot",
+        "model_type": ["cross-encoder" if reranks else "dense"],
         "use_instructions": True,
         **known,
     }
@@ -239,9 +276,15 @@ def _mteb_task(entry: Entry) -> MtebTask:
     return MtebTask("InstructIR", "test", "robustness_at_10")
 
 
-TASKS = {name: _mteb_task(entry) for name, entry in registry.TASKS.items() if entry.layout != "mair"}
-"""Tasks of the catalogue that mteb has, which excludes MAIR."""
+TASKS = {
+    name: _mteb_task(entry)
+    for name, entry in registry.TASKS.items()
+    if entry.layout != "mair" and registry.MODE not in name
+}
+"""Tasks of the catalogue that mteb has, which excludes MAIR. Other protocols would have their names."""
 
+VERSION = "2.26.24"
+"""Version of mteb whose tasks and figures ours equal."""
 _UNKNOWN_REVISION = "no_revision_available"  # as mteb writes it
 
 
@@ -249,8 +292,8 @@ def write(directory: Path, results: Results) -> None:
     """Write figures as `mteb run --output-folder` does, for `mteb.ResultCache(directory)`.
 
     The files are `results/<model>/<revision>/<task>.json`, with `model_meta.json`. A model is `infembed/<label>`, and its
-    revision is our identity. `mteb_version` is null, because mteb did not compute the figures. Figures without values, and
-    tasks whose main figure has none, are left out.
+    revision is our identity. `mteb_version` is the version that gives the same figures. Figures without values, and tasks
+    whose main figure has none, are left out.
     """
     for label, of_model in results.figures.items():
         name, revision = f"infembed/{label}", str(results.models[label].get("identity", _UNKNOWN_REVISION))
@@ -258,7 +301,8 @@ def write(directory: Path, results: Results) -> None:
         for task, means in of_model.items():
             if task in TASKS and (result := _task_result(TASKS[task], results.tasks[task], means)):
                 folder.mkdir(parents=True, exist_ok=True)
-                durable.replace_json(folder / "model_meta.json", _meta(name, revision))
+                reranks = results.models[label].get("kind") in RERANKER_KINDS
+                durable.replace_json(folder / "model_meta.json", _meta(name, revision, reranks=reranks))
                 durable.replace_json(folder / f"{TASKS[task].name}.json", result)
 
 
@@ -277,7 +321,7 @@ def _task_result(task: MtebTask, summary: TaskSummary, means: Mapping[str, float
     return {
         "dataset_revision": "+".join(revisions) or _UNKNOWN_REVISION,
         "task_name": task.name,
-        "mteb_version": None,
+        "mteb_version": VERSION,
         "scores": {task.split: [scores]},
         "evaluation_time": None,
     }

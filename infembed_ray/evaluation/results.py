@@ -85,6 +85,8 @@ class Results:
     """Documents per ranking."""
     obedience: Mapping[str, Mapping[str, Obedience]] = field(default_factory=dict)
     """Label -> task with changed instructions -> condition -> values: of all models, BM25 and a constant."""
+    costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Label -> `costs.FIGURES`, as far as they were measured."""
 
     @property
     def measures(self) -> set[str]:
@@ -136,6 +138,7 @@ def write(directory: Path, results: Results) -> None:
         "models": {label: dict(about) for label, about in results.models.items()},
         "figures": results.figures,
         **({"obedience": results.obedience_means} if results.obedience else {}),
+        **({"costs": results.costs} if results.costs else {}),
     }
     durable.replace_json(directory / RESULTS_FILE, plain)
 
@@ -167,7 +170,7 @@ def read(path: Place, name: str = "results") -> Results:
         raise InputError(f"{name}={file}: damaged ({in_one_line(error)}); evaluate again") from error
     with errors_at(path, name):
         obedience = _obedience(path / OBEDIENCE_FILE, name) if "obedience" in plain else {}
-    empty = Results(summaries, models, {}, depth, obedience)
+    empty = Results(summaries, models, {}, depth, obedience, plain.get("costs", {}))
     _check_conventions(file, name, conventions, empty.measures)
     with errors_at(path, name):
         scores, groups = _scores(path / PER_QUERY_FILE, name, empty)

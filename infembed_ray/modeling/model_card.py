@@ -19,6 +19,8 @@ from infembed_ray.modeling.template import render
 from infembed_ray.object_store import is_uri
 
 FILE = "README.md"
+TAG = "infembed_ray"
+"""Tag of our cards."""
 _VALIDATION = "validation_"
 """Prefix of the metrics of an evaluation on held-out records."""
 _MS_MARCO = ("msmarco", "ms_marco", "ms-marco")
@@ -65,7 +67,7 @@ def write(
     front = {
         "library_name": "sentence-transformers",
         "pipeline_tag": "feature-extraction",
-        "tags": ["sentence-transformers", "feature-extraction", "instruction-following", "infembed_ray"],
+        "tags": ["sentence-transformers", "feature-extraction", "instruction-following", TAG],
         **({"base_model": base} if on_hub else {}),
         **({"license": "other", "license_name": "ms-marco-non-commercial"} if non_commercial else {}),
         **({"model-index": [_index(base, results)]} if results else {}),

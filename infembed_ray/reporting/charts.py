@@ -89,13 +89,11 @@ class Series:
     Attributes:
         label: name in the legend.
         points: (x, y), at least one, by ascending x.
-        intervals: (low, high) of each point, drawn as whiskers; empty for none.
         window: points per centred moving average; the points themselves are faint behind it. 1 for no smoothing.
     """
 
     label: str
     points: Sequence[Point]
-    intervals: Sequence[Interval] = ()
     window: int = 1
 
     @property
@@ -130,7 +128,7 @@ def line_chart(
         events: (x, CSS class) of dashed vertical lines.
         x_title: label of the x axis.
     """
-    ends = [end for s in series for end in (*(y for _, y in s.points), *(e for pair in s.intervals for e in pair))]
+    ends = [value for s in series for _, value in s.points]
     y_ticks = ticks(min(ends), max(ends))
     x, y = Scale.enclosing(steps), Scale(y_ticks[0], y_ticks[-1])
     shapes = [_line("grid", 0, 100, y_at, y_at) for y_at in (_down(y, tick) for tick in y_ticks)]
@@ -209,7 +207,7 @@ def scatter(points: Iterable[Point], others: Iterable[Point], label: str, size: 
 
 
 def _series(series: Series, style: str, x: Scale, y: Scale) -> tuple[list[Markup], list[Markup]]:
-    """Return the shapes behind all lines, and those in front: a line, its values or the band of them, whiskers."""
+    """Return the shapes behind all lines, its values or the band of them, and those in front, a line."""
     buckets = _buckets(series.points)
     behind, front = [], [_path(f"curve {style}", series.line, x, y)]
     if len(series.points) > len(buckets):
@@ -218,9 +216,6 @@ def _series(series: Series, style: str, x: Scale, y: Scale) -> tuple[list[Markup
         behind.append(Markup('<path class="band {}" d="M{}Z"/>').format(style, "L".join(upper + lower)))
     elif series.window > 1:
         behind.append(_path(f"raw {style}", series.points, x, y))
-    for (at, value), (low, high) in zip(series.points, series.intervals, strict=False):
-        front.append(_line(f"whisker {style}", x(at), x(at), _down(y, low), _down(y, high)))
-        front.append(Markup('<path class="dot {}" d="M{} {}h0"/>').format(style, x(at), _down(y, value)))
     return behind, front
 
 

@@ -21,12 +21,13 @@ from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RunSe
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
+from infembed_ray.evaluation.costs import LATENCY, SPEED
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import Model
 from infembed_ray.evaluation.obedience import CONDITIONS, CONSTANT
 from infembed_ray.evaluation.rankings import RANKINGS_FILE
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query
@@ -67,6 +68,7 @@ def query_first(minilm, tmp_path_factory):
     """MiniLM as a checkpoint with another template than the settings'."""
     path = tmp_path_factory.mktemp("checkpoint")
     InstructionEncoder.from_pretrained(minilm, template="query_first").save_pretrained(path)
+    (path / "README.md").write_text("---\ntags: [infembed_ray]\n---\n\n# Ours\n", encoding="utf-8")
     return str(path)
 
 
@@ -169,6 +171,11 @@ def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(publish
             label = "query first" if label == "base" else label
             for figure, values in score(task, ranked).items():
                 assert found[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
+            written = runs.read(
+                published.path / "runs" / runs.file_name(label) / f"{runs.file_name(name)}.run.gz", "runs"
+            )
+            for query in task.queries:  # whole rankings, whatever the cut-off of the figures
+                assert written[query.id].keys() == ranked[query.id].keys(), (label, name)
 
 
 def in_one_process(task, base, bm25, chance):
@@ -196,8 +203,15 @@ def test_published_counts_tasks_and_models(published, settings):
     totals = {name: sum(about[name] for about in counted) for name in ("queries", "passages")}
     assert published.manifest["counts"] == {"tasks": 3, **totals}
     assert published.manifest["figures"] == found.figures
+    assert {label: set(cost) for label, cost in found.costs.items()} == {
+        "query first": {SPEED, LATENCY}, "bm25": {LATENCY}, "chance": {SPEED, LATENCY}
+    }  # fmt: skip
+    assert all(0 < value < 1e6 for cost in found.costs.values() for value in cost.values())
     assert found.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
+    (card,) = (published.path / "model_cards").iterdir()
+    assert card.name == "query_first.md"
+    assert "### Obedience, records" in card.read_text(encoding="utf-8")
     rows = pq.read_table(published.path / RANKINGS_FILE).to_pylist()
     assert {(row["model"], row["task"]) for row in rows} == {(m, t) for m in found.models for t in found.tasks}
     assert "query first" in Page((published.path / "report.html").read_text()).text

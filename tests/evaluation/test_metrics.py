@@ -189,6 +189,10 @@ def test_numpy_scores_work_and_equal_in_single_precision_is_a_tie():
 def test_a_score_that_is_not_a_number_is_rejected():
     with pytest.raises(InputError, match=r"query q: .* document b is NaN"):
         trec_measures({"q": {"a": 1}}, {"q": {"a": 1.0, "b": float("nan")}}, ["MRR@10"])
+    changes = [Change("q", "p", ("a",))]
+    for before, after in (({"a": float("nan")}, {"a": 1.0}), ({"a": 1.0}, {"a": float("nan")})):
+        with pytest.raises(InputError, match=r"query [qp]: .* document a is NaN"):
+            p_mrr(changes, {"q": before, "p": after})
 
 
 @pytest.mark.parametrize("measure", ["ndcg@10", "MAP", "MAP@all", "P@5", "nDCG@0", "MRR@0", "MRR@-1"])

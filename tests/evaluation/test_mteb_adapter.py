@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray import cli
-from infembed_ray.config.evaluation import EvaluateSettings
+from infembed_ray.config.evaluation import EvaluateSettings, retriever_settings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import distributed, mteb_adapter, results
 from infembed_ray.evaluation.metrics import trec_measures
 from infembed_ray.evaluation.results import Results, TaskSummary
+from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue, registry
@@ -26,6 +27,7 @@ from infembed_ray.evaluation.tasks.task import Figure, Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
 from tests.evaluation.in_mteb import in_mteb, mteb_class, mteb_task, theirs
+from tests.evaluation.retrievers import models
 
 pytestmark = pytest.mark.integration
 
@@ -197,6 +199,33 @@ def test_instructir_agrees(mirror, encoder):
     assert 0 < averages["Robustness@10"] < averages["nDCG@10"]
 
 
+@pytest.mark.parametrize("kind", ["classifier", "seq2seq"])
+def test_rerankers_of_ours_have_the_same_scores_and_figures_in_mteb(kind, mirror, tmp_path, monkeypatch):
+    path = models.bert(tmp_path / "bert", 1) if kind == "classifier" else models.t5(tmp_path / "t5")
+    values = {"kind": kind, "model": path, "plain_query": "{query}", "instructed_query": "{query} {instruction}"}
+    if kind == "seq2seq":
+        values |= {"pair": "Query: {query} Document: {passage} Relevant:", "answers": ("▁true", "▁false")}
+    settings = retriever_settings(values, "models.x")
+    monkeypatch.setattr(baselines, "resolve", lambda *_: settings)
+    adapted = mteb_adapter.load(path)
+    assert isinstance(adapted, mteb.CrossEncoderProtocol)
+    assert adapted.mteb_model_meta.is_cross_encoder
+    assert adapted.mteb_model_meta.n_parameters == sum(p.numel() for p in adapted.reranker.model.parameters())
+    task, other = catalogue.load("followir/core17", str(mirror)), in_mteb("followir/core17", mirror)
+    scores = theirs(other, adapted)
+    texts = published.texts(task)
+    run = {}
+    for query in task.queries:  # pair by pair, in one process
+        pairs = [(query, texts[document]) for document in task.candidates[query.id]]
+        run[query.id] = dict(zip(task.candidates[query.id], adapted.reranker.score(pairs).tolist(), strict=True))
+    for query, ranking in run.items():
+        assert ranking == pytest.approx(other.run[query], rel=1e-3), query  # other batches
+    found = means(score(task, other.run))
+    assert found["p-MRR"] == pytest.approx(scores["p-MRR"], abs=1e-6)
+    assert found["p-MRR"] != 0
+    assert found["MAP@1000"] == pytest.approx(scores["og"]["map_at_1000"], abs=ROUNDING)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_infembed_evaluate_agrees_with_mteb_on_the_same_checkpoint(mirror, checkpoint, encoder, ray_cluster, tmp_path):
@@ -344,6 +373,10 @@ def test_figures_without_values_are_left_out_of_mtebs_results(tmp_path):
     assert "og" not in read["News21InstructionRetrieval"].scores["test"][0]
 
 
+def test_the_version_in_result_files_is_the_one_that_these_tests_compare_with():
+    assert mteb.__version__ == mteb_adapter.VERSION
+
+
 def test_names_of_our_tasks_in_mteb_are_mtebs():
     for name, there in mteb_adapter.TASKS.items():
         metadata = mteb.get_task(there.name).metadata
@@ -359,7 +392,7 @@ def test_names_of_our_tasks_in_mteb_are_mtebs():
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["-m", "random"], "model=random: not an encoder"),
+        (["-m", "bm25"], "model=bm25: neither an encoder nor a reranker"),
         (["-m", "./absent"], "no such model directory"),
         ([], "-m is missing"),
         (["-m", "./absent", "--model-revision", "abc"], "--model-revision abc: give -m the directory of that revision"),

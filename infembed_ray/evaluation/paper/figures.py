@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infembed_ray.evaluation import tables
-from infembed_ray.evaluation.paper.collection import BASE, Collection, Model
+from infembed_ray.evaluation.paper.collection import Collection, Model
 from infembed_ray.evaluation.paper.published import TABLES
-from infembed_ray.evaluation.paper.sheets import MODELS, plain, stands_for
+from infembed_ray.evaluation.paper.sheets import AS_PAPER, MODELS, plain, stands_for
 from infembed_ray.evaluation.significance import Estimate
 from infembed_ray.evaluation.tables import Cell, Column
-from infembed_ray.reporting.charts import Scale, Series
+from infembed_ray.evaluation.tasks import registry
+from infembed_ray.reporting.charts import Scale
+
+PAPER = [registry.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
+"""Titles of the benchmark whose models the paper compares in Figure 5."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,17 @@ class Chart:
 
 @dataclass(frozen=True)
 class Panel:
-    """Figure 6 for one backbone and training: p-MRR x100 by epoch, with and without the quality filter."""
+    """Figure 6 for one training: p-MRR x100 by backbone.
+
+    Attributes:
+        title: the training and the benchmark.
+        groups: backbone -> p-MRR with and without the quality filter.
+        scale: axis, which holds 0 and all intervals.
+    """
 
     title: str
-    series: Sequence[Series]
-
-    @property
-    def epochs(self) -> tuple[float, float]:
-        """First and last epoch."""
-        epochs = [epoch for series in self.series for epoch, _ in series.points]
-        return min(epochs), max(epochs)
+    groups: Mapping[str, tuple[Estimate, Estimate]]
+    scale: Scale
 
 
 def figure_5(collection: Collection, rows: Mapping[str, str]) -> list[Chart]:
@@ -65,7 +68,7 @@ def figure_5(collection: Collection, rows: Mapping[str, str]) -> list[Chart]:
     charts = []
     for benchmark, p_mrr, score in _obedience(collection):
         obeys, retrieves = collection.cells(p_mrr), collection.cells(score)
-        paper = benchmark == "FollowIR" and p_mrr.title.startswith("average")
+        paper = benchmark in PAPER and p_mrr.title.startswith("average")
         found = list(_table_5()) if paper else []
         for key, model in collection.models.items():
             if key in obeys and key in retrieves:
@@ -78,7 +81,7 @@ def figure_5(collection: Collection, rows: Mapping[str, str]) -> list[Chart]:
 
 
 def figure_6(collection: Collection, unfiltered: Sequence[str]) -> list[Panel]:
-    """Return a panel for each training of a sweep that ran on filtered and on unfiltered records.
+    """Return a panel for each training of a sweep that backbones had on filtered and on unfiltered records.
 
     Args:
         collection: our results.
@@ -87,21 +90,20 @@ def figure_6(collection: Collection, unfiltered: Sequence[str]) -> list[Panel]:
     panels = []
     for benchmark, p_mrr, _ in _obedience(collection):
         cells = collection.cells(p_mrr)
-        series: dict[tuple[str, str, str], dict[bool, dict[int, Cell]]] = {}
+        found: dict[str, dict[str, dict[bool, Model]]] = {}
         for key, model in collection.models.items():
-            if key in cells and (train := model.about.get("train")) is not None:
-                design = json.dumps({name: value for name, value in train.items() if name != "epochs"}, sort_keys=True)
-                label = re.sub(r"(^|, )epochs=\d+", "", model.label)
-                of_design = series.setdefault((model.backbone or "", label, design), {False: {}, True: {}})
-                of_design[model.output in unfiltered][train["epochs"]] = cells[key]
-        bases = {m.backbone: cells[key] for key, m in collection.models.items() if m.label == BASE and key in cells}
-        for (backbone, label, _), both in series.items():
-            if both[True] and both[False]:
-                if backbone in bases:
-                    both = {without: {0: bases[backbone], **points} for without, points in both.items()}
-                title = ", ".join(filter(None, (backbone, label, benchmark)))
-                curves = [_series("with filter", both[False]), _series("without filter", both[True])]
-                panels.append(Panel(title, curves))
+            if key in cells and model.about.get("train") is not None:
+                of_backbone = found.setdefault(model.label, {}).setdefault(model.backbone or "", {})
+                of_backbone[model.output in unfiltered] = model
+        for label, backbones in found.items():
+            groups = {
+                backbone: (_x100(cells[both[False].key]), _x100(cells[both[True].key]))
+                for backbone, both in backbones.items()
+                if len(both) == 2 and both[False].about["train"] == both[True].about["train"]
+            }
+            if groups:
+                scale = _scale(estimate for both in groups.values() for estimate in both)
+                panels.append(Panel(f"{label}, {benchmark}", groups, scale))
     return panels
 
 
@@ -151,9 +153,3 @@ def _chart(benchmark: str, score: str, found: Sequence[Measured], paper: bool) -
 
 def _scale(estimates: Iterable[Estimate]) -> Scale:
     return Scale.enclosing([0.0, *(end for estimate in estimates for end in (estimate.low, estimate.high))])
-
-
-def _series(label: str, cells: Mapping[int, Cell]) -> Series:
-    estimates = {epoch: _x100(cells[epoch]) for epoch in sorted(cells)}
-    points = [(epoch, estimate.value) for epoch, estimate in estimates.items()]
-    return Series(label, points, [(estimate.low, estimate.high) for estimate in estimates.values()])

@@ -53,7 +53,7 @@ class Report:
     ) -> Report:
         """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
         rows = rows or {}
-        own = [*sheets.ours(collection), *sheets.obedience(collection)]
+        own = [*sheets.ours(collection), *sheets.obedience(collection), *sheets.speed(collection)]
         papers = sheets.papers(collection, rows)
         charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
         return cls(outputs, collection, own, papers, charts, panels)
@@ -117,7 +117,7 @@ class Report:
     def as_markdown(self, with_paper: bool = True) -> str:
         """Format our tables, perhaps the paper's, and how the numbers are computed."""
         parts = ["# Evaluation report"]
-        parts += [f"## {sheet.name}\n\n{formats.as_markdown(sheet)}" for sheet in self.ours]
+        parts += ["\n\n".join(filter(None, (f"## {s.name}", s.note, formats.as_markdown(s)))) for s in self.ours]
         for sheet in sorted(self.papers if with_paper else (), key=lambda sheet: not sheet.ours):
             mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
             parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import tables
+from infembed_ray.evaluation import costs, tables
 from infembed_ray.evaluation.obedience import AS_GIVEN
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
@@ -18,11 +18,15 @@ from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Stratum, compare
 from infembed_ray.evaluation.tables import Cell, Column
+from infembed_ray.evaluation.tasks.registry import MODE
+from infembed_ray.reporting import charts
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
 CONTROLLED = "model, condition"
 """Kind of the rows of a table of controls."""
+AS_PAPER = f"{MODE}paper"
+"""Ends the names of tasks under the paper's protocol."""
 MODELS = ("2", "5")
 """Tables whose rows are models; rows of the other tables are rows of sweeps."""
 
@@ -88,6 +92,8 @@ class Sheet:
     columns: tuple[tuple[str, str], ...]
     """Heading of each column, which neighbours may share, and its own name."""
     lines: tuple[Line, ...]
+    note: str = ""
+    """What the numbers are, if they are not means of queries."""
 
     @property
     def ours(self) -> bool:
@@ -147,6 +153,22 @@ def obedience(collection: Collection) -> list[Sheet]:
     return sheets
 
 
+def speed(collection: Collection) -> list[Sheet]:
+    """Make the table of what the models cost, if it was measured."""
+    found = collection.results.costs
+    lines = [
+        Line(
+            collection.models[key].shown,
+            True,
+            "",
+            tuple(Number(charts.number(of_model[name])) if name in of_model else None for name in costs.FIGURES),
+        )
+        for key, of_model in found.items()
+    ]
+    headings = tuple(("", name) for name in costs.FIGURES)
+    return [Sheet("Speed and cost", "", "model", headings, tuple(lines), costs.MEANING)] if lines else []
+
+
 def _controls(figure: str, asked: Mapping[str, Scores], groups: Mapping[str, str]) -> dict[str, Number]:
     """Format the means of one figure, x100, with their intervals, by label; labels of the same queries share resamples."""
     of_queries: dict[tuple[str, ...], list[str]] = {}
@@ -204,7 +226,7 @@ def _is(model: Model, entry: baselines.Baseline) -> bool:
 
 def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) -> Iterator[Sheet]:
     table = TABLES[number]
-    columns = [Column(name, COLUMNS[name], 100, _DECIMALS[number]) for name in table.columns]
+    columns = [Column(name, _measured(collection, COLUMNS[name]), 100, _DECIMALS[number]) for name in table.columns]
     found = [collection.cells(column) for column in columns]
     there = [model for model in collection.models.values() if any(model.key in of_column for of_column in found)]
 
@@ -246,6 +268,12 @@ def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) 
             headings = tuple((str(b), column.removeprefix("FollowIR ")) for b in of_part for column in table.columns)
         found_lines = [line for row in table.rows for line in lines(row, of_part)]
         yield Sheet(name, table.title, table.of, headings, tuple(found_lines))
+
+
+def _measured(collection: Collection, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return the tasks that stand for those of the paper: under its own protocol, if they were evaluated so."""
+    as_paper = tuple((f"{task}{AS_PAPER}", figure) for task, figure in parts)
+    return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
 
 
 def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) -> list[Number | None]:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,6 +61,8 @@ class ApiEncoder:
         self._settings = settings
         directory = local_path(api.journal, "api.journal")
         require_writable(directory, "api.journal")
+        self.usd = 0.0
+        """What this process has paid; NaN if the price of the model is unknown."""
         self._prices = prices.load(api.prices)
         self._journal = Journal(directory)
         spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(directory, self._prices)
@@ -154,6 +157,8 @@ class ApiEncoder:
             await self._fetch_batch(client, requests[:half])
             await self._fetch_batch(client, requests[half:])
             return
+        usd = self._prices.usd(self._settings.model, answer)
+        self.usd += math.nan if usd is None else usd
         embeddings: list[str] = json.loads(answer.text)
         if len(embeddings) != len(requests):
             raise RowFailure(f"{len(embeddings)} embeddings for {len(requests)} texts; is this an embeddings endpoint?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from infembed_ray.evaluation.tasks import beir, bright, followir, mair, mirror, mteb_layout
+from infembed_ray.evaluation.tasks import beir, bright, followir, mair, mirror, modes, mteb_layout
 from infembed_ray.evaluation.tasks.checks import checked
 from infembed_ray.evaluation.tasks.registry import find
 from infembed_ray.evaluation.tasks.task import Task
@@ -25,7 +25,7 @@ def load(name: str, data: str | None = None) -> Task:
     """Read and check a task.
 
     Args:
-        name: a published task, or the path of a directory in BEIR's layout (see `beir.read`).
+        name: a published task, perhaps with a mode (`followir/core17@mteb1`), or the path of a directory in BEIR's layout (see `beir.read`).
         data: mirror made by `infembed data fetch`, or its URI in an object store; None: one in this machine's scratch directory, filled as needed.
 
     Raises:
@@ -39,7 +39,7 @@ def load(name: str, data: str | None = None) -> Task:
     with errors_at(root, "data"):
         task = _LAYOUTS[entry.layout](*repositories, **entry.options)
         about = {"repositories": {r.name: r.recorded["revision"] for r in repositories}}
-    return checked(replace(task, about=about))
+    return checked(modes.applied(replace(task, about=about), entry.differences))
 
 
 def files(name: str, data: str | None = None) -> list[Place]:

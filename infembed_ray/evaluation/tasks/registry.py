@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from infembed_ray.evaluation.tasks.repository import CARD, Repository
 from infembed_ray.object_store import is_uri
 from infembed_ray.places import Place
 
+MODE = "@"
+"""Separates a task's or a benchmark's name from that of a published protocol: `followir@mteb1`."""
+_TITLES = {"paper": "as the paper", "mteb1": "as mteb 1", "mteb2": "as mteb 2", "corpus": "whole corpus"}
 Part = tuple[str, str | None]
 """A configuration of a repository and one of its splits; None: all splits."""
 
@@ -43,6 +46,8 @@ class Entry:
     layout: str
     options: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the layout's reader."""
+    differences: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Names in `modes.DIFFERENCES` and their arguments, of a published protocol that differs from ours."""
 
     def repositories(self, root: Place) -> list[Repository]:
         """Return its sources as repositories of a mirror."""
@@ -79,14 +84,14 @@ class Benchmark:
 
 
 def expand(names: Iterable[str]) -> list[str]:
-    """Replace benchmarks and patterns like `mair/CAsT_*` by their tasks, without duplicates.
+    """Replace benchmarks and patterns like `mair/CAsT_*` or `mair/*@paper` by their tasks, without duplicates.
 
     Raises:
         InputError: a name is neither a task nor a path.
     """
     expanded: list[str] = []
     for name in names:
-        matching = [task for task in TASKS if fnmatchcase(task, name)]
+        matching = [task for task in TASKS if fnmatchcase(task, name) and (MODE in task) == (MODE in name)]
         if name in BENCHMARKS:
             expanded += [entry.name for entry in BENCHMARKS[name].tasks]
         elif matching:
@@ -112,23 +117,42 @@ def find(name: str) -> Entry | None:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
         raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
     if not Path(name).expanduser().exists():
-        raise InputError(f"tasks={name}: no such task, and no such directory; {nearest(name, BENCHMARKS)}")
+        valid = [known for known in BENCHMARKS if (MODE in known) == (MODE in name)]
+        raise InputError(f"tasks={name}: no such task, and no such directory; {nearest(name, valid)}")
     return None
 
 
-def _benchmark(name: str, values: Mapping[str, Any]) -> Benchmark:
-    tasks = {key: _entry(name, key, {**values, **own}) for key, own in values["tasks"].items()}
-    others = values.get("others", ())
+def _benchmarks(name: str, values: Mapping[str, Any]) -> Iterator[Benchmark]:
+    """Yield a benchmark under our protocol, then under each published one."""
+    for mode, differences in {"": {}, **values.get("modes", {})}.items():
+        suffix = f"{MODE}{mode}" if mode else ""
+        titled = values | {"title": f"{values['title']}, {_TITLES[mode]}"} if mode else values
+        yield _benchmark(name, titled, suffix, differences)
+
+
+def _benchmark(
+    name: str, values: Mapping[str, Any], suffix: str, differences: Mapping[str, Mapping[str, str]]
+) -> Benchmark:
+    def entry(key: str, own: Mapping[str, Any]) -> Entry:
+        made = _entry(name, key, {**values, **own})
+        return replace(made, name=f"{made.name}{suffix}", differences=differences)
+
+    tasks = {
+        key: entry(key, {**own, "title": values["title"]} if key == name else own)
+        for key, own in values["tasks"].items()
+    }
+    own_configs = {own.get("config"): key for key, own in values["tasks"].items()}
+    domains = values.get("domains", {})
+    every = {config: own_configs.get(config, config) for configs in domains.values() for config in configs}
+    others = {c: entry(c, {"title": c, "config": c}) for c, key in every.items() if key == c}
+    averages = {
+        column: {tasks[key].name: figures if isinstance(figures, str) else figures[key] for key in tasks}
+        for column, figures in values.get("averages", {}).items()
+    }
+    for domain, configs in {**domains, f"all {len(every)}": every}.items() if domains else ():
+        averages[f"{domain} nDCG@10"] = {(tasks | others)[every[config]].name: "nDCG@10" for config in configs}
     return Benchmark(
-        name=name,
-        title=values["title"],
-        source=values["source"],
-        tasks=tuple(tasks.values()),
-        others=tuple(_entry(name, config, {**values, "title": config, "config": config}) for config in others),
-        averages={
-            column: {tasks[key].name: figures if isinstance(figures, str) else figures[key] for key in tasks}
-            for column, figures in values.get("averages", {}).items()
-        },
+        f"{name}{suffix}", values["title"], values["source"], tuple(tasks.values()), tuple(others.values()), averages
     )
 
 
@@ -157,7 +181,7 @@ def _entry(benchmark: str, key: str, values: Mapping[str, Any]) -> Entry:
 
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
 
-BENCHMARKS: Mapping[str, Benchmark] = {name: _benchmark(name, values) for name, values in _LISTED.items()}
+BENCHMARKS: Mapping[str, Benchmark] = {b.name: b for name, values in _LISTED.items() for b in _benchmarks(name, values)}
 TASKS: Mapping[str, Entry] = {
     entry.name: entry for benchmark in BENCHMARKS.values() for entry in (*benchmark.tasks, *benchmark.others)
 }

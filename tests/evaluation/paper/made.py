@@ -39,7 +39,9 @@ def benchmarks(*names):
     for name in names:
         benchmark = BENCHMARKS[name]
         for entry in benchmark.tasks:
-            shown = dict.fromkeys(of_task[entry.name] for of_task in benchmark.averages.values())
+            shown = dict.fromkeys(
+                of_task[entry.name] for of_task in benchmark.averages.values() if entry.name in of_task
+            )
             found[entry.name] = TaskSummary(tuple(Figure(f, f) for f in shown), {}, {"queries": len(QUERIES)})
     return found
 

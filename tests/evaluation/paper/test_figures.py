@@ -10,8 +10,14 @@ from tests.evaluation.paper import made
 NAMED = {"trained": "InF-Embed (e5-base-v2)"}
 
 
-def epochs(better):
-    return {f"uni{{P}}, epochs={n}": (better * n, {"objective": "uni{P}", "epochs": n}) for n in (1, 2)}
+BACKBONES = ["MiniLM", "E5"]
+
+
+def rows(better, epochs=2):
+    return {
+        "uni{P}": (better, {"objective": "uni{P}", "epochs": epochs}),
+        "uni{I}": (better / 2, {"objective": "uni{I}"}),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +27,8 @@ def collection():
         {
             "models": made.evaluation(made.benchmarks("followir", "mair"), models),
             "decoder": made.sweep(made.benchmarks("followir"), ["Qwen2.5-1.5B"], {"uni{P}": (0.3, {"epochs": 2})}, [1]),
-            "filtered": made.sweep(made.records(), ["MiniLM"], epochs(0.3), [1]),
-            "raw": made.sweep(made.records(), ["MiniLM"], epochs(0.1), [1], salt="raw"),
+            "filtered": made.sweep(made.records(), BACKBONES, rows(0.3), [1]),
+            "raw": made.sweep(made.records(), BACKBONES, rows(0.1), [1], salt="raw"),
         }
     )
 
@@ -58,17 +64,24 @@ def test_both_axes_of_figure_5_hold_zero_and_all_intervals(collection):
             assert scale.high == max(0, *(e.high for e in estimates))
 
 
-def test_figure_6_has_both_curves_from_the_backbone_on(collection):
-    (panel,) = figure_6(collection, ["raw"])
-    assert panel.title == "MiniLM, uni{P}, records"
-    assert panel.epochs == (0, 2)
-    assert [series.label for series in panel.series] == ["with filter", "without filter"]
+def test_figure_6_has_two_bars_for_every_backbone(collection):
+    panels = figure_6(collection, ["raw"])
+    assert [panel.title for panel in panels] == ["uni{P}, records", "uni{I}, records"]
     means = collection.results.figures
-    for series, suffix in zip(panel.series, ("", " (raw)"), strict=True):
-        keys = ["MiniLM, base", *(f"MiniLM, uni{{P}}, epochs={n}{suffix}" for n in (1, 2))]
-        assert series.points == [(n, pytest.approx(100 * means[key]["records"]["p-MRR"])) for n, key in enumerate(keys)]
-        for (_, value), (low, high) in zip(series.points, series.intervals, strict=True):
-            assert low <= value <= high
+    for panel, row in zip(panels, ("uni{P}", "uni{I}"), strict=True):
+        assert list(panel.groups) == BACKBONES
+        for backbone, both in panel.groups.items():
+            for estimate, suffix in zip(both, ("", " (raw)"), strict=True):
+                mean = means[f"{backbone}, {row}{suffix}"]["records"]["p-MRR"]
+                assert estimate.value == pytest.approx(100 * mean)
+                assert panel.scale.low <= estimate.low <= estimate.value <= estimate.high <= panel.scale.high
+
+
+def test_trainings_with_other_settings_are_not_compared_in_figure_6():
+    filtered = made.sweep(made.records(), BACKBONES, rows(0.3), [1])
+    raw = made.sweep(made.records(), BACKBONES, rows(0.1, epochs=3), [1], salt="raw")
+    (panel,) = figure_6(collect({"filtered": filtered, "raw": raw}), ["raw"])
+    assert panel.title == "uni{I}, records"
 
 
 def test_without_unfiltered_trainings_there_is_no_figure_6(collection):

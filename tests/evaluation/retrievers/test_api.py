@@ -52,6 +52,16 @@ def units(texts, kind=""):
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
+def test_what_was_paid_is_the_price_of_the_tokens_that_the_server_counted_and_nothing_is_paid_twice(server, encoder):
+    remote = encoder()
+    remote.encode_passages(PASSAGES)
+    assert remote.usd == pytest.approx(server.tokens * USD_PER_TOKEN, rel=1e-9)
+    assert remote.usd > 0
+    again = encoder()
+    again.encode_passages(PASSAGES)
+    assert again.usd == 0
+
+
 def test_openai_embeds_queries_with_their_instruction_and_passages_in_their_order(server, encoder):
     remote = encoder()
     np.testing.assert_allclose(remote.encode_passages(PASSAGES), units(PASSAGES), atol=1e-6)
