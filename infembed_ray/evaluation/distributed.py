@@ -129,7 +129,7 @@ def _references(
         bm25 = Model(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
         ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
         found[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
-    found[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, _depth(settings, t)) for t in tasks}
+    found[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, settings.depth) for t in tasks}
     return {label: of_tasks for label, of_tasks in found.items() if of_tasks}
 
 
@@ -158,7 +158,7 @@ def _encode_and_search(settings: EvaluateSettings, inputs: Inputs, model: Model)
                     (files[chunk], chunk.size),
                     task.corpus_file,
                     embeddings,
-                    _depth(settings, task),
+                    settings.depth,
                     "cuda" if settings.gpus_per_actor else "cpu",
                 )
                 for chunk in queries[task.name]
@@ -201,13 +201,11 @@ def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model) -> Ite
     if isinstance(model.retriever, RunSettings):  # its files need not be visible to the workers
         ranker = baselines.load(model.retriever, known=model.identity)
         assert isinstance(ranker, Ranker)
-        yield from ((task, ranker.rank(task, _depth(settings, task))) for task in inputs.tasks)
+        yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
         return
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
-            _rank.remote(
-                model.retriever, model.identity, _without_corpus(task), task.corpus_file, _depth(settings, task)
-            )
+            _rank.remote(model.retriever, model.identity, _without_corpus(task), task.corpus_file, settings.depth)
             for task in inputs.tasks
         ]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
@@ -229,12 +227,6 @@ def _without_corpus(task: Task, queries: Sequence[Query] | None = None) -> Task:
         candidates=None if task.candidates is None else {q: d for q, d in task.candidates.items() if q in ids},
         excluded={query: documents for query, documents in task.excluded.items() if query in ids},
     )
-
-
-def _depth(settings: EvaluateSettings, task: Task) -> int:
-    """Return the depth that the task's figures and rerankers need; p-MRR needs whole rankings."""
-    cuts = [int(figure.measure.partition("@")[2] or settings.depth) for figure in task.figures]
-    return max(min(settings.depth, max(cuts)), 0 if settings.first_stage is None else settings.rerank)
 
 
 def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
