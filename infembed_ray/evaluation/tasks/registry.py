@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +16,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.repository import CARD, Repository
 from infembed_ray.object_store import is_uri
 from infembed_ray.places import Place
+
+IR_DATASETS = "ir_datasets:"
+"""Begins the names of tasks that the library ir_datasets provides."""
+_HUB_NAME = re.compile(r"(?P<repository>[\w-]+/[\w.-]+)(/(?P<split>\w+))?")
 
 Part = tuple[str, str | None]
 """A configuration of a repository and one of its splits; None: all splits."""
@@ -33,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """A published task."""
+    """A published task, or a data set of the hub."""
 
     name: str
     """Its name in `tasks`: `followir/core17`."""
@@ -98,22 +103,30 @@ def expand(names: Iterable[str]) -> list[str]:
 
 
 def find(name: str) -> Entry | None:
-    """Return the published task of a name, or None if the name is an existing path or a URI.
+    """Return the published task or the data set of the hub of a name, or None for a path, a URI or a name of ir_datasets.
+
+    Names of the hub are `OWNER/NAME`, or `OWNER/NAME/SPLIT`; a directory of that name comes first.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is none of these.
     """
     if name in TASKS:
         return TASKS[name]
-    if is_uri(name):
+    if is_uri(name) or name.startswith(IR_DATASETS):
         return None
     benchmark = name.split("/")[0]
     if benchmark in BENCHMARKS:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
         raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
-    if not Path(name).expanduser().exists():
-        raise InputError(f"tasks={name}: no such task, and no such directory; {nearest(name, BENCHMARKS)}")
-    return None
+    if Path(name).expanduser().exists():
+        return None
+    if found := _HUB_NAME.fullmatch(name):
+        options = {"split": found["split"]} if found["split"] else {}
+        return Entry(name, name, (Source(found["repository"], None, ()),), "own", options)
+    raise InputError(
+        f"tasks={name}: no such task, and no such directory; {nearest(name, BENCHMARKS)}, OWNER/NAME of the hub, "
+        f"{IR_DATASETS}ID"
+    )
 
 
 def _benchmark(name: str, values: Mapping[str, Any]) -> Benchmark:
