@@ -302,7 +302,14 @@ class EvaluateSettings(Settings):
     """`infembed evaluate`: how well models retrieve and follow instructions, on benchmarks and on InF-IR records."""
 
     tasks: tuple[str, ...] = Field(
-        (), description="tasks or benchmarks by name (followir/core17, bright), or directories in BEIR's layout"
+        (),
+        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact) or of "
+        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb, BEIR or TREC",
+    )
+    measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
+        (),
+        description="measures by ir_measures' names (nDCG@10, P@5, RR, bpref): further figures of published tasks and "
+        "records; of other collections the figures beside p-MRR and Robustness@10",
     )
     data: str | None = runtime_field(
         None, description="mirror made by `infembed data fetch`; null: download from the hub"

@@ -15,6 +15,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation import gates
 from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.embeddings import digest
+from infembed_ray.evaluation.metrics import parse
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.corpus import name_of
@@ -150,7 +151,9 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
         raise InputError(f"distractors={settings.distractors}: needs records; set records or drop the distractors")
     if settings.reworded is not None and settings.records is None:
         raise InputError(f"reworded={settings.reworded}: needs records, which it rewords; set records or drop it")
-    tasks = [catalogue.load(name, settings.data) for name in expand(settings.tasks)]
+    for measure in settings.measures:
+        parse(measure.replace("Robustness@", "nDCG@"))
+    tasks = [catalogue.load(name, settings.data, settings.measures) for name in expand(settings.tasks)]
     named = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
     data = {name: storage.find_input(path, name) for name, path in named.items() if path is not None}
     distractors: Sequence[records.Passage] = ()
@@ -159,7 +162,8 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
     for name in (TASK, "reworded"):
         if name in data:
             rows = records.read(data[name], records.Record, name, split=settings.split)
-            tasks.append(instruction_following(rows, distractors, settings.max_distractors, name))
+            task = instruction_following(rows, distractors, settings.max_distractors, name)
+            tasks.append(catalogue.with_measures(task, settings.measures))
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise InputError(f"tasks={name}: two tasks have this name; rename the directory, or leave one out")

@@ -1,18 +1,21 @@
 """Retrieval measures: pure functions of judgements and rankings, with one value per query.
 
-nDCG, MAP, recall and MRR are trec_eval's, through pytrec_eval. p-MRR of FollowIR (Weller et al., 2024), WISE and SICR of
-InfoSearch (Zhou et al., 2025) and the violations of CoDeR are implemented here.
+nDCG, MAP, recall, MRR and further ones by their names are those of ir_measures, which asks trec_eval. p-MRR of FollowIR
+(Weller et al., 2024), WISE and SICR of InfoSearch (Zhou et al., 2025) and the violations of CoDeR are implemented here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isnan, sqrt
 from statistics import fmean
 
-import pytrec_eval
+import ir_measures
+import numpy as np
 
+from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 
 Run = Mapping[str, Mapping[str, float]]
@@ -41,8 +44,10 @@ CONVENTIONS = {
     "instruction complies if it stays first, its score does not fall, and both fall under the inverse",
 }
 """How each measure is computed, as recorded in every result file."""
+_FURTHER = "as ir_measures defines it, by trec_eval where that has it; a query without results counts 0"
+"""Convention of a measure that `CONVENTIONS` does not describe."""
 
-_TREC_MEASURES = {"nDCG": "ndcg_cut", "MAP": "map_cut", "recall": "recall", "MRR": "recip_rank"}
+_NAMES = {name.lower(): name for name in reversed(ir_measures.measures.registry)}
 
 
 @dataclass(frozen=True)
@@ -56,30 +61,61 @@ class Change:
     documents: tuple[str, ...]
 
 
+def parse(measure: str) -> ir_measures.Measure:
+    """Parse a measure by ir_measures' name, in any case: `nDCG@10`, `MAP@1000`, `recall@100`, `P(rel=2)@5`, `bpref`.
+
+    Raises:
+        InputError: there is no such measure, its cut-off is missing or below 1, or a library that it needs is missing.
+    """
+    name = family(measure)
+    if name.lower() not in _NAMES:
+        raise InputError(f"measures={measure}: no measure of ir_measures; {nearest(name, _NAMES.values())}")
+    try:
+        parsed = ir_measures.parse_measure(_NAMES[name.lower()] + measure[len(name) :])
+        usable = ir_measures.DefaultPipeline.supports(parsed)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise InputError(f"measures={measure}: {error}; write it like nDCG@10, P(rel=2)@5 or bpref") from error
+    if not usable or parsed.params.get("cutoff", 1) < 1:  # at 0 pytrec_eval aborts the process
+        raise InputError(
+            f"measures={measure}: cannot be computed with these parameters; write it like nDCG@10 or bpref"
+        )
+    return parsed
+
+
+def family(measure: str) -> str:
+    """Return the name of a measure without parameters and cut-off: `nDCG` of `nDCG@10`."""
+    return re.split(r"[@(]", measure)[0]
+
+
+def convention(measure: str) -> str:
+    """Return how a measure is computed."""
+    return CONVENTIONS.get(family(measure), _FURTHER)
+
+
 def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Compute trec_eval's measures for every query of the judgements.
+    """Compute measures by ir_measures' names for every query of the judgements.
 
     Args:
         qrels: judgements; their queries count.
-        run: rankings. trec_eval compares scores in single precision.
-        measures: names with a cut-off: `nDCG@10`, `MAP@1000`, `recall@100`, `MRR@10`.
+        run: rankings. Scores are compared in single precision, as in trec_eval.
+        measures: names as `parse` takes them.
 
     Returns:
-        query id -> measure -> value in [0, 1]; 0 for a query without results or without relevant documents.
+        query id -> measure -> value; 0 for a query without results or without relevant documents.
 
     Raises:
-        InputError: a score is NaN.
+        InputError: a score is NaN, or as `parse`.
     """
-    names = {measure: _trec_name(measure) for measure in measures}
+    parsed = {measure: parse(measure) for measure in measures}
+    by_trec_eval = {measure for measure in parsed.values() if ir_measures.pytrec_eval.supports(measure)}
     judged = {query: dict(documents) for query, documents in qrels.items()}
-    requested = {name if name == "recip_rank" else f"{name}.{cut}" for name, cut in names.values()}
-    evaluator = pytrec_eval.RelevanceEvaluator(judged, requested)
-    # pytrec_eval skips queries without judgements, and queries without a ranking, which must count as 0.
-    found = evaluator.evaluate({query: _ranking(query, run.get(query, {})) for query in qrels})
-    return {
-        query: {m: _cut(found[query], name, cut) if query in found else 0.0 for m, (name, cut) in names.items()}
-        for query in qrels
-    }
+    rankings = {query: _ranking(query, run.get(query, {})) for query in qrels}
+    found = list(ir_measures.pytrec_eval.iter_calc(by_trec_eval, judged, rankings))
+    if others := set(parsed.values()) - by_trec_eval:  # the other libraries order ties differently
+        ordered = {query: _untied(ranking) for query, ranking in rankings.items() if ranking}
+        found += ir_measures.iter_calc(others, judged, ordered)
+    values = {(metric.query_id, metric.measure): float(metric.value) for metric in found}
+    return {query: {name: values.get((query, measure), 0.0) for name, measure in parsed.items()} for query in qrels}
 
 
 def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
@@ -188,15 +224,8 @@ def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
     return ranking
 
 
-def _cut(values: Mapping[str, float], name: str, cut: int) -> float:
-    if name != "recip_rank":
-        return values[f"{name}_{cut}"]
-    reciprocal = values[name]  # trec_eval has no cut-off for it
-    return reciprocal if reciprocal * cut >= 1 - 1e-9 else 0.0
-
-
-def _trec_name(measure: str) -> tuple[str, int]:
-    name, _, cut = measure.partition("@")
-    if name not in _TREC_MEASURES or not cut.isdecimal() or int(cut) == 0:  # at 0 pytrec_eval aborts the process
-        raise ValueError(f"measure {measure!r}: write it as {' or '.join(f'{known}@k' for known in _TREC_MEASURES)}")
-    return _TREC_MEASURES[name], int(cut)
+def _untied(ranking: Mapping[str, float]) -> dict[str, float]:
+    """Replace scores by negative ranks, in trec_eval's order."""
+    with np.errstate(over="ignore"):
+        scores = np.fromiter(ranking.values(), np.float32, len(ranking)).tolist()
+    return {document: -float(rank) for document, rank in ranks(dict(zip(ranking, scores, strict=True))).items()}

@@ -214,7 +214,7 @@ def _figures(task: Task, run: Run, plain: Run | None) -> dict[str, dict[str, flo
     """
     pairs = pairs_of(task.changes)
     lost = {(change.original, change.changed): change.documents for change in task.changes}
-    measure = next(figure.measure for figure in task.figures if figure.measure.startswith(("nDCG@", "MAP@")))
+    measure = next((f.measure for f in task.figures if f.measure.startswith(("nDCG@", "MAP@"))), "nDCG@10")
     of_query = trec_measures({query: task.qrels[query] for pair in pairs for query in pair}, run, [measure])
     sides = {"original": 0, "changed": 1}
     first = {query: set(list(ranks(ranking))[:VIOLATION_DEPTH]) for query, ranking in run.items()}

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from infembed_ray import durable
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.evaluation.metrics import CONVENTIONS
+from infembed_ray.evaluation.metrics import convention, family
 from infembed_ray.evaluation.scoring import Obedience, Scores, means
 from infembed_ray.evaluation.tasks.task import Figure, Task
 from infembed_ray.places import Place, errors_at, open_binary, read_text
@@ -113,8 +113,7 @@ class Results:
 
 def conventions_of(measures: set[str]) -> dict[str, str]:
     """Return the conventions of rankings and of these measures, by name without cut-off."""
-    kinds = {measure.partition("@")[0] for measure in measures}
-    return {kind: text for kind, text in CONVENTIONS.items() if kind == "ranking" or kind in kinds}
+    return {kind: convention(kind) for kind in ("ranking", *sorted(map(family, measures)))}
 
 
 def write(directory: Path, results: Results) -> None:
@@ -195,8 +194,6 @@ def _plain(file: Place, name: str) -> dict[str, Any]:
 
 
 def _check_conventions(file: Place, name: str, found: Mapping[str, str], measures: set[str]) -> None:
-    if unknown := sorted(m for m in measures if m.partition("@")[0] not in CONVENTIONS):
-        raise InputError(f"{name}={file}: measure {unknown[0]!r} is unknown to this version; evaluate again")
     for kind, expected in conventions_of(measures).items():
         if (text := found.get(kind)) != expected:
             raise InputError(

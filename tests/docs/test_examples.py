@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.integration]
 RUN = [b for b in blocks() if b.language in ("bash", "python", "text") and not (b.needs or b.tested)]
 PAGES = list(dict.fromkeys(block.page for block in RUN if block.language != "text"))
 FIRST = {"docs/guides/report.md": ["docs/guides/evaluate.md"]}
-SLOW = {f"docs/guides/{name}.md" for name in ("evaluate", "index-a-corpus", "report", "sweep", "train")}
+SLOW = {f"docs/guides/{name}.md" for name in ("collections", "evaluate", "index-a-corpus", "report", "sweep", "train")}
 SLOW |= {"infembed_ray/api.py"}
 """Pages whose commands take a minute; tests/jobs runs the same verbs, and test_pages.py checks the settings of every command."""
 RECORDS = "docs/guides/synthesize.md"

@@ -153,7 +153,7 @@ def test_a_measure_of_another_version_is_rejected(written):
     plain = json.loads((written / RESULTS_FILE).read_text())
     plain["tasks"]["small"]["figures"][0]["measure"] = "ERR@20"
     edit(written, **plain)
-    with pytest.raises(InputError, match="measure 'ERR@20' is unknown"):
+    with pytest.raises(InputError, match="convention of ERR is None, expected 'as ir_measures defines it"):
         results.read(written)
 
 

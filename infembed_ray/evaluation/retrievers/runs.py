@@ -15,9 +15,10 @@ import numpy as np
 from infembed_ray.config.evaluation import RunSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
+from infembed_ray.evaluation.tasks import trec
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.object_store import is_uri
-from infembed_ray.places import Place, errors_at, place_of, read_binary
+from infembed_ray.places import Place, place_of
 from infembed_ray.storage import resolve_input
 
 RUNS = "runs"
@@ -25,7 +26,6 @@ RUNS = "runs"
 SUFFIX = ".run.gz"
 RRF_K = 60
 """Constant of reciprocal-rank fusion (Cormack et al., 2009)."""
-_GZIP = b"\x1f\x8b"
 _LEVEL = 4
 """Level of compression: a tenth larger than the default, in half the time."""
 _UNSAFE = re.compile(r"[\s%]")
@@ -101,7 +101,7 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
     """
     found: dict[str, dict[str, float]] = defaultdict(dict)
-    for number, words in _words(file, name):
+    for number, words in trec.words(file, name):
         try:
             query, _, document, _, score, tag = words
             value = float(score)
@@ -118,31 +118,9 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
     return dict(found)
 
 
-def read_qrels(file: Place, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield query, document and grade of TREC judgements (`query 0 document grade`) or BEIR's (with a header)."""
-    for number, words in _words(file, name):
-        if number == 1 and len(words) == 3 and not words[2].lstrip("-").isdecimal():
-            continue  # BEIR's header
-        if len(words) not in (3, 4):
-            raise InputError(f"{name}={file}: line {number} is not `query 0 document grade`; correct the line")
-        yield words[0], words[-2], words[-1]
-
-
 def file_name(name: str) -> str:
     """Return a model's or a task's name as a file name, without slashes and whitespace."""
     return re.sub(r"[^\w.,{}+-]+", "_", name).strip("._") or "_"
-
-
-def _words(file: Place, name: str) -> Iterator[tuple[int, list[str]]]:
-    with errors_at(file, name):
-        content = read_binary(file)
-    try:
-        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}={file}: not readable ({error}); copy it again") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if words := line.split():
-            yield number, words
 
 
 def _file_of(path: Place, task: str) -> Place:

@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from infembed_ray.evaluation.tasks import beir, bright, followir, mair, mirror, modes, mteb_layout
+from infembed_ray.evaluation.tasks import bright, followir, mair, mirror, modes, mteb_layout, own
 from infembed_ray.evaluation.tasks.checks import checked
-from infembed_ray.evaluation.tasks.registry import find
-from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.evaluation.tasks.infir import TASK
+from infembed_ray.evaluation.tasks.registry import TASKS, find
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task
 from infembed_ray.object_store import is_uri
 from infembed_ray.places import Place, errors_at
 from infembed_ray.storage import local_path, open_input
 
+KNOWN = {*TASKS, TASK, "reworded"}
+"""Tasks with figures of their own, to which `measures` adds."""
 _LAYOUTS: Mapping[str, Callable[..., Task]] = {
     "followir": followir.read,
     "mair": mair.read,
     "bright": bright.read,
     "instructir": mteb_layout.read_instructir,
+    "own": own.read_repository,
 }
 
 
-def load(name: str, data: str | None = None) -> Task:
+def load(name: str, data: str | None = None, measures: Sequence[str] = ()) -> Task:
     """Read and check a task.
 
     Args:
-        name: a published task, perhaps with a mode (`followir/core17@mteb1`), or the path of a directory in BEIR's layout (see `beir.read`).
+        name: a published task, perhaps with a mode (`followir/core17@mteb1`), a data set of the hub, or what `own.read` takes.
         data: mirror made by `infembed data fetch`, or its URI in an object store; None: one in this machine's scratch directory, filled as needed.
+        measures: as `with_measures` takes them.
 
     Raises:
         InputError: there is no such task, or its data are missing, damaged or inconsistent.
     """
     entry = find(name)
     if entry is None:
-        return checked(beir.read(name))
-    root = _root(name, data)
-    repositories = entry.repositories(root)
-    with errors_at(root, "data"):
-        task = _LAYOUTS[entry.layout](*repositories, **entry.options)
-        about = {"repositories": {r.name: r.recorded["revision"] for r in repositories}}
-    return checked(modes.applied(replace(task, about=about), entry.differences))
+        task = own.read(name)
+    else:
+        root = _root(name, data)
+        repositories = entry.repositories(root)
+        with errors_at(root, "data"):
+            task = _LAYOUTS[entry.layout](*repositories, **entry.options)
+            about = {"repositories": {r.name: r.recorded["revision"] for r in repositories}}
+        task = modes.applied(replace(task, about=about), entry.differences)
+    return with_measures(checked(task), measures)
+
+
+def with_measures(task: Task, measures: Sequence[str]) -> Task:
+    """Add figures of these measures to a published task; in any other they replace the plain figures.
+
+    They count the queries that its other figures count. Robustness@k needs groups of queries, and is left out without.
+    """
+    if not measures:
+        return task
+    kinds = {figure.kind for figure in task.figures if figure.measure != "p-MRR"}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    grouped = any(query.group for query in task.queries)
+    kept = [f for f in task.figures if task.name in KNOWN or f.measure in ("p-MRR", ROBUSTNESS)]
+    wanted = [measure for measure in measures if grouped or not measure.startswith("Robustness@")]
+    every = {figure.name: figure for figure in (*kept, *(Figure(measure, measure, kind) for measure in wanted))}
+    return replace(task, figures=tuple(every.values()))
 
 
 def files(name: str, data: str | None = None) -> list[Place]:
@@ -49,7 +72,7 @@ def files(name: str, data: str | None = None) -> list[Place]:
         InputError: there is no such task, or its data are missing.
     """
     entry = find(name)
-    return beir.files(name) if entry is None else entry.files(_root(name, data))
+    return own.files(name) if entry is None else entry.files(_root(name, data))
 
 
 def _root(name: str, data: str | None) -> Place:

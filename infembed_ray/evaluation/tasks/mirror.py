@@ -17,7 +17,7 @@ from typing import Any
 
 from infembed_ray import durable, storage
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.evaluation.tasks.registry import TASKS, Entry, Source, expand
+from infembed_ray.evaluation.tasks.registry import TASKS, Entry, Source, expand, find
 from infembed_ray.evaluation.tasks.repository import CARD, FORMAT, MANIFEST, NOT_FETCHED, configs, manifest, matching
 from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say, track
@@ -50,7 +50,7 @@ def fetch(root: Path, tasks: Sequence[str]) -> None:
 
     Args:
         root: directory of the mirror, created if necessary.
-        tasks: names, as `registry.expand` takes them.
+        tasks: names, as `registry.expand` takes them, also of data sets of the hub.
 
     Raises:
         InputError: a task is unknown or not published, or the hub does not provide a file as it lists it.
@@ -75,15 +75,16 @@ def fetch_to_scratch(task: str) -> Path:
         InputError: the task is not there and the hub does not provide it.
     """
     root = scratch() / "data"
+    (own,) = _published([task])
     try:
-        TASKS[task].files(root)
+        own.files(root)
     except InputError:
         try:
             fetch(root, [task])
         except InputError as error:
             raise InputError(
-                f"tasks={task}: data is not set, and from the hub {error}; or set data=<directory> and fill it on a "
-                f"machine with internet: infembed data fetch <directory> {task}"
+                f"tasks={task}: {'' if task in TASKS else 'no such directory, '}data is not set, and from the hub {error}; or set data=<directory> and "
+                f"fill it on a machine with internet: infembed data fetch <directory> {task}"
             ) from error
     return root
 
@@ -122,13 +123,14 @@ def verify(root: Path, tasks: Sequence[str] = ()) -> list[str]:
 
 
 def _published(tasks: Sequence[str]) -> list[Entry]:
-    names = expand(tasks)
-    for name in names:
-        if name not in TASKS:
+    entries = []
+    for name in expand(tasks):
+        if (entry := find(name)) is None:
             raise InputError(
-                f"tasks={name}: is your own data set; only published ones are fetched and verified, copy it"
+                f"tasks={name}: is not on the hub; only data sets of the hub are fetched and verified, copy it"
             )
-    return [TASKS[name] for name in names]
+        entries.append(entry)
+    return entries
 
 
 def _fetch(root: Path, name: str, sources: Sequence[Source]) -> None:

@@ -10,18 +10,20 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.repository import Repository
-from infembed_ray.evaluation.tasks.task import Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task
+from infembed_ray.places import Place
 
 _ID = "_id|id"
 
 
-def read(repository: Repository) -> Task:
+def read(repository: Repository, split: str = "test") -> Task:
     """Read a repository as a task without figures, which each benchmark adds.
 
     - `corpus`: `_id`, `title` (may be empty or missing), `text`; `queries`: `_id`, `text`. Ids may also be called `id`.
-    - `default` (or `qrels`), split `test`: `query-id`, `corpus-id`, `score`.
+    - `default` (or `qrels`), the given split or the only one: `query-id`, `corpus-id`, `score`.
     - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
     - `top_ranked`, optional: `query-id`, `corpus-ids`.
+    - a column `group` of `queries`, optional: see `Query`.
 
     Raises:
         InputError: a file, a configuration, a column or the instruction of a query is missing; or a query has two
@@ -39,9 +41,9 @@ def read(repository: Repository) -> Task:
         if instructions is not None and query not in instructions:
             raise InputError(f"tasks={repository.task}: query {query} has no row in `instruction`; give it one")
         instruction = (row if instructions is None else instructions[query]).get("instruction")
-        queries.append(Query(query, str(row["text"]), instruction or None))
-    qrels = "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
-    judged = repository.rows(qrels, "test", ("query-id", "corpus-id", "score"))
+        group = None if row.get("group") is None else str(row["group"])
+        queries.append(Query(query, str(row["text"]), instruction or None, group=group))
+    judged = repository.rows(_judgements(repository), split, ("query-id", "corpus-id", "score"))
     candidates: dict[str, list[str]] | None = None
     if "top_ranked" in repository.configs:
         ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
@@ -56,6 +58,17 @@ def read(repository: Repository) -> Task:
     )
 
 
+def files(repository: Repository, split: str = "test") -> list[Place]:
+    """Return the files of a task, also of FollowIR's `qrel_diff`."""
+    further = [config for config in ("instruction", "top_ranked", "qrel_diff") if config in repository.configs]
+    configs = ("corpus", "queries", _judgements(repository), *further)
+    return [file for config in configs for file in repository.files(config, split)]
+
+
+def _judgements(repository: Repository) -> str:
+    return "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
+
+
 def read_instructir(repository: Repository) -> Task:
     """Read InstructIR (Oh et al., 2024): every query under several instructions, each with its own relevant document.
 
@@ -65,7 +78,7 @@ def read_instructir(repository: Repository) -> Task:
     return replace(
         task,
         queries=tuple(replace(query, group=query.id.partition("_")[0]) for query in task.queries),
-        figures=(Figure("Robustness@10", "Robustness@10"), Figure("nDCG@10", "nDCG@10")),
+        figures=(Figure(ROBUSTNESS, ROBUSTNESS), Figure("nDCG@10", "nDCG@10")),
     )
 
 

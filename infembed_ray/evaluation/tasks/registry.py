@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,6 +20,10 @@ from infembed_ray.places import Place
 MODE = "@"
 """Separates a task's or a benchmark's name from that of a published protocol: `followir@mteb1`."""
 _TITLES = {"paper": "as the paper", "mteb1": "as mteb 1", "mteb2": "as mteb 2", "corpus": "whole corpus"}
+IR_DATASETS = "ir_datasets:"
+"""Begins the names of tasks that the library ir_datasets provides."""
+_HUB_NAME = re.compile(r"(?P<repository>[\w-]+/[\w.-]+)(/(?P<split>\w+))?")
+
 Part = tuple[str, str | None]
 """A configuration of a repository and one of its splits; None: all splits."""
 
@@ -36,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """A published task."""
+    """A published task, or a data set of the hub."""
 
     name: str
     """Its name in `tasks`: `followir/core17`."""
@@ -103,23 +108,30 @@ def expand(names: Iterable[str]) -> list[str]:
 
 
 def find(name: str) -> Entry | None:
-    """Return the published task of a name, or None if the name is an existing path or a URI.
+    """Return the published task or the data set of the hub of a name, or None for a path, a URI or a name of ir_datasets.
+
+    Names of the hub are `OWNER/NAME`, or `OWNER/NAME/SPLIT`; a directory of that name comes first.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is none of these.
     """
     if name in TASKS:
         return TASKS[name]
-    if is_uri(name):
+    if is_uri(name) or name.startswith(IR_DATASETS):
         return None
     benchmark = name.split("/")[0]
     if benchmark in BENCHMARKS:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
         raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
-    if not Path(name).expanduser().exists():
-        valid = [known for known in BENCHMARKS if (MODE in known) == (MODE in name)]
-        raise InputError(f"tasks={name}: no such task, and no such directory; {nearest(name, valid)}")
-    return None
+    if Path(name).expanduser().exists():
+        return None
+    if found := _HUB_NAME.fullmatch(name):
+        options = {"split": found["split"]} if found["split"] else {}
+        return Entry(name, name, (Source(found["repository"], None, ()),), "own", options)
+    valid = [known for known in BENCHMARKS if (MODE in known) == (MODE in name)]
+    raise InputError(
+        f"tasks={name}: no such task, and no such directory; {nearest(name, valid)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
+    )
 
 
 def _benchmarks(name: str, values: Mapping[str, Any]) -> Iterator[Benchmark]:

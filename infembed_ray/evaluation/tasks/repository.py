@@ -7,6 +7,7 @@ The dataset card (`README.md`) lists configurations, splits and files. Files are
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -17,7 +18,7 @@ import yaml
 
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place, listing, read_text
-from infembed_ray.records import hidden, raw_rows
+from infembed_ray.records import FORMATS, hidden, raw_rows
 
 CARD = "README.md"
 MANIFEST = "mirror.json"
@@ -46,7 +47,7 @@ class Repository:
         self.name = name
         self.task = task
         self.path = root / name
-        self._remedy = f"fetch it on a machine with internet: infembed data fetch {root} {task}"
+        self.remedy = f"fetch it on a machine with internet: infembed data fetch {root} {task}"
 
     @cached_property
     def recorded(self) -> Mapping[str, Any]:
@@ -63,7 +64,7 @@ class Repository:
         """
         card = read_text(self.path / CARD)
         if card is None:
-            raise InputError(f"tasks={self.task}: data={self.root} has no {self.name}/{CARD}; {self._remedy}")
+            raise InputError(f"tasks={self.task}: data={self.root} has no {self.name}/{CARD}; {self.remedy}")
         return configs(card, f"tasks={self.task}: {self.path / CARD}")
 
     @cached_property
@@ -104,12 +105,12 @@ class Repository:
         visible = (name for name in self._sizes if not hidden(PurePosixPath(name)))
         names = matching(self.configs[config][split], recorded or visible)
         if not names:
-            raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self._remedy}")
+            raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self.remedy}")
         for name in recorded and names:
             size = self._sizes.get(name)
             if size != recorded[name]["size"]:
                 fault = "is missing" if size is None else f"has {size} bytes, not {recorded[name]['size']}"
-                raise InputError(f"tasks={self.task}: {self.path / name} {fault}; {self._remedy}")
+                raise InputError(f"tasks={self.task}: {self.path / name} {fault}; {self.remedy}")
         return [self.path / name for name in names]
 
     def rows(
@@ -131,6 +132,39 @@ class Repository:
                 raise InputError(f"tasks={self.task}: query {query} has two rows in `{config}`; keep one")
             found[query] = row
         return found
+
+
+class Directory(Repository):
+    """One's own directory in the layout of mteb or BEIR.
+
+    A dataset card is optional. Without one, names tell configurations and splits: `corpus.jsonl`, `qrels/test.tsv`,
+    `queries/queries-00000-of-00001.parquet`.
+    """
+
+    def __init__(self, path: Place, task: str) -> None:
+        super().__init__(path.parent, path.name, task)
+        self.remedy = "add it"
+
+    @cached_property
+    def configs(self) -> Configs:
+        card = read_text(self.path / CARD)
+        if card is not None and "\nconfigs:" in card:
+            return configs(card, f"tasks={self.task}: {self.path / CARD}")
+        found: dict[str, dict[str, list[str]]] = {}
+        for name in map(PurePosixPath, self._sizes):
+            if name.suffix in FORMATS and len(name.parts) <= 2 and not hidden(name):
+                split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
+                found.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
+        return found
+
+    def splits(self, config: str) -> Sequence[str]:
+        if config not in self.configs:
+            wanted = "qrels/test.tsv" if config == "default" else f"{config}.jsonl"
+            raise InputError(
+                f"tasks={self.task}: no {wanted} in {self.path}; give a directory with corpus.jsonl, queries.jsonl and "
+                "qrels/test.tsv, or with documents, topics and qrels of TREC"
+            )
+        return super().splits(config)
 
 
 def rows(

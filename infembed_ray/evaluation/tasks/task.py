@@ -13,6 +13,7 @@ import pyarrow as pa
 from infembed_ray.evaluation.metrics import Change, Qrels
 from infembed_ray.places import Place
 
+ROBUSTNESS = "Robustness@10"
 CORPUS = pa.schema([("id", pa.string()), ("text", pa.string())])
 
 

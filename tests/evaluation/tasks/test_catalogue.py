@@ -33,7 +33,11 @@ def test_every_default_task_loads_with_the_figures_that_tables_average(mirror: s
     [
         ("folowir", "did you mean followir"),
         ("bright/leetcod", r"did you mean bright/leetcode\?.; for a directory of that name write ./bright/leetcod$"),
-        ("corpora/acme", "no such task, and no such directory; valid: bright, followir, instructir, mair$"),
+        (
+            "acme",
+            "no such task, and no such directory; valid: bright, followir, instructir, mair, OWNER/NAME of the hub",
+        ),
+        ("./corpora/acme", "no such task, and no such directory"),
     ],
 )
 def test_an_unknown_name_is_rejected_with_the_nearest(name: str, message: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from infembed_ray.cli import main
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.tasks import catalogue, mirror, registry
+from infembed_ray.evaluation.tasks import catalogue, mirror, own, registry
 from infembed_ray.object_store import SCRATCH
 from tests.evaluation import published
 from tests.support.hub import COMMIT, Hub, serving
@@ -25,6 +25,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 CORE17 = published.FOLLOWIR["core17"]
+SCIFACT = "mteb/scifact"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,10 @@ def hub_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hub")
     for write in (published.followir_like, published.mair_like, published.bright_like):
         write(root)
+    published.beir_like(root / SCIFACT)
+    files = [("corpus", "corpus", "corpus.jsonl"), ("queries", "queries", "queries.jsonl")]
+    files += [("default", split, f"qrels/{split}.tsv") for split in ("dev", "test")]
+    published.write_card(root / SCIFACT, files)
     return root
 
 
@@ -62,6 +67,31 @@ def test_without_a_mirror_a_task_is_fetched_once(hub: Hub, tmp_path: Path, monke
     assert catalogue.load("bright/biology").queries == task.queries
     with pytest.raises(InputError, match=r"tasks=bright/leetcode: data is not set.*infembed data fetch <directory>"):
         catalogue.load("bright/leetcode")
+
+
+def test_a_data_set_of_the_hub_is_a_task_by_its_name(hub: Hub, tmp_path: Path) -> None:
+    task, dev = catalogue.load(SCIFACT), catalogue.load(f"{SCIFACT}/dev")
+
+    assert len(hub.downloads) == len(set(hub.downloads)) == 5
+    assert [query.id for query in task.queries] == ["q0", "q1", "q2", "q3"]
+    assert [query.id for query in dev.queries] == ["q4", "q5"]
+    assert [figure.name for figure in task.figures] == list(own.MEASURES)
+    assert task.about["repositories"] == {SCIFACT: COMMIT}
+    mirror.fetch(tmp_path / "mirror", [SCIFACT])
+    assert catalogue.load(SCIFACT, str(tmp_path / "mirror")).qrels == task.qrels
+    assert mirror.verify(tmp_path / "mirror", [SCIFACT]) == []
+
+
+def test_a_followir_like_repository_of_the_hub_gets_p_mrr(hub: Hub) -> None:
+    task, known = catalogue.load(CORE17), catalogue.load("followir/core17")
+
+    assert task.figures[0].name == "p-MRR"
+    assert (task.changes, task.queries, task.candidates) == (known.changes, known.queries, known.candidates)
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_rejected(hub: Hub) -> None:
+    with pytest.raises(InputError, match=r"tasks=corpora/acme: no such directory, .*RepositoryNotFoundError"):
+        catalogue.load("corpora/acme")
 
 
 def test_the_commit_in_the_catalogue_is_requested(hub: Hub, tmp_path: Path) -> None:
@@ -211,7 +241,7 @@ def test_an_unreachable_hub_is_reported_in_one_line(tmp_path: Path, hub: Hub, mo
     [
         ([], "tasks is empty"),
         (["followir/robust05"], "did you mean followir/robust04"),
-        (["."], "your own data set; only published ones are fetched"),
+        (["."], "is not on the hub; only data sets of the hub are fetched"),
     ],
 )
 def test_invalid_tasks_are_rejected_before_the_hub_is_asked(
