@@ -35,7 +35,10 @@ class StagePods(Settings):
 class ManifestsSettings(Settings):
     """`infembed manifests`: the settings files of the verbs -> RayJobs, a RayService and what protects them."""
 
-    output: str = Field("kubernetes", description="directory of the manifests; files of an earlier run are replaced, all but those of `base`")
+    output: str = Field(
+        "kubernetes",
+        description="directory of the manifests; files of an earlier run are replaced, all but those of `base`",
+    )
     stages: dict[str, StagePods | None] = Field(description="verb -> what it runs on; null: no manifest")
     groups: dict[str, NodeGroup] = Field(description="name -> node group of worker pods")
     head: NodeGroup = Field(

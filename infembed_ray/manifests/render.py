@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.config.base import Settings, nearest
@@ -28,6 +27,9 @@ from infembed_ray.verbs import VERBS
 BASE = "kubernetes"
 """Directory of the plain manifests, below `jobs` and below the output."""
 SERVE = "serve"
+TEMPLATES = Environment(
+    loader=PackageLoader("infembed_ray.manifests", "templates"), undefined=StrictUndefined, autoescape=False
+)
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
 """Names that KubeRay accepts for a node group, with room for the pods' suffixes."""
 
@@ -62,34 +64,24 @@ def run(settings: ManifestsSettings) -> None:
         text = config.read_text(encoding="utf-8").strip()
         content = render("rayservice.yaml", SERVE, stages[SERVE], content=text)
         (output / "rayservice.yaml").write_text(content, encoding="utf-8")
-    content = (
-        _environment().get_template("kustomization.yaml").render(namespace=settings.namespace, serve=plan is not None)
-    )
+    template = TEMPLATES.get_template("kustomization.yaml")
+    content = template.render(namespace=settings.namespace, serve=plan is not None) + "\n"
     (output / "kustomization.yaml").write_text(content, encoding="utf-8")
     say(f"manifests: wrote {', '.join(loaded)} to {output.resolve()}")
 
 
-def _environment() -> Environment:
-    return Environment(loader=PackageLoader(__package__, "templates"), undefined=StrictUndefined, autoescape=False)
-
-
 def _render(settings: ManifestsSettings, template: str, verb: str, stage: StagePods, **values: Any) -> str:
-    content = (
-        _environment()
-        .get_template(template)
-        .render(
-            **settings.model_dump(include={"image", "gpu_image", "namespace", "claim", "redis", "queue"}),
-            head=settings.head,
-            all_groups=settings.groups,
-            stage=verb,
-            stage_nodes=stage.nodes,
-            max_nodes=stage.max_nodes,
-            secrets=stage.secrets,
-            ray_version=version("ray"),
-            **values,
-        )
+    content = TEMPLATES.get_template(template).render(
+        **settings.model_dump(include={"image", "gpu_image", "namespace", "claim", "redis", "queue"}),
+        head=settings.head,
+        all_groups=settings.groups,
+        stage=verb,
+        stage_nodes=stage.nodes,
+        max_nodes=stage.max_nodes,
+        secrets=stage.secrets,
+        ray_version=version("ray"),
+        **values,
     )
-    list(yaml.safe_load_all(content))
     return content + "\n"
 
 
