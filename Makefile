@@ -12,7 +12,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: quickstart check test test-all lint docs environment clean
+.PHONY: quickstart check test test-all lint docs materials crds environment clean
 
 quickstart: $(PRODUCT)
 	infembed quickstart $(ARGS)
@@ -40,6 +40,22 @@ lint: environment
 # The documentation site, in .cache/site; warnings and broken links are errors.
 docs: environment
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+# Bill of materials (CycloneDX) and licences of the environment, in .cache/materials. docker/Dockerfile has a target for an image's.
+# The tools have an environment of their own: what they install makes every process that imports Ray start a second later.
+materials: environment
+	python3 -m venv .cache/materials && .cache/materials/bin/pip install -q 'cyclonedx-bom>=7' 'pip-licenses>=5'
+	.cache/materials/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file .cache/materials/sbom.json $(BIN)/python
+	.cache/materials/bin/pip-licenses --python=$(BIN)/python --format=csv --with-urls --output-file=.cache/materials/licences.csv
+
+# The CRDs of KubeRay and of the Prometheus operator, in .cache/crds: tests/manifests validates against them if they are there.
+KUBERAY := https://raw.githubusercontent.com/ray-project/kuberay/v1.7.0/ray-operator/config/crd/bases
+OPERATOR := https://raw.githubusercontent.com/prometheus-operator/prometheus-operator/v0.84.1/example/prometheus-operator-crd
+crds:
+	mkdir -p .cache/crds
+	for kind in rayjobs rayservices; do curl -fsSL $(KUBERAY)/ray.io_$$kind.yaml -o .cache/crds/$$kind.yaml || exit 1; done
+	for kind in servicemonitors podmonitors; do \
+	  curl -fsSL $(OPERATOR)/monitoring.coreos.com_$$kind.yaml -o .cache/crds/$$kind.yaml || exit 1; done
 
 environment: $(DEV)
 

@@ -6,78 +6,19 @@ Modules are imported only when a verb needs them, so `--version`, `--help` and a
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
 from infembed_ray.errors import GateError, InputError, StartError, check_all
+from infembed_ray.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
 
-
-@dataclass(frozen=True)
-class Verb:
-    """A command that takes settings."""
-
-    help: str
-    function: str
-    """`module:name` of the function of the settings, below infembed_ray."""
-    settings_class: str
-    """`module:name` of the settings, below infembed_ray.config."""
-
-    @property
-    def settings(self) -> type[Settings]:
-        loaded: type[Settings] = _load(f"config.{self.settings_class}")
-        return loaded
-
-    def run(self, settings: Settings) -> Any:
-        return _load(self.function)(settings)
-
-
-VERBS = {
-    "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
-    "analyze": Verb("records -> quality report", "analysis.report:run", "analysis:AnalyzeSettings"),
-    "clean": Verb("records -> no near-duplicates or test texts", "analysis.distributed:run", "analysis:CleanSettings"),
-    "agreement": Verb(
-        "LLM raters on annotators' items -> kappas", "agreement.raters:run", "analysis:AgreementSettings"
-    ),
-    "mine": Verb("tuples + index -> tuples with hard negatives", "mining.distributed:run", "mining:MineSettings"),
-    "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),
-    "export": Verb("checkpoint -> ONNX graph", "modeling.onnx:run", "training:ExportSettings"),
-    "evaluate": Verb("checkpoints + records -> tables", "evaluation.distributed:run", "evaluation:EvaluateSettings"),
-    "sweep": Verb("objectives x backbones x seeds -> one table", "sweeps.distributed:run", "sweeps:SweepSettings"),
-    "report": Verb(
-        "results -> the paper's tables and figures", "evaluation.paper.report:run", "evaluation:ReportSettings"
-    ),
-    "index": Verb("checkpoint + corpus -> FAISS shards", "retrieval.distributed:run", "retrieval:IndexSettings"),
-    "serve": Verb("checkpoint + index -> HTTP API", "serving.distributed:run", "serving:ServeSettings"),
-    "pipeline": Verb(
-        "several stages, with gates, to a served release", "pipeline.stages:run", "pipeline:PipelineSettings"
-    ),
-}
-"""Stages. Each has a script and a settings file in jobs/, and a check in module `check`."""
-
-MAINTENANCE = {
-    "index compact": Verb(
-        "index + its document changes -> next version", "retrieval.distributed:compact", "retrieval:CompactSettings"
-    )
-}
-"""Verbs of two words; they run through the job script of the first word."""
-
-PLANS = {
-    "train": Verb("memory, time and cost of a training", "planning.train:plan", "planning:PlanTrainSettings"),
-    "index": Verb(
-        "types, memory, disk, time and cost of an index", "planning.index:plan", "planning:PlanIndexSettings"
-    ),
-    "serve": Verb("replicas, nodes and monthly cost of an API", "planning.serve:plan", "planning:PlanServeSettings"),
-}
-"""What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
 
 INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
 INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds", "sheet"}
@@ -134,7 +75,7 @@ def _run_verb(options: argparse.Namespace) -> None:
             return _check(options.verb, settings)
         require_files(settings)
         if engine := getattr(options, "workflow", None):
-            print(_load(f"pipeline.workflows:as_{engine}")(settings), end="")
+            print(load(f"pipeline.workflows:as_{engine}")(settings), end="")
             return
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
@@ -143,7 +84,7 @@ def _run_verb(options: argparse.Namespace) -> None:
     if options.verb == "serve":
         from infembed_ray.serving import startup
 
-        startup.in_background(lambda: _load(verb.function))
+        startup.in_background(lambda: load(verb.function))
     result = verb.run(settings)
     if isinstance(result, Published):
         for line in result.summary.splitlines():
@@ -188,7 +129,7 @@ def _run_plan(options: argparse.Namespace) -> None:
     settings = verb.settings.load(options.config, options.overrides)
     if not _shown(options, settings):
         made = verb.run(settings)
-        print(_load(f"planning.{options.what}:{'as_json' if options.json else 'as_text'}")(made))
+        print(load(f"planning.{options.what}:{'as_json' if options.json else 'as_text'}")(made))
 
 
 def _run_check(options: argparse.Namespace) -> None:
@@ -202,7 +143,7 @@ def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
     from infembed_ray.progress import say
 
     def describe() -> None:
-        for line in _load("check:check")(verb, settings, endpoint):
+        for line in load("check:check")(verb, settings, endpoint):
             say(f"{verb}: {line}")
 
     try:
@@ -226,7 +167,7 @@ def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
 def _shown(options: argparse.Namespace, settings: Settings) -> bool:
     """Print the settings instead of running, if the options ask for it."""
     if options.print_config:
-        print(_load("settings_help:as_yaml")(settings), end="")
+        print(load("settings_help:as_yaml")(settings), end="")
     return bool(options.print_config)
 
 
@@ -236,7 +177,7 @@ def _help(options: argparse.Namespace) -> None:
     verb = " ".join(words[:2]) if " ".join(words[:2]) in known else " ".join(words[:1])
     section = words[len(verb.split()) :]
     if verb in known and section:
-        print(_load("settings_help:section")(known[verb].settings, verb, ".".join(section)))
+        print(load("settings_help:section")(known[verb].settings, verb, ".".join(section)))
     else:
         _parser().parse_args([*([verb] if verb in MAINTENANCE else words), "--help"])
 
@@ -248,17 +189,17 @@ def _settings_verbs() -> dict[str, Verb]:
 
 def print_schema(verb_name: str) -> None:
     """Print the JSON Schema of a verb's settings."""
-    print(_load("settings_help:as_schema")(VERBS[verb_name].settings, verb_name))
+    print(load("settings_help:as_schema")(VERBS[verb_name].settings, verb_name))
 
 
 def print_completion(shell: str) -> None:
     """Print the completion script of a shell."""
-    print(_load("completion:script")(shell, _following()), end="")
+    print(load("completion:script")(shell, _following()), end="")
 
 
 def _following() -> dict[str, list[str]]:
     """Return verb -> the words that can follow it."""
-    names, found = _load("settings_help:names"), {}
+    names, found = load("settings_help:names"), {}
     verbs = _settings_verbs() | {f"check {name}": VERBS[name] for name in VERBS}
     for words, verb in verbs.items():
         found[words] = ["--help", "--config", "--print-config", *(f"{name}=" for name in names(verb.settings))]
@@ -273,7 +214,7 @@ def _following() -> dict[str, list[str]]:
 
 def create_key(name: str, file: str, scopes: str, rate: float | None) -> None:
     """Print a new API key; its hash goes to a file."""
-    print(_load("serving.http.auth:new_key")(name, file, scopes, rate))
+    print(load("serving.http.auth:new_key")(name, file, scopes, rate))
     print(
         f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
     )
@@ -282,7 +223,7 @@ def create_key(name: str, file: str, scopes: str, rate: float | None) -> None:
 def _call(options: argparse.Namespace) -> int | None:
     """Call a function of the package with the parsed arguments of its verb."""
     values = {name: value for name, value in vars(options).items() if name not in ("verb", "run", "function")}
-    status: int | None = _load(options.function)(**values)
+    status: int | None = load(options.function)(**values)
     return status
 
 
@@ -296,7 +237,7 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.verb_settings is not None:
-            self.epilog = "\n".join(["settings:", *_load("settings_help:overview")(self.verb_settings.settings)])
+            self.epilog = "\n".join(["settings:", *load("settings_help:overview")(self.verb_settings.settings)])
         return super().format_help()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -436,12 +377,6 @@ def _add_settings(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     return parser
-
-
-def _load(path: str) -> Any:
-    """Import `module:name` below infembed_ray."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"infembed_ray.{module}"), name)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,24 @@ _PACKAGED = Path(__file__).with_name("files")
 """Their place in a wheel. In a checkout or an editable install they are beside the package."""
 
 
+def source() -> Path:
+    """Return the directory that contains them: the package's own copy, or the checkout."""
+    return _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[1]
+
+
 def run(directory: str) -> None:
     """Copy jobs/, cluster.yaml and constraints.txt to a directory; overwrite nothing.
 
     Raises:
         InputError: one of them exists there, or the directory cannot be written.
     """
-    source = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[1]
     target = Path(directory)
     if present := [name for name in NAMES if (target / name).exists()]:
         raise InputError(f"{target / present[0]} exists already; choose another directory, or delete it")
     try:
-        shutil.copytree(source / "jobs", target / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source() / "jobs", target / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
         for name in NAMES[1:]:
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(source() / name, target / name)
     except OSError as error:
         raise InputError(
             f"{target}: cannot be written ({error.strerror or error}); choose another directory"

@@ -29,6 +29,7 @@ SETTINGS = {
     "plan": [verb.settings for verb in cli.PLANS.values()],
 }
 SETTINGS["index"].append(cli.MAINTENANCE["index compact"].settings)
+SETTINGS["manifests"] = [cli.MAINTENANCE["manifests"].settings]
 
 
 def on_config(config: Any) -> Any:

@@ -60,9 +60,10 @@ def with_results(card: str, report: Report, label: str) -> str:
     from huggingface_hub import ModelCard
 
     made = ModelCard(card)
-    old = [r for r in made.data.eval_results or () if r.dataset_type == "held-out"]
-    made.data.eval_results = [*old, *_figures(report.collection.results, label)]
-    made.data.model_name = made.data.model_name or label
+    data: Any = made.data
+    old = [r for r in data.eval_results or () if r.dataset_type == "held-out"]
+    data.eval_results = [*old, *_figures(report.collection.results, label)]
+    data.model_name = data.model_name or label
     body, _, _ = made.text.partition(_HEADING)
     tables = [f"### {sheet.name}\n\n{formats.as_markdown(sheet)}" for sheet in _sheets(report, label)]
     made.text = "\n\n".join([body.rstrip("\n"), _HEADING.rstrip("\n"), f"{_ABOUT} {report.note}", *tables]) + "\n"

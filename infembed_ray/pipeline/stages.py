@@ -6,7 +6,6 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,19 +15,10 @@ from infembed_ray.errors import GateError, InputError
 from infembed_ray.places import address, listing, place_of
 from infembed_ray.progress import say
 from infembed_ray.storage import Published, Step
+from infembed_ray.verbs import VERBS
 
 RELEASE = "release"
 """Folder of the output with the releases: one manifest each, which names the outputs of the stages."""
-STAGES = {
-    "synthesize": "synthesis.distributed",
-    "analyze": "analysis.report",
-    "clean": "analysis.distributed",
-    "train": "training.launch",
-    "evaluate": "evaluation.distributed",
-    "index": "retrieval.distributed",
-    "serve": "serving.distributed",
-}
-"""Stage -> module of its `run`; imported when its turn comes."""
 
 
 def run(settings: PipelineSettings) -> None:
@@ -46,7 +36,7 @@ def run(settings: PipelineSettings) -> None:
         say(f"\npipeline: {stage} ({number} of {len(settings.stages)})")
         own = section(settings, stage, {name: output.address for name, output in made.items()})
         try:
-            output = importlib.import_module(f"infembed_ray.{STAGES[stage]}").run(own)
+            output = VERBS[stage].run(own)
         except (GateError, InputError) as error:
             raise type(error)(*(f"{stage}: {fault}" for fault in error.args)) from error
         if isinstance(output, Published):

@@ -69,15 +69,19 @@ class Plan:
     """Of the canary; empty: it has no probe set."""
 
     @classmethod
-    def resolve(cls, settings: ServeSettings) -> Plan:
+    def resolve(cls, settings: ServeSettings, locked: bool = False) -> Plan:
         """Check everything that can be checked before anything starts. No weights are loaded.
+
+        Args:
+            settings: of the API.
+            locked: the API keys are known to the nodes only, which refuse to start without them.
 
         Raises:
             InputError: there is no such index or model, the index is damaged or another encoder built it, or the API would
                 be open to other machines.
         """
-        keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file)
-        _require_safe(settings, keys)
+        locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
+        _require_safe(settings, locked)
         probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
         index = _describe(settings)
         found = find(settings.model or index.facts.model, "model")
@@ -101,7 +105,7 @@ class Plan:
             model=found.path, fingerprint=known.fingerprint, dimensions=index.facts.dimensions, settings=settings
         )
         shards = IndexArguments(index=index.place, version=index.version, settings=settings)
-        api = ApiArguments(locked=bool(keys), settings=settings)
+        api = ApiArguments(locked=locked, settings=settings)
         release = ReleaseSpec(
             fingerprint=_fingerprint(settings, card, api.locked, encoder.application, shards.application),
             encoder=encoder.application,
@@ -298,9 +302,9 @@ def _require_runnable(settings: ServeSettings, path: str) -> None:
         require_runnable(InstructionEncoder.from_pretrained(path, device="meta"), settings, path)
 
 
-def _require_safe(settings: ServeSettings, keys: ApiKeys) -> None:
+def _require_safe(settings: ServeSettings, locked: bool) -> None:
     """InputError if the API would be open to other machines, or the settings contradict each other."""
-    if not keys and not is_loopback(settings.host):
+    if not locked and not is_loopback(settings.host):
         raise InputError(
             f"host={settings.host}: open to other machines without API keys; "
             f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"

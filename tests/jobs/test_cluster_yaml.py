@@ -1,5 +1,5 @@
-"""cluster.yaml against Ray's own code: schema and checks, the nodes that the autoscaler launches, and the shell commands that
-the launcher runs on a node, without the installations."""
+"""cluster.yaml and its variants in jobs/clusters against Ray's own code: schema and checks, the nodes that the autoscaler
+launches, and the shell commands that the launcher runs on a node."""
 
 import json
 import logging
@@ -13,9 +13,12 @@ import pytest
 import ray.autoscaler
 import yaml
 from ray.autoscaler._private.command_runner import _with_interactive
-from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
+from ray.autoscaler._private.docker import validate_docker_config
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import ResourceRequestByCount
 
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.retrieval import IndexSettings
@@ -23,163 +26,202 @@ from infembed_ray.config.training import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "jobs" / "configs"
-EC2 = {  # from Amazon's pages of instance types
+AWS, GCP, LOCAL = "cluster.yaml", "jobs/clusters/gcp.yaml", "jobs/clusters/on-premises.yaml"
+MACHINES = {  # from the clouds' pages of machine types
     "m6i.4xlarge": {"CPU": 16},
     "m6i.8xlarge": {"CPU": 32},
+    "p4d.24xlarge": {"CPU": 96, "GPU": 8},
     "p4de.24xlarge": {"CPU": 96, "GPU": 8},
+    "n2-standard-16": {"CPU": 16},
+    "n2-standard-32": {"CPU": 32},
+    "a2-ultragpu-8g": {"CPU": 96, "GPU": 8},
 }
-COMMANDS = (
-    "initialization_commands",
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-    "head_start_ray_commands",
-    "worker_start_ray_commands",
-)
+COMMANDS = ("initialization_commands", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
 
 
-@pytest.fixture
-def written():
-    """The parsed file."""
-    return yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+def read(name):
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def prepared(written, caplog):
+def prepared(name):
     """The file with the defaults of `ray up`."""
-    with caplog.at_level(logging.ERROR):
-        return prepare_config(written)
+    logging.getLogger("ray.autoscaler").setLevel(logging.ERROR)
+    return prepare_config(read(name))
 
 
-def launched(config, demands):
-    """Return node type -> nodes that Ray's autoscaler would start for these demands, and the demands that it cannot meet."""
-    to_add, unmet = get_nodes_for(
-        config["available_node_types"],
-        existing_nodes={config["head_node_type"]: 1},
-        head_node_type=config["head_node_type"],
-        max_to_add=config["max_workers"],
-        resources=demands,
-        utilization_scorer=lambda *arguments: _default_utilization_scorer(*arguments, node_availability_summary=None),
+def launched(name, demands, unavailable=()):
+    """Return node type -> nodes that Ray's autoscaler would start for these demands, and how many demands stay unmet."""
+    config = AutoscalingConfig(prepared(name))
+    one_by_one = [ResourceRequestByCount(request=ResourceRequestUtil.make(demand), count=1) for demand in demands]
+    reply = ResourceDemandScheduler(event_logger=None).schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=config.get_node_type_configs(),
+            max_num_nodes=config.get_max_num_nodes(),
+            resource_requests=one_by_one,
+            recoverable_resource_availabilities=dict.fromkeys(unavailable, 0.0),
+        )
     )
-    return dict(to_add), unmet
+    added = {request.instance_type: request.count for request in reply.to_launch}
+    return added, len(reply.infeasible_resource_requests)
 
 
-def test_the_file_fits_rays_schema(written):
+@pytest.mark.parametrize("name", [AWS, GCP, LOCAL])
+def test_the_file_fits_rays_schema(name):
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(written, schema)
+    jsonschema.validate(read(name), schema)
 
 
-def test_rays_launcher_accepts_it(prepared):
-    validate_config(prepared)
+@pytest.mark.parametrize("name", [AWS, GCP, LOCAL])
+def test_rays_launcher_accepts_it(name):
+    validate_config(prepared(name))
+    validate_docker_config(prepared(name))
 
 
-def test_node_types_declare_what_their_instances_have(written):
-    for name, node in written["available_node_types"].items():
-        has = EC2[node["node_config"]["InstanceType"]]
-        if name == written["head_node_type"]:
-            assert node["resources"] == {"CPU": 0}
-        else:
-            assert node["resources"] == has
+@pytest.mark.parametrize("name", [AWS, GCP])
+def test_node_types_declare_what_their_machines_have(name):
+    file = read(name)
+    for kind, node in file["available_node_types"].items():
+        config = node["node_config"]
+        has = MACHINES[config.get("InstanceType") or config["machineType"]]
+        assert node["resources"] == ({"CPU": 0} if kind == file["head_node_type"] else has)
 
 
-def test_worker_limits_are_consistent(written):
-    pools = {n: t for n, t in written["available_node_types"].items() if n != written["head_node_type"]}
-    head = written["available_node_types"][written["head_node_type"]]
+@pytest.mark.parametrize("name", [AWS, GCP])
+def test_worker_limits_are_consistent(name):
+    file = read(name)
+    pools = dict(file["available_node_types"])
+    head = pools.pop(file["head_node_type"])
     assert head["min_workers"] == head["max_workers"] == 0
-    assert all(0 <= pool["min_workers"] <= pool["max_workers"] for pool in pools.values())
-    assert written["max_workers"] == sum(pool["max_workers"] for pool in pools.values())
-    assert pools["a100"]["min_workers"] == 0  # idle GPUs cost nothing
+    assert all(0 <= pool["min_workers"] <= pool["max_workers"] <= file["max_workers"] for pool in pools.values())
+    assert all(
+        pool["min_workers"] == 0 for pool in pools.values() if "GPU" in pool["resources"]
+    )  # idle GPUs cost nothing
 
 
-def test_plain_tasks_start_cpu_nodes_and_never_gpu_nodes(prepared):
-    assert launched(prepared, [{"CPU": 1}] * 64) == ({"cpu": 2}, [])
+@pytest.mark.parametrize("name", [AWS, GCP])
+def test_plain_tasks_start_cpu_nodes_and_never_gpu_nodes(name):
+    added, unmet = launched(name, [{"CPU": 1}] * 64)
+    assert sum(added.values()) == 2  # one of them is always there
+    assert added.keys() <= {"cpu", "cpu-spot"}
+    assert unmet == 0
 
 
-def test_the_jobs_configs_get_the_gpus_that_they_request(prepared):
+@pytest.mark.parametrize("name", [AWS, GCP])
+@pytest.mark.parametrize(("unavailable", "pool"), [((), "a100-spot"), (("a100-spot",), "a100")])
+def test_spot_comes_first_and_on_demand_when_the_cloud_has_none(name, unavailable, pool):
+    added, unmet = launched(name, [{"CPU": 8, "GPU": 1}] * 8, unavailable)
+    assert (added.get(pool), unmet) == (1, 0)
+
+
+def test_the_jobs_configs_get_the_gpus_that_they_request():
     train = TrainSettings.load(str(CONFIGS / "train.yaml"))
-    workers = [{"CPU": train.cpus_per_worker, "GPU": train.gpus_per_worker}] * train.workers
-    assert launched(prepared, workers) == ({"a100": 1}, [])
+    demands = [[{"CPU": train.cpus_per_worker, "GPU": train.gpus_per_worker}] * train.workers]
     for settings in (
         EvaluateSettings.load(str(CONFIGS / "evaluate.yaml")),
         IndexSettings.load(str(CONFIGS / "index.yaml")),
     ):
-        encoders = [{"CPU": 1, "GPU": settings.gpus_per_actor}] * settings.actors
-        assert launched(prepared, encoders) == ({"a100": 1}, [])
+        demands.append([{"CPU": 1, "GPU": settings.gpus_per_actor}] * settings.actors)
+    for demand in demands:
+        added, unmet = launched(AWS, demand)
+        assert (added["a100-spot"], unmet) == (1, 0)
 
 
-def test_demands_beyond_the_pools_stay_unmet(prepared):
-    _, unmet = launched(prepared, [{"GPU": 8}] * 5)
-    assert unmet == [{"GPU": 8}]
+def test_demands_beyond_the_pools_stay_unmet():
+    assert launched(AWS, [{"GPU": 8}] * 9)[1] == 1
 
 
-def setup_of(prepared, node):
-    """Return the setup commands that Ray runs on a node of this type."""
-    if node == prepared["head_node_type"]:
-        return prepared["head_setup_commands"]
-    return AutoscalingConfig(prepared | {"file_mounts": {}}).get_worker_setup_commands(node)
+@pytest.mark.parametrize("name", [AWS, GCP])
+def test_a_node_gets_the_image_with_faiss_for_its_machine(name):
+    config = AutoscalingConfig(prepared(name) | {"file_mounts": {}})
+    for kind, node in config.get_config("available_node_types").items():
+        docker = config.get_docker_config(kind)
+        image = docker.get("worker_image", docker["image"])
+        assert image.endswith("-cuda" if node["resources"].get("GPU") else "-cpu")
+        assert "pip" not in " ".join(config.get_worker_setup_commands(kind))  # nothing is installed at boot
 
 
-@pytest.mark.parametrize("node", ["head", "cpu", "a100"])
-def test_a_node_gets_the_build_of_faiss_for_its_type(prepared, tmp_path, node):
-    """Run the setup commands in a temporary home, with a pip that only logs its arguments."""
-    bin_directory, package = tmp_path / "infembed" / "venv" / "bin", tmp_path / "infembed" / "package"
-    for directory in (bin_directory, package, tmp_path / ".ray"):
-        directory.mkdir(parents=True)
-    for file in ("infembed/secrets.env", ".ray/auth_token", "infembed/package/infembed_ray-1-py3-none-any.whl"):
-        (tmp_path / file).touch()
-    for name, script in {"python": "", "pip": 'echo "$@" >> ~/pip.log'}.items():
-        (bin_directory / name).write_text(f"#!/bin/sh\n{script}\n")
-        (bin_directory / name).chmod(0o755)
-    for command in setup_of(prepared, node):
-        environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
-        subprocess.run(["bash", "-c", f"touch ~/.bashrc; {command}"], env=environment, check=True)
-    assert (tmp_path / "infembed" / "env.sh").is_file()
-    ours, other = ("gpu", "cpu") if prepared["available_node_types"][node]["resources"].get("GPU") else ("cpu", "gpu")
-    assert (tmp_path / "pip.log").read_text().splitlines()[-2:] == [
-        f"uninstall -qy faiss-{other}",
-        f"install -q -c constraints.txt infembed_ray-1-py3-none-any.whl[{ours}]",
-    ]
+def test_no_node_has_a_public_address():
+    assert read(AWS)["provider"]["use_internal_ips"]
+    assert read(GCP)["provider"]["use_internal_ips"]
+    for node in read(GCP)["available_node_types"].values():
+        assert all("accessConfigs" not in interface for interface in node["node_config"]["networkInterfaces"])
 
 
+def test_gpu_nodes_have_efa_on_every_network_card_and_are_placed_together():
+    for kind, node in read(AWS)["available_node_types"].items():
+        config = node["node_config"]
+        if "GPU" in node["resources"]:
+            cards = [(i["NetworkCardIndex"], i["DeviceIndex"], i["InterfaceType"]) for i in config["NetworkInterfaces"]]
+            assert cards == [(0, 0, "efa"), (1, 1, "efa"), (2, 1, "efa"), (3, 1, "efa")]
+            assert config["Placement"] == {"GroupName": "infembed-a100"}
+            assert "SubnetIds" not in config  # Ray refuses both
+        else:
+            assert config["SubnetIds"], kind
+
+
+def test_no_node_is_in_rays_default_security_group():
+    for node in read(AWS)["available_node_types"].values():
+        config = node["node_config"]
+        groups = [config] if "SecurityGroupIds" in config else config["NetworkInterfaces"]
+        assert all(group.get("SecurityGroupIds") or group.get("Groups") for group in groups)
+
+
+def test_only_the_head_may_start_machines():
+    policies = {
+        name: json.loads((ROOT / "jobs" / "clusters" / "aws" / f"{name}-policy.json").read_text(encoding="utf-8"))
+        for name in ("head", "worker")
+    }
+    actions = {
+        name: {a for s in policy["Statement"] for a in ([s["Action"]] if isinstance(s["Action"], str) else s["Action"])}
+        for name, policy in policies.items()
+    }
+    assert not {action for action in actions["worker"] if action.startswith(("ec2:", "iam:"))}
+    assert not {action for action in actions["head"] | actions["worker"] if "*" in action}
+    for kind, node in read(AWS)["available_node_types"].items():
+        assert node["node_config"]["IamInstanceProfile"] == {
+            "Name": "infembed-head" if kind == "head" else "infembed-worker"
+        }
+
+
+@pytest.mark.parametrize("name", [AWS, GCP, LOCAL])
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_commands_are_valid_shell_after_ray_wraps_them(prepared, kind):
-    of_types = [command for node in prepared["available_node_types"].values() for command in node.get(kind, [])]
-    for command in prepared[kind] + of_types:
+def test_commands_are_valid_shell_after_ray_wraps_them(name, kind):
+    for command in prepared(name)[kind]:
         *_, quoted = _with_interactive(command)
         (wrapped,) = shlex.split(quoted)
         check = subprocess.run(["bash", "-n", "-c", wrapped], capture_output=True, text=True, check=False)
         assert check.returncode == 0, f"{command}: {check.stderr}"
 
 
-def test_ray_starts_with_token_authentication_and_the_nodes_secrets(prepared, tmp_path):
-    """Run the setup commands that write the environment in a temporary home, then read what Ray would see."""
+@pytest.mark.parametrize("name", [AWS, GCP, LOCAL])
+def test_ray_starts_with_token_authentication_and_the_nodes_secrets(name, tmp_path):
+    """Run the setup commands in a temporary home, then read what Ray would see."""
     (tmp_path / "infembed").mkdir()
+    (tmp_path / "infembed" / "auth_token").write_text("token")
     (tmp_path / "infembed" / "secrets.env").write_text("OPENAI_API_KEY=k1\nINFEMBED_API_KEYS=k2,k3\n")
+    (tmp_path / ".bashrc").touch()
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    for command in prepared["worker_setup_commands"]:
-        if "env.sh" in command:
-            subprocess.run(["bash", "-c", f"touch ~/.bashrc; ({command})"], env=environment, check=True)
+    config = prepared(name)
+    for command in config["setup_commands"]:
+        subprocess.run(["bash", "-c", command], env=environment, check=True)
     for kind in ("head_start_ray_commands", "worker_start_ray_commands"):
-        for command in prepared[kind]:
-            assert command.startswith(". ~/infembed/env.sh; ")
+        assert all(command.startswith(". ~/env.sh; ") for command in config[kind])
     shell = subprocess.run(
         ["bash", "-c", ". ~/.bashrc; env"], env=environment, capture_output=True, text=True, check=True
     )
     seen = dict(line.split("=", 1) for line in shell.stdout.splitlines() if "=" in line)
     assert seen["RAY_AUTH_MODE"] == "token"
-    assert seen["OPENAI_API_KEY"] == "k1"
-    assert seen["INFEMBED_API_KEYS"] == "k2,k3"
-    assert seen["PATH"].startswith(f"{tmp_path}/infembed/venv/bin:")
+    assert seen["RAY_AUTH_TOKEN_PATH"] == f"{tmp_path}/infembed/auth_token"
+    assert (seen["OPENAI_API_KEY"], seen["INFEMBED_API_KEYS"]) == ("k1", "k2,k3")
+    assert seen["PATH"].startswith("/opt/infembed/bin:")
     assert "OMP_NUM_THREADS" not in seen
-    assert prepared["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert (tmp_path / "infembed" / "secrets.env").stat().st_mode & 0o77 == 0
+    assert config["file_mounts"]["~/infembed"] == "~/.infembed/cluster"
 
 
-def test_the_dashboard_listens_on_loopback_only(prepared):
-    start = prepared["head_start_ray_commands"][-1]
+@pytest.mark.parametrize("name", [AWS, GCP, LOCAL])
+def test_the_dashboard_listens_on_loopback_only(name):
+    start = prepared(name)["head_start_ray_commands"][-1]
     assert "--dashboard-host=127.0.0.1" in start
     assert "--num-cpus=0" in start
-
-
-def test_no_node_is_in_rays_default_security_group(prepared):
-    for node in prepared["available_node_types"].values():
-        assert node["node_config"]["SecurityGroupIds"]

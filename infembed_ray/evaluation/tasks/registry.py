@@ -128,9 +128,9 @@ def find(name: str) -> Entry | None:
     if found := _HUB_NAME.fullmatch(name):
         options = {"split": found["split"]} if found["split"] else {}
         return Entry(name, name, (Source(found["repository"], None, ()),), "own", options)
-    valid = [known for known in BENCHMARKS if (MODE in known) == (MODE in name)]
+    alike = [known for known in BENCHMARKS if (MODE in known) == (MODE in name)]
     raise InputError(
-        f"tasks={name}: no such task, and no such directory; {nearest(name, valid)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
+        f"tasks={name}: no such task, and no such directory; {nearest(name, alike)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
     )
 
 
@@ -138,7 +138,7 @@ def _benchmarks(name: str, values: Mapping[str, Any]) -> Iterator[Benchmark]:
     """Yield a benchmark under our protocol, then under each published one."""
     for mode, differences in {"": {}, **values.get("modes", {})}.items():
         suffix = f"{MODE}{mode}" if mode else ""
-        titled = values | {"title": f"{values['title']}, {_TITLES[mode]}"} if mode else values
+        titled = {**values, "title": f"{values['title']}, {_TITLES[mode]}"} if mode else values
         yield _benchmark(name, titled, suffix, differences)
 
 

@@ -1,0 +1,1 @@
+"""Kubernetes manifests from the settings of the verbs."""

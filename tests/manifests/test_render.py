@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infembed_ray.cli import main
+from infembed_ray.config.manifests import ManifestsSettings
+from infembed_ray.errors import InputError
+from infembed_ray.manifests.render import run
+from tests.serving.indexes import AGAIN, PASSAGES, publish_index
+from tests.support import kubernetes
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "jobs" / "configs" / "manifests.yaml")
+JOBS = ("synthesize", "analyze", "train", "evaluate", "index")
+
+
+def settings(output: Path, *overrides: str) -> ManifestsSettings:
+    return ManifestsSettings.load(CONFIG, [f"output={output}", "stages.serve=null", *overrides])
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the settings file names others by relative paths
+
+
+def written(directory: Path) -> list[dict[str, Any]]:
+    files = [file for file in directory.rglob("*.yaml") if file.name not in ("kustomization.yaml", "serve-config.yaml")]
+    return [document for file in files for document in kubernetes.documents(file.read_text(encoding="utf-8"))]
+
+
+def job(directory: Path, stage: str) -> dict[str, Any]:
+    """The RayJob of a stage."""
+    return kubernetes.documents((directory / "jobs" / f"{stage}.yaml").read_text(encoding="utf-8"))[1]
+
+
+def restricted(pod: dict[str, Any]) -> bool:
+    """Whether a pod is allowed by Kubernetes' pod security standard `restricted`, which the namespace enforces."""
+    spec = pod["spec"]
+    containers = [container["securityContext"] for container in spec["containers"]]
+    return (
+        spec["securityContext"]["runAsNonRoot"]
+        and spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        and all(not one["allowPrivilegeEscalation"] and one["capabilities"] == {"drop": ["ALL"]} for one in containers)
+    )
+
+
+@pytest.mark.parametrize("override", ["queue=infembed", "claim=null", "redis=rediss://cache.example.com:6379"])
+def test_every_manifest_of_the_jobs_is_valid(tmp_path: Path, override: str) -> None:
+    run(settings(tmp_path, override))
+    documents = written(tmp_path)
+    assert {d["kind"] for d in documents} >= {
+        "RayJob",
+        "ConfigMap",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "ServiceMonitor",
+    }
+    for document in documents:
+        kubernetes.validate(document)
+        assert all(restricted(pod) for pod in kubernetes.pods(document))
+
+
+def test_a_job_runs_its_verb_with_the_settings_file_that_was_given(tmp_path: Path) -> None:
+    run(settings(tmp_path, "queue=gpus"))
+    for stage in JOBS:
+        config, ray_job = kubernetes.documents((tmp_path / "jobs" / f"{stage}.yaml").read_text(encoding="utf-8"))
+        assert yaml.safe_load(config["data"][f"{stage}.yaml"]) == yaml.safe_load(
+            (ROOT / "jobs" / "configs" / f"{stage}.yaml").read_text(encoding="utf-8")
+        )
+        assert ray_job["spec"]["entrypoint"] == f"infembed {stage} --config /etc/infembed/{stage}.yaml"
+        head = ray_job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+        assert {"name": "settings", "configMap": {"name": config["metadata"]["name"]}} in head["volumes"]
+        assert ray_job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert ray_job["spec"]["shutdownAfterJobFinishes"]  # Kueue requires both
+        assert "enableInTreeAutoscaling" not in ray_job["spec"]["rayClusterSpec"]
+
+
+def test_pods_with_gpus_get_the_gpu_image_and_the_others_do_not(tmp_path: Path) -> None:
+    run(settings(tmp_path, "image=cpu@sha256:1", "gpu_image=cuda@sha256:2"))
+    cluster = job(tmp_path, "train")["spec"]["rayClusterSpec"]
+    (worker,) = cluster["workerGroupSpecs"]
+    head, gpu = (part["template"]["spec"]["containers"][0] for part in (cluster["headGroupSpec"], worker))
+    assert (head["image"], gpu["image"]) == ("cpu@sha256:1", "cuda@sha256:2")
+    assert {"name": "INFEMBED_IMAGE", "value": "cuda@sha256:2"} in gpu["env"]
+    assert gpu["resources"]["limits"]["nvidia.com/gpu"] == gpu["resources"]["requests"]["nvidia.com/gpu"] == 8
+
+
+def test_secrets_reach_only_the_stages_that_name_them(tmp_path: Path) -> None:
+    run(settings(tmp_path))
+    for stage in JOBS:
+        pods = kubernetes.pods(job(tmp_path, stage)["spec"]["rayClusterSpec"])
+        names = [source for pod in pods for source in pod["spec"]["containers"][0].get("envFrom", [])]
+        assert names == ([{"secretRef": {"name": "infembed-llm"}}] * len(pods) if stage == "synthesize" else [])
+
+
+def test_equal_settings_give_the_same_job_and_other_settings_another_one(tmp_path: Path) -> None:
+    names = []
+    for overrides in ([], [], ["image=other"]):
+        run(settings(tmp_path, *overrides))
+        names.append(job(tmp_path, "train")["metadata"]["name"])
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_builds_the_base_in_the_namespace(tmp_path: Path) -> None:
+    run(settings(tmp_path, "namespace=search"))
+    built = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    documents = kubernetes.documents(built)
+    namespaces = {d["metadata"].get("namespace", d["metadata"]["name"]) for d in documents}
+    assert namespaces == {"search"}
+    assert len(documents) == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "stages.trian={config: jobs/configs/train.yaml, nodes: {gpu: 1}}",
+            "stages.trian: no such verb: did you mean train",
+        ),
+        ("stages.train.nodes={gpus: 1}", "stages.train.nodes: no group gpus: did you mean gpu"),
+        ("stages.train.nodes={cpu: 8}", r"stages.train.nodes: room for 0 of workers=8 \(8 CPU, 1 GPU each\)"),
+        ("groups.gpu.resources={cpu: 500m, nvidia.com/gpu: 8}", r"stages.train.nodes: room for 0 of workers=8"),
+        ("stages.train.max_nodes={gpu: 2}", "stages.train.max_nodes: only `serve` is autoscaled"),
+        ("gpu_image=null", "groups.gpu: has GPUs; set gpu_image"),
+        ("stages.index.config=nope.yaml", "--config nope.yaml: no such file"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run(settings(tmp_path / "out", override))
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["stages.train.nodes={cpu: 1}", "stages.index.nodes={cpu: 1}", "stages.serve=null"]
+    assert main(["manifests", "--config", CONFIG, f"output={tmp_path / 'out'}", *wrong]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.integration
+def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    indexes = [publish_index(tmp_path / "one", minilm, PASSAGES), publish_index(tmp_path / "two", minilm, AGAIN)]
+    served = []
+    for index in (*indexes, indexes[1]):
+        file = tmp_path / "serve.yaml"
+        file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2}}")
+        run(
+            settings(
+                tmp_path / "out", f"stages={{serve: {{config: {file}, nodes: {{cpu: 2}}, max_nodes: {{cpu: 8}}}}}}"
+            )
+        )
+        (service,) = kubernetes.documents((tmp_path / "out" / "rayservice.yaml").read_text(encoding="utf-8"))
+        kubernetes.validate(service)
+        assert all(restricted(pod) for pod in kubernetes.pods(service))
+        config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+        assert config.http_options.host == "0.0.0.0"
+        api = next(application for application in config.applications if application.name == "infembed")
+        assert api.args["locked"]  # replicas without keys do not start
+        served.append({application.name for application in config.applications})
+    assert served[0] < served[1]  # the second file keeps what the API uses until the switch
+    assert served[2] < served[1]
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["enableInTreeAutoscaling"]
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "infembed-redis:6379"
+    (group,) = cluster["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 8)
+    domains = {spread["topologyKey"] for spread in group["template"]["spec"]["topologySpreadConstraints"]}
+    assert domains == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    ports = {port["name"] for port in cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"]}
+    assert "serve" in ports  # without it KubeRay makes no service of the API
