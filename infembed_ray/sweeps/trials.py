@@ -267,12 +267,7 @@ def _trial(
 
 
 def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
-    """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths.
-
-    Args:
-        train: Settings of all trainings of the sweep.
-        backbone: Directory or hub name.
-    """
+    """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths."""
     names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
     reads: dict[str, Any] = {name: getattr(train, name) for name in names}
     if (train.template, train.query_prefix, train.passage_prefix) != (None, None, None):
