@@ -85,10 +85,8 @@ def contamination(
     """Compare the texts of an evaluation set with those of the records.
 
     Args:
-        evaluation: name of the evaluation set.
         theirs: its texts, iterated once.
         ours: kind -> the records' texts.
-        length: words per n-gram.
     """
     known = {_hash(text) for texts in ours.values() for text in map(normalised, texts) if text}
     grams = {_hash(gram) for texts in ours.values() for text in map(normalised, texts) for gram in ngrams(text, length)}

@@ -44,7 +44,6 @@ def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Coverage:
     """Project the embeddings of all sets to one plane.
 
     Args:
-        kind: kind of text.
         embeddings: label -> (n, d) vectors, with the same n for all sets.
     """
     points, explained = principal_plane(np.concatenate(list(embeddings.values())))

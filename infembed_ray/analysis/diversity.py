@@ -58,10 +58,7 @@ def diversity(
     """Measure a sample of a set's texts.
 
     Args:
-        label: name of the set.
-        kind: kind of text.
         texts: all texts of the set, at least one.
-        sample: the sampled texts.
         embeddings: (sample, d) unit vectors of the sample.
     """
     frequencies = [ngram_frequencies(sample, order) for order in ORDERS]

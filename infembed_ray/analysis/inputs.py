@@ -52,10 +52,6 @@ class RecordSet:
 def read(path: Place, name: str) -> RecordSet:
     """Read a synthesis output (a directory) or a file of records.
 
-    Args:
-        path: directory or file.
-        name: name of the setting, for error messages.
-
     Raises:
         InputError: as `records.read`; but a synthesis output without kept records is valid if it has rejected rows.
     """

@@ -48,11 +48,7 @@ class Ranking:
 
 
 def exact_hits(
-    encoder: InstructionEncoder,
-    query: str,
-    instructions: Sequence[str | None],
-    passages: Sequence[Passage],
-    top_k: int,
+    encoder: InstructionEncoder, query: str, instructions: Sequence[str | None], passages: Sequence[Passage], top_k: int
 ) -> list[list[dict[str, Any]]]:
     """Search all passages by brute force; return one list of hits per instruction, as `/v1/search` does."""
     vectors = encoder.encode_passages([passage.text for passage in passages])

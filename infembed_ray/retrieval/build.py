@@ -108,10 +108,6 @@ def partition_part(settings: IndexSettings, work: Work, number: int, pieces: Map
 def sort_shard(shard: int, parts: Parts, settings: IndexSettings, work: Work, rows_at_once: int) -> None:
     """Sort the passages of a shard by id, and find those that the base has, unless an interrupted run did.
 
-    Args:
-        parts: of the corpus, for error messages.
-        rows_at_once: rows of a chunk.
-
     Raises:
         BadRow: an id is duplicate.
         FileNotFoundError: this node does not see the rows of a part, which another node partitioned.
@@ -154,20 +150,9 @@ def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings
 
 
 def write_shard(
-    root: Place,
-    shard: int,
-    work: Work,
-    chunks: Sequence[Chunk],
-    dimension: int,
-    build: Build,
-    precision: Precision,
+    root: Place, shard: int, work: Work, chunks: Sequence[Chunk], dimension: int, build: Build, precision: Precision
 ) -> ShardFacts:
-    """Join the vectors of a shard and build it, unless an interrupted run did.
-
-    Args:
-        root: of the index.
-        chunks: of the shard.
-    """
+    """Join the vectors of a shard and build it, unless an interrupted run did."""
     name = shard_name(shard)
     if done := finished_shard(root, name):
         return done
@@ -210,12 +195,7 @@ def say_reused(work: Work, chunks: Sequence[Chunk]) -> None:
 
 
 def write_shards_here(
-    encoder: InstructionEncoder,
-    work: Work,
-    chunks: Sequence[Chunk],
-    root: Place,
-    build: Build,
-    settings: IndexSettings,
+    encoder: InstructionEncoder, work: Work, chunks: Sequence[Chunk], root: Place, build: Build, settings: IndexSettings
 ) -> list[ShardFacts]:
     """Encode the sorted passages and write all shards of the index in `root`, in this process."""
     missing = work.missing(chunks)

@@ -106,7 +106,6 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
     """Write passages as one record batch, atomically. Texts are not held in memory.
 
     Args:
-        schema: see `schema`.
         tables: passages by id ascending, some at a time.
 
     Returns:

@@ -120,7 +120,6 @@ class Shard:
         """Write a shard from passages in memory; its rows are sorted by id.
 
         Args:
-            directory: of the shard; created.
             ids, texts: n passages, in any order.
             vectors: (n, d) float16 or float32 finite unit vectors; n may be 0.
             metadata: column -> n values of the type in `types`.
@@ -168,7 +167,6 @@ class Shard:
 
         Args:
             vectors: (queries, d) float32.
-            k: most hits per query.
             keep: (n,) bool mask of the rows to search; None: all.
         """
         scores, rows = self.search_rows(vectors, k, keep)

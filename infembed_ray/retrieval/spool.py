@@ -37,7 +37,6 @@ def partition(
     Args:
         pieces: by their numbers in the corpus.
         columns: column name of the index -> column name in the corpus.
-        metadata: columns besides id and text, with their types.
         directory: of the files; cleared first.
 
     Returns:
@@ -119,7 +118,6 @@ def sorted_passages(
 
     Args:
         spooled: files of the shard that `partition` wrote, one for each part of the corpus.
-        pieces: of the corpus, by number.
 
     Raises:
         BadRow: an id is duplicate.

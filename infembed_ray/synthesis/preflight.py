@@ -119,11 +119,6 @@ def _choose(seeds: Source, selection: Selection) -> None:
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
     """Read the seeds once and locate the journals; warn if the prices are old.
 
-    Args:
-        settings: of the run.
-        seeds: its seeds.
-        table: its prices.
-
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
@@ -298,10 +293,7 @@ def check_limits(
     """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too.
 
     Args:
-        limits: of the run.
         asked: name of the setting -> model.
-        table: prices.
-        canary: of the run.
 
     Raises:
         InputError: a limit cannot be kept.
