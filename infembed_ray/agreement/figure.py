@@ -22,8 +22,6 @@ class Bar:
     """One LLM rater.
 
     Attributes:
-        rater: its label.
-        model: its model.
         answered: number of items that it answered.
         kappa: mean of Cohen's kappas with the reference raters.
     """

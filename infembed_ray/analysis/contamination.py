@@ -35,8 +35,6 @@ class Contamination:
     """Matches of the records' texts of one kind with one evaluation set.
 
     Attributes:
-        evaluation: name of the evaluation set.
-        kind: kind of text.
         texts: number of the records' texts.
         compared: number of the evaluation set's texts, of all kinds.
         equal: number of the records' texts that equal one of the evaluation set.

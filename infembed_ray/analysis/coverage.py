@@ -28,10 +28,8 @@ class Coverage:
     """The texts of one kind in the plane of their two principal components.
 
     Attributes:
-        kind: kind of text.
         explained: share of the variance along each axis.
         cells: number of grid cells with a point of any set.
-        sets: the sets.
     """
 
     kind: str

@@ -28,7 +28,6 @@ class RecordSet:
     """Records, and for a synthesis output also its rejected rows and their costs.
 
     Attributes:
-        kept: records.
         rejected, dead_letter: rows of `records.REJECTED` and `records.DEAD_LETTER`.
         complements: rows of `records.COMPLEMENT`; empty if none were asked for.
         provenance: `kept`, `rejected` or `dead_letter` -> provenance of its rows, if they have one.

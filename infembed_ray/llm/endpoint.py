@@ -113,11 +113,7 @@ class Route:
         self._addresses: dict[str, Address] = {}
 
     def address(self, model: str) -> Address:
-        """Return where requests to a model go.
-
-        Raises:
-            RunFailure: the environment variable with the key is not set.
-        """
+        """Return where requests to a model go; RunFailure if the environment variable with the key is not set."""
         if model not in self._addresses:
             url = _url(self.endpoint, model, self._path)
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}

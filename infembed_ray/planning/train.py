@@ -56,9 +56,7 @@ class TrainOption:
     Attributes:
         memory: bytes of a GPU at the peak of a step.
         start: bytes of a GPU while DeepSpeed loads the model.
-        host: bytes of a node.
         obstacles: why the layout does not fit; empty if it fits.
-        step_seconds: expected seconds of a step.
     """
 
     zero_stage: int

@@ -26,7 +26,6 @@ class Ranking:
     """The best passages for a query under an instruction.
 
     Attributes:
-        query: the query.
         instruction: the instruction; None for none.
         wanted: id of the passage that the instruction asks for.
         hits: results, best first, each with `id`, `score` and `text`.

@@ -133,11 +133,7 @@ def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) 
 
 
 def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings: IndexSettings) -> None:
-    """Encode a chunk of a shard's passages.
-
-    Raises:
-        InputError: an embedding is not finite.
-    """
+    """Encode a chunk of a shard's passages; InputError if an embedding is not finite."""
     rows = work.new_passages(chunk)
     vectors = encoder.encode_passages(rows.column("text").to_pylist(), settings.batch_tokens)
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
@@ -169,11 +165,7 @@ def partition_here(corpus: Place, settings: IndexSettings, work: Work) -> list[i
 
 
 def sort_here(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> list[Chunk]:
-    """Sort the passages of all shards by id, in this process; returns their chunks.
-
-    Raises:
-        BadRow: an id is duplicate.
-    """
+    """Sort the passages of all shards by id, in this process and return their chunks; BadRow if an id is duplicate."""
     parts = parts_of(corpus)
     try:
         for shard in range(settings.shards):

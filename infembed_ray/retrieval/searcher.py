@@ -51,9 +51,6 @@ class Searcher:
     Args:
         originals: (n, d) float16 or float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
         gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
-
-    Attributes:
-        exact: whether the search is exact.
     """
 
     def __init__(

@@ -60,11 +60,7 @@ def spool_file(shard: int) -> str:
 
 
 class _Spool:
-    """One Arrow file of rows per shard in a directory, which is cleared first. Rows in memory are flushed at `SPOOL_BYTES`.
-
-    Attributes:
-        rows: of each shard.
-    """
+    """One Arrow file of rows per shard in a directory, which is cleared first. Rows in memory are flushed at `SPOOL_BYTES`."""
 
     def __init__(self, directory: Path, shards: int, metadata: Mapping[str, FieldType]) -> None:
         shutil.rmtree(directory, ignore_errors=True)

@@ -242,11 +242,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
 
 @contextlib.contextmanager
 def work_directory(step: Step, settings: IndexSettings) -> Iterator[Work]:
-    """Hold the work of these passages and vectors.
-
-    Raises:
-        InputError: another run holds it.
-    """
+    """Hold the work of these passages and vectors; InputError if another run holds it."""
     root = work_root(step, settings)
     with lease(root.parent, root.name.strip(".").removesuffix(".encoded"), f"output={root.parent}"):
         if isinstance(root, Path):

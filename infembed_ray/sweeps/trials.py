@@ -119,11 +119,7 @@ def trials(settings: SweepSettings) -> list[Trial]:
 
 
 def prepare(settings: SweepSettings) -> tuple[list[Trial], Step]:
-    """Plan the trials, and identify the sweep.
-
-    Raises:
-        InputError: a trial has bad input, or the output cannot be written.
-    """
+    """Plan the trials, and identify the sweep; InputError if a trial has bad input, or the output cannot be written."""
     planned = trials(settings)
     return planned, Step("sweep", settings, settings.output, *inputs(settings, planned))
 

@@ -265,11 +265,7 @@ def _check_self_hosted(settings: SynthesizeSettings) -> None:
 
 
 def check_urls(named: Mapping[str, Endpoint]) -> None:
-    """Check the URLs of endpoints, given by the names of their settings.
-
-    Raises:
-        InputError: a base URL is none.
-    """
+    """Check the URLs of endpoints, given by the names of their settings; InputError if a base URL is none."""
     faults = [
         f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
         for name, endpoint in named.items()

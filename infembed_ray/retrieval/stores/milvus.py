@@ -57,7 +57,6 @@ class Milvus:
     """The versions of an index in Milvus.
 
     Attributes:
-        timeout_s: of a call.
         one_writer: whether the server takes one writer at a time.
 
     Raises:

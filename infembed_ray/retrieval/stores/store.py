@@ -41,11 +41,7 @@ class Address:
 
     @classmethod
     def parse(cls, value: str, setting: str, token_env: str | None = TOKEN_ENV) -> Address:
-        """Parse the value of a setting.
-
-        Raises:
-            InputError: it is no address, or it holds credentials.
-        """
+        """Parse the value of a setting; InputError if it is no address, or it holds credentials."""
         parts = urlsplit(value)
         if "@" in parts.netloc:
             raise InputError(
