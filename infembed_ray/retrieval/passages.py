@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import IO, Any
@@ -173,9 +173,3 @@ class _Texts:
         )
         bits = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
         return pa.LargeStringArray.from_buffers(rows, pa.py_buffer(np.cumsum(lengths)), data, bits)
-
-
-def batches(passages: pa.Table, rows: int) -> Iterator[pa.Table]:
-    """Slice a table into blocks of `rows` rows."""
-    for start in range(0, passages.num_rows, rows):
-        yield passages.slice(start, rows)
