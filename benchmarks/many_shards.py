@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import faiss
+import material
 import numpy as np
 import psutil
 from replica_start import drop_pages
@@ -46,7 +47,7 @@ from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, ShardFacts
-from infembed_ray.retrieval.shards import Build, Shard
+from infembed_ray.retrieval.shards import Build
 from infembed_ray.serving import replicas
 from infembed_ray.serving.arguments import IndexArguments
 from infembed_ray.serving.routing.fan_out import FanOut, now
@@ -80,13 +81,15 @@ def make(root: Path, shards: int, passages: int) -> None:
     np.save(root.parent / QUERIES_FILE, real["queries"] @ axes.T)
     vectors = between(np.concatenate([real["passages"], real["sentences"]]), passages) @ axes.T
     vectors = vectors.astype(np.float16)
-    facts = [Shard.write(root / "shard-00000", *texts(0, passages), vectors, build=Build(FACTORY))]
+    facts = [material.write_shard(root / "shard-00000", *texts(0, passages), vectors, build=Build(FACTORY))]
     index = faiss.read_index(str(root / "shard-00000" / INDEX_FILE))
     stored = factories.storage(index)
     codes = faiss.rev_swig_ptr(stored.codes.data(), stored.ntotal * stored.code_size).view("<f2").reshape(vectors.shape)
     for number in range(1, shards):
         directory = root / f"shard-{number:05d}"
-        Shard.write(directory, *texts(number, passages), vectors[:, :1], build=Build("Flat"))  # for its passages
+        material.write_shard(
+            directory, *texts(number, passages), vectors[:, :1], build=Build("Flat")
+        )  # for its passages
         codes[:] = unit(vectors + NOISE / DIMENSION**0.5 * rng.standard_normal(vectors.shape, dtype=np.float32))
         faiss.write_index(index, str(directory / INDEX_FILE))
         files = [directory / INDEX_FILE, directory / PASSAGES_FILE]

@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 
 from infembed_ray import records as tables
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from tests.support.shards import write_shard as write_shard
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "infir_mini" / "train.jsonl"
 WORDS = {"query": (4, 12), "instruction": (25, 45), "document": (35, 110)}

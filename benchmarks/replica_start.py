@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import material
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -43,7 +44,7 @@ from infembed_ray.object_store import Folder
 from infembed_ray.retrieval.checksums import whole_file_checksum
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import verify
-from infembed_ray.retrieval.shards import Build, Shard
+from infembed_ray.retrieval.shards import Build
 from infembed_ray.storage import output_files
 
 DIMENSION = 384
@@ -75,7 +76,7 @@ def make(root: Path, passages: int) -> None:
     words = [f"word{n}" for n in range(2000)]
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=WORDS)) for _ in range(passages)]
-    facts = Shard.write(
+    facts = material.write_shard(
         root / "shard-00000", [f"p{n:07d}" for n in range(passages)], texts, vectors, build=Build("Flat")
     )
     described = IndexFacts(

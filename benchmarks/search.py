@@ -103,7 +103,7 @@ def shard(directory: Path, name: str, passages: list[str], vectors: np.ndarray) 
     if not saved.is_file():
         began = time.perf_counter()
         ids = [f"{name}-{row:07d}" for row in range(len(vectors))]
-        facts = Shard.write(directory / name, ids, passages, vectors.astype(np.float16))
+        facts = material.write_shard(directory / name, ids, passages, vectors.astype(np.float16))
         print(f"{name}: {facts.factory} built in {time.perf_counter() - began:.0f} s", flush=True)
         saved.write_text(json.dumps(asdict(facts)))
     return ShardFacts.from_json(json.loads(saved.read_text()))

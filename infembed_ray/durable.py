@@ -42,7 +42,6 @@ def replacing(path: Path, shared: bool = False) -> Iterator[IO[bytes]]:
     If the block raises, the old file stays. A killed writer leaves `NAME.partial`, which the next writer overwrites.
 
     Args:
-        path: of the file.
         shared: whether several processes may write the file at once. Each then has a partial file of its own, which stays
             if the process is killed; the last writer wins.
 
@@ -82,7 +81,6 @@ def exclusive_lock(path: Path, wait: bool = False, busy: Exception | None = None
     process, the new one by another.
 
     Args:
-        path: of the lock file.
         wait: wait for another holder instead of raising.
         busy: raised in place of `BlockingIOError`, with the caller's message.
 

@@ -83,7 +83,6 @@ def stream(path: Place, name: str, columns: Columns | None = None, split: str | 
 
     Args:
         path: a file, a directory of data files (as of `datasets` or the Hugging Face hub), or an output of `infembed mine`.
-        name: setting of the path, for error messages.
         columns: names of our columns in the files, where they differ from ours and from `ALIASES`.
         split: keep only rows of this split; a row without one has that of its file.
 
@@ -122,9 +121,7 @@ def _rows(file: Place, seen: set[str], name: str, columns: Columns) -> Iterator[
     present: dict[str, Any] = {}
     of_file = split_of(file)
     for number, values in enumerate(raw_rows(file, name), start=1):
-        if (
-            not present or not values.keys() <= present.keys()
-        ):  # a row of JSON may have columns that the ones before lack
+        if not present or not values.keys() <= present.keys():  # a row of JSON may have columns that others lack
             present |= values
             found = _found(present, f"{name}={file}", columns)
         where = f"{name}={file}: row {number}"

@@ -45,8 +45,6 @@ def lease(place: Path | Folder, name: str, setting: str) -> Iterator[Callable[[]
     A store's lease that another process holds is observed until that process renews it or the lease expires.
 
     Args:
-        place: directory or folder.
-        name: what only one process may write.
         setting: beginning of the error messages, such as `output=PATH`.
 
     Yields:

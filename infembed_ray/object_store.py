@@ -266,7 +266,6 @@ class Folder:
         """Write a small object that must not exist yet, atomically.
 
         Args:
-            name: of the object.
             data: bytes that no other writer writes, such as a random id: a writer whose reply was lost finds its own object.
 
         Returns:

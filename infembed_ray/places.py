@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +42,27 @@ def read_text(file: Place) -> str | None:
         return read_binary(file).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def read_json(file: Place) -> Any:
+    """Read a small JSON file; None if it does not exist."""
+    text = read_text(file)
+    return None if text is None else json.loads(text)
+
+
+def write_json(file: Place, value: Any) -> None:
+    """Replace a small JSON file, atomically."""
+    if isinstance(file, Folder):
+        file.parent.write(file.name, json.dumps(value))
+        return
+    with delivering(file) as path:
+        durable.replace_json(path, value)
+
+
+def delete(file: Place) -> None:
+    """Delete a file; it need not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        file.parent.delete(file.name) if isinstance(file, Folder) else file.unlink()
 
 
 def listing(place: Place) -> dict[str, int]:

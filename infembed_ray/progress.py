@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -26,6 +26,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows of a table, each with as many cells, as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
 @contextmanager
 def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     """Show the progress of a step.
@@ -33,7 +40,6 @@ def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     The remaining time is estimated from the second update on, because the first one includes the start of workers.
 
     Args:
-        title: of the step.
         total: number of units; None if unknown.
         done: units finished by an earlier run; the estimate leaves them out.
     """

@@ -82,10 +82,7 @@ MAX_REPLICAS_PER_NODE = 100
 """Largest value that Serve accepts for `max_replicas_per_node`."""
 PROXY_MIDDLEWARE_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Import path of a function that returns ASGI middleware for Serve's HTTP proxies."""
-SINGLE_EVENT_LOOP = {
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
+SINGLE_EVENT_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """Environment with which a replica runs Serve's code and ours in one event loop: no thread hand-over per request."""
 
 
@@ -123,10 +120,7 @@ def haproxy_environment(client_timeout_s: float) -> dict[str, str]:
 
 def haproxy_ports(metrics: int, statistics: int) -> dict[str, str]:
     """Return the environment that sets the ports of HAProxy's own pages."""
-    return {
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics),
-    }
+    return {"RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics), "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics)}
 
 
 def start_application(application: Application, name: str, route: str | None, logging: LoggingConfig) -> None:

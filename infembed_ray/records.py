@@ -160,7 +160,6 @@ def stream(
         path: a file, a directory with `records.parquet`, or a directory of data files in the layout of `datasets` and
             the Hugging Face hub; in an object store they are read in place.
         row: `Seed`, `Record` or `Passage`.
-        name: setting of the path, for error messages.
         columns: our column name -> the name in the file.
         split: keep only rows of this split; a row without one has the split in its file's name.
 
@@ -202,9 +201,7 @@ def _checked(file: Place, seen: set[str], row: type[Row], name: str, columns: Ma
     required = _required(row)
     of_file = split_of(file) if "split" in {f.name for f in fields(row)} else None
     for number, values in enumerate(raw_rows(file, name), start=1):
-        if (
-            not present or not values.keys() <= present.keys()
-        ):  # a row of JSON may have columns that the ones before lack
+        if not present or not values.keys() <= present.keys():  # a row of JSON may have columns that others lack
             present |= values
             names = mapping(present, row, file, name, columns)
         where = f"{name}={file}: row {number}"
@@ -229,8 +226,6 @@ def data_files(path: Place, name: str, split: str | None = None) -> list[Path] |
     """List the data files of a path: the file itself, or all files of a directory in the first format of `FORMATS` present.
 
     Args:
-        path: file or directory.
-        name: setting of the path, for error messages.
         split: leave out files of another split, as named on the Hugging Face hub: `train-00000-of-00007`.
 
     Raises:
@@ -271,6 +266,11 @@ def write(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> N
     pq.write_table(table, path, row_group_size=ROW_GROUP)
 
 
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON, one a line."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
 def read_raw(path: Place) -> list[dict[str, Any]]:
     """Read all rows of a Parquet file that `write` wrote, as dicts."""
     return list(_parquet_rows(path, ""))
@@ -293,7 +293,6 @@ def raw_rows(path: Place, name: str, some: Iterable[bytes] | None = None, after:
     """Stream the rows of a Parquet, Arrow, JSONL, JSON (an array, or lines) or CSV/TSV file, in bounded memory.
 
     Args:
-        name: setting of the path, for error messages.
         some: lines of a JSONL file, after `after` others, to read in place of the file.
 
     Raises:
@@ -418,10 +417,6 @@ def mapping(
     """Map our column names to those of a file, for all our columns that the file has.
 
     Args:
-        present: columns of the file.
-        row: type of the rows.
-        path: the file.
-        name: setting of the path, for error messages.
         columns: names that the user gives: our column name -> the name in the file.
 
     Raises:

@@ -20,7 +20,6 @@ def overview(settings: type[Settings], prefix: str = "", holder: Any = None) -> 
     """Describe every setting in a line, nested ones after the setting that holds them; defaults are written as YAML.
 
     Args:
-        settings: to describe.
         prefix: of their names.
         holder: default of the setting that holds them.
     """
@@ -34,7 +33,6 @@ def section(settings: type[Settings], verb: str, name: str) -> str:
     """Describe one setting, and with type, default and meaning every setting that it holds.
 
     Args:
-        settings: of the verb.
         name: of a setting, for example `lora` or `validation.every`.
 
     Raises:

@@ -77,8 +77,6 @@ def resolve_input(
     """Return the local path of an input: follow `latest`, and download from an object store.
 
     Args:
-        value: of the setting.
-        name: of the setting.
         parts: files and folders to download from a directory of an object store; None downloads all.
         without: whether to leave out a file, by its name in the directory.
 
@@ -403,8 +401,6 @@ def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry], still
     """Upload an output without its manifest, and delete what an interrupted attempt left besides.
 
     Args:
-        staging: the output.
-        remote: its final place.
         before: what was there when the run began.
         still_held: check of the lease, without which another run may have published here.
     """

@@ -31,11 +31,7 @@ _CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 
 
 def file_system(base: str, query: str) -> tuple[Any, str]:
-    """Return pyarrow's file system of a store, and the path of a folder in it.
-
-    Args:
-        base, query: of the folder's URI.
-    """
+    """Return pyarrow's file system of a store, and the path of a folder in it."""
     system, path = filesystems.FileSystem.from_uri(f"{base}?{query}" if query else base)
     if system.type_name == "abfs" and (secret := _azure_secret()):
         options = dict(parse_qsl(query))
@@ -46,13 +42,7 @@ def file_system(base: str, query: str) -> tuple[Any, str]:
 
 
 def control_client(base: str, query: str, bucket: str, region: str) -> Any:
-    """Return obstore's client of a bucket with the options of a URI; another environment gets another client.
-
-    Args:
-        base, query: of the folder's URI.
-        bucket: its bucket or container.
-        region: of the bucket, on S3.
-    """
+    """Return obstore's client of a bucket with the options of a URI; another environment gets another client."""
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_CLOUD_VARIABLES)))
     return _control_client(base, query, bucket, region, environment)
 

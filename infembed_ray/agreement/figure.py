@@ -22,8 +22,6 @@ class Bar:
     """One LLM rater.
 
     Attributes:
-        rater: its label.
-        model: its model.
         answered: number of items that it answered.
         kappa: mean of Cohen's kappas with the reference raters.
     """
@@ -62,12 +60,9 @@ def figure(
     """Compare LLM raters with the reference raters.
 
     Args:
-        items: number of items.
         references: answers of the reference raters, at least one.
         rated: answers of the LLM raters.
         models: LLM rater -> its model.
-        resamples: bootstrap resamples of the items.
-        seed: of the bootstrap.
     """
     everyone = {**references, **rated}
     undefined = Estimate(None, None, None)

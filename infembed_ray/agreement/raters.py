@@ -7,7 +7,6 @@ the limits and the budget of the LLM client, as in a synthesis.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -93,8 +92,7 @@ def run(settings: AgreementSettings) -> Published:
             (staging.path / PAGE_FILE).write_text(render(found, settings.sheet), encoding="utf-8")
             (staging.path / TABLE_FILE).write_text(as_csv(found), encoding="utf-8")
             rows = [{"item_id": i.id, **{rater: rated[rater].get(i.id) for rater in rated}} for i in study.items]
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            (staging.path / ANSWERS_FILE).write_text(lines, encoding="utf-8")
+            records.write_lines(staging.path / ANSWERS_FILE, rows)
             staging.counts = {"items": len(study.items), "unanswered": reasons.total()}
             staging.facts["kappa"] = {bar.rater: bar.kappa.kappa for bar in found.bars}
         for reason, times in reasons.most_common(PRINTED):

@@ -33,8 +33,6 @@ class Agreement:
     """Agreement of two raters on the items that both answered.
 
     Attributes:
-        one, other: the raters.
-        items: number of items.
         alike: share of equal answers.
         kappa: Cohen's kappa; None if both raters gave one and the same answer to all items.
         low, high: ends of the bootstrap interval of CONFIDENCE.

@@ -44,7 +44,6 @@ def bands(table: pa.Table, left_out: np.ndarray) -> pa.Table:
     """Return (band, row, digest) for each band of each record: equal bands of two records make them candidates.
 
     Args:
-        table: of TEXTS.
         left_out: rows to ignore, in order.
     """
     table = table.filter(pa.array(~_among(table["row"].to_numpy(), left_out)))
@@ -87,7 +86,6 @@ def sides(table: pa.Table, rows: np.ndarray, pairs: np.ndarray) -> pa.Table:
     """Return (pair, shingles) for each side of a pair that is a record of a table of TEXTS.
 
     Args:
-        table: of TEXTS.
         rows: the sides of all pairs, in order.
         pairs: of each side, the number of its pair.
     """
@@ -128,9 +126,7 @@ def contaminated(table: pa.Table, known: np.ndarray, length: int) -> pa.Table:
     """Return (row, shared): the records of a table of TEXTS that have a known n-gram, and the first such n-gram.
 
     Args:
-        table: of TEXTS.
         known: hashes of n-grams, in order, see `ngram_hashes`.
-        length: words per n-gram.
     """
     found: dict[int, str] = {}
     for name in TEXTS.names[1:]:

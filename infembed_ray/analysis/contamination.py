@@ -35,8 +35,6 @@ class Contamination:
     """Matches of the records' texts of one kind with one evaluation set.
 
     Attributes:
-        evaluation: name of the evaluation set.
-        kind: kind of text.
         texts: number of the records' texts.
         compared: number of the evaluation set's texts, of all kinds.
         equal: number of the records' texts that equal one of the evaluation set.
@@ -85,10 +83,8 @@ def contamination(
     """Compare the texts of an evaluation set with those of the records.
 
     Args:
-        evaluation: name of the evaluation set.
         theirs: its texts, iterated once.
         ours: kind -> the records' texts.
-        length: words per n-gram.
     """
     known = {_hash(text) for texts in ours.values() for text in map(normalised, texts) if text}
     grams = {_hash(gram) for texts in ours.values() for text in map(normalised, texts) for gram in ngrams(text, length)}

@@ -28,10 +28,8 @@ class Coverage:
     """The texts of one kind in the plane of their two principal components.
 
     Attributes:
-        kind: kind of text.
         explained: share of the variance along each axis.
         cells: number of grid cells with a point of any set.
-        sets: the sets.
     """
 
     kind: str
@@ -44,7 +42,6 @@ def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Coverage:
     """Project the embeddings of all sets to one plane.
 
     Args:
-        kind: kind of text.
         embeddings: label -> (n, d) vectors, with the same n for all sets.
     """
     points, explained = principal_plane(np.concatenate(list(embeddings.values())))

@@ -32,12 +32,9 @@ class Diversity:
     """Diversity of the texts of one kind in one set.
 
     Attributes:
-        label: name of the set.
-        kind: kind of text.
         texts, distinct, mean_words: of the whole set.
         sampled: number of sampled texts, the same for all sets of a report.
         aps: None without an encoder, or for fewer than two texts.
-        ingf: inter-sample n-gram frequency.
         distinct_share: distinct n-grams / all n-grams, for each of ORDERS.
     """
 
@@ -58,10 +55,7 @@ def diversity(
     """Measure a sample of a set's texts.
 
     Args:
-        label: name of the set.
-        kind: kind of text.
         texts: all texts of the set, at least one.
-        sample: the sampled texts.
         embeddings: (sample, d) unit vectors of the sample.
     """
     frequencies = [ngram_frequencies(sample, order) for order in ORDERS]

@@ -45,8 +45,6 @@ class Duplicates:
     """Duplicates among all texts of a kind.
 
     Attributes:
-        kind: kind of text.
-        texts: number of texts.
         distinct: number of distinct texts, ignoring case and white space.
         repeated: number of distinct texts that occur more than once.
         examples: the most frequent of them.

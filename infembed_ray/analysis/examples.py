@@ -36,7 +36,6 @@ class Example:
     """A record.
 
     Attributes:
-        id: of the record.
         loss: step and reason of a rejection, and how many rows it has; None for a kept record.
         texts: name of each text that the record has -> the text, whole.
     """

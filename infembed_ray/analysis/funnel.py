@@ -119,7 +119,6 @@ class Verdicts:
     """The judge's answers in one scenario.
 
     Attributes:
-        scenario: name of the scenario.
         judged: rows with an answer; judging ends at the first scenario that fails.
         right: rows in which the judge picked the scenario's own passage.
         picks: picked passage -> rows, most frequent first.

@@ -28,7 +28,6 @@ class RecordSet:
     """Records, and for a synthesis output also its rejected rows and their costs.
 
     Attributes:
-        kept: records.
         rejected, dead_letter: rows of `records.REJECTED` and `records.DEAD_LETTER`.
         complements: rows of `records.COMPLEMENT`; empty if none were asked for.
         provenance: `kept`, `rejected` or `dead_letter` -> provenance of its rows, if they have one.
@@ -51,10 +50,6 @@ class RecordSet:
 
 def read(path: Place, name: str) -> RecordSet:
     """Read a synthesis output (a directory) or a file of records.
-
-    Args:
-        path: directory or file.
-        name: name of the setting, for error messages.
 
     Raises:
         InputError: as `records.read`; but a synthesis output without kept records is valid if it has rejected rows.

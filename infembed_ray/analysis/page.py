@@ -83,8 +83,6 @@ def render(summary: Summary, source: str, ngram: int = 13) -> str:
     """Render the quality report.
 
     Args:
-        summary: what the analysis found.
-        source: path of the analysed records.
         ngram: consecutive words that make an overlap with an evaluation set.
     """
     return page.render(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.places import Place, place_of, read_binary
 from infembed_ray.progress import say, track
+from infembed_ray.records import write_lines
 from infembed_ray.storage import Published, Step, find_input
 
 if TYPE_CHECKING:
@@ -68,8 +67,8 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
         (staging.path / PAGE_FILE).write_text(page.render(summary, settings.records, settings.ngram), encoding="utf-8")
         if settings.annotate:
             items, key = agreement.sheet(found.kept, settings.annotate, settings.seed)
-            _write_lines(staging.path / SHEET_FILE, items)
-            _write_lines(staging.path / KEY_FILE, key)
+            write_lines(staging.path / SHEET_FILE, items)
+            write_lines(staging.path / KEY_FILE, key)
         staging.counts = {name: getattr(summary.funnel, name) for name in ("kept", "rejected", "dead_letter")}
     say(as_text(summary))
     return step.published()
@@ -162,10 +161,6 @@ def _plain(summary: Summary) -> dict[str, Any]:
     for covered in (each for coverage in plain["coverages"] for each in coverage["sets"]):
         del covered["points"]
     return plain
-
-
-def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def as_text(summary: Summary) -> str:

@@ -40,9 +40,7 @@ def read(label: str, path: Place, name: str, columns: Mapping[str, str]) -> Text
     """Read the texts of another set.
 
     Args:
-        label: name of the set in the report.
         path: InF-IR records, or a file with a column per kind of text.
-        name: name of the setting, for error messages.
         columns: kind -> column, if the column is not named after the kind.
 
     Raises:
@@ -96,9 +94,6 @@ def compare(
     """Measure equal samples of all sets, kind by kind.
 
     Args:
-        sets: sets with the kinds of text that they have.
-        most: texts of a kind to draw from each set.
-        seed: seed of the draws.
         embed: encoder; None omits what needs embeddings, APS and coverage.
     """
     diversities, coverages = [], []

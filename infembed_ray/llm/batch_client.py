@@ -72,7 +72,6 @@ class BatchClient:
         """Submit an uploaded file as a batch; return the batch's id.
 
         Args:
-            file_id: of the uploaded file.
             tag: stored in the batch's metadata.
             doubtful: an earlier submission may have succeeded. Then, and after any doubt that arises here, search for the
                 tag first, and submit only if there is no such batch.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import durable
 from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
 from infembed_ray.llm.journal import decode, segments
@@ -21,6 +20,7 @@ from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import USD, Amounts, Exchange, Grant, LeaseReport, Ledger
 from infembed_ray.object_store import Folder
+from infembed_ray.places import read_json, write_json
 from infembed_ray.progress import say
 
 UNJOURNALED = "unjournaled.json"
@@ -83,14 +83,7 @@ def reconcile(journal: JournalPlace) -> str:
 
 
 def rate_limiter(limits: Limits, slots: int, exchange: Exchange, journal: JournalPlace) -> RateLimiter:
-    """Return the rate limiter of a process; with a budget, it keeps a record of what it spends beside the journal.
-
-    Args:
-        limits: of the run.
-        slots: most requests in flight of this process.
-        exchange: sends a report to the run's ledger.
-        journal: of the run.
-    """
+    """Return the rate limiter of a process; with a budget, it keeps a record of what it spends beside the journal."""
     limiter = RateLimiter(limits, slots, exchange)
     if limits.budget_usd is not None:
         limiter.record = spend_record(journal, limiter.holder)
@@ -101,10 +94,6 @@ def spend_record(journal: JournalPlace, holder: str) -> memoryview[float] | None
     """Create the record of what a process has spent, and of the worst case of what it has in flight: two USD numbers.
 
     The record is a mapped file, so a change costs no system call and survives the process, but not the machine.
-
-    Args:
-        journal: of the run.
-        holder: of the process's lease.
 
     Returns:
         None if the journal is in an object store or the machine cannot keep such a record; then a killed run counts
@@ -153,8 +142,6 @@ def note_unjournaled(journal: JournalPlace, table: PriceTable, spent_usd: float)
     """Note what was or may have been spent on answers that never arrived, once a run with a budget has ended.
 
     Args:
-        journal: of the run.
-        table: its prices.
         spent_usd: the ledger's upper bound, in which a process that was killed counts all that it was granted.
     """
     spent_usd = min(spent_usd, _recorded_usd(journal, _read_note(journal)))
@@ -163,21 +150,11 @@ def note_unjournaled(journal: JournalPlace, table: PriceTable, spent_usd: float)
 
 
 def _read_note(journal: JournalPlace) -> dict[str, Any]:
-    if isinstance(journal, Folder):
-        text = journal.read(UNJOURNALED)
-    else:
-        note = journal / UNJOURNALED
-        text = note.read_text() if note.is_file() else None
-    found: dict[str, Any] = {"usd": 0.0} if text is None else json.loads(text)
-    return found
+    return read_json(journal / UNJOURNALED) or {"usd": 0.0}
 
 
 def _write_note(journal: JournalPlace, note: dict[str, Any]) -> None:
-    if isinstance(journal, Folder):
-        journal.write(UNJOURNALED, json.dumps(note))
-    else:
-        journal.mkdir(parents=True, exist_ok=True)
-        durable.replace_json(journal / UNJOURNALED, note)
+    write_json(journal / UNJOURNALED, note)
 
 
 def _journaled_usd(journal: JournalPlace, table: PriceTable) -> float:
@@ -201,12 +178,7 @@ def _journaled_usd(journal: JournalPlace, table: PriceTable) -> float:
 
 
 class DurableLedger(Ledger):
-    """A ledger that writes what it grants of a budget beside the journal first, so a killed run is not forgotten.
-
-    Args:
-        limits, spent_usd: of the `Ledger`.
-        journal: where the journal is.
-    """
+    """A ledger that writes what it grants of a budget beside the journal first, so a killed run is not forgotten."""
 
     def __init__(self, limits: Limits, spent_usd: float, journal: JournalPlace) -> None:
         super().__init__(limits, spent_usd)
@@ -217,7 +189,6 @@ class DurableLedger(Ledger):
         self._noted: list[str] = []  # holders
 
     def exchange(self, report: LeaseReport) -> Grant:
-        """See `Ledger.exchange`."""
         grant = super().exchange(report)
         if self._budget_usd is None:
             return grant

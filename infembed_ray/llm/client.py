@@ -48,8 +48,6 @@ class ChatClient:
         endpoints: all serve the models. The retries and patience of the first one apply.
         journal: read before a request is sent, and written before its answer is used.
         limiter: enforces the limits. A request that waits for its retry is not in flight.
-        table: prices, for the worst case of a request.
-        wire: the kind of request.
         learn: called before the first request is sent; returns the dialects of each endpoint's models, and raises
             RunFailure if a model cannot be asked. None: parameters are sent as they are.
     """
@@ -277,12 +275,7 @@ class _Tries:
 
 
 class _RestingRoute(Route):
-    """An endpoint that rests after repeated faults, with a gate for each model.
-
-    Args:
-        endpoint, path: of the `Route`.
-        limiter: of the process.
-    """
+    """An endpoint that rests after repeated faults, with a gate for each model."""
 
     def __init__(self, endpoint: Endpoint, path: str, limiter: RateLimiter) -> None:
         super().__init__(endpoint, path)

@@ -56,7 +56,6 @@ async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Reques
         endpoints: name of the setting -> endpoint.
         requests: name of the setting of a model -> a request with its parameters. Requests that share a model are asked
             one after another, and the dialect holds for all of them.
-        table: prices.
 
     Raises:
         RunFailure: every endpoint refuses a model's parameters in every form, the model, or the key.

@@ -53,7 +53,6 @@ class DriverWatch:
 
     Args:
         driver: its `this_process`; watched only if it is in this process's namespace.
-        limiter, client, journal: of the actor.
         exit_process: ends the process without clean-up, which would wait for the dead cluster.
     """
 

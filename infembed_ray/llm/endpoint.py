@@ -101,12 +101,7 @@ class WireFormat:
 
 
 class Route:
-    """Address and key of one endpoint, from this machine's environment.
-
-    Args:
-        endpoint: its settings.
-        path: of the request, after the base URL.
-    """
+    """Address and key of one endpoint, from this machine's environment."""
 
     def __init__(self, endpoint: Endpoint, path: str) -> None:
         self.endpoint = endpoint
@@ -118,11 +113,7 @@ class Route:
         self._addresses: dict[str, Address] = {}
 
     def address(self, model: str) -> Address:
-        """Return where requests to a model go.
-
-        Raises:
-            RunFailure: the environment variable with the key is not set.
-        """
+        """Return where requests to a model go; RunFailure if the environment variable with the key is not set."""
         if model not in self._addresses:
             url = _url(self.endpoint, model, self._path)
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
@@ -269,18 +260,16 @@ def completion_of(answer: Any) -> Completion:
         if finish_reason.lower() in _INTERRUPTED:
             raise ServerError(f"the endpoint interrupted the answer (finish_reason={finish_reason})")
         usage = answer.get("usage")
-        prompt_tokens, completion_tokens, total = token_counts(
-            usage, "prompt_tokens", "completion_tokens", "total_tokens"
-        )
+        names = "prompt_tokens", "completion_tokens", "total_tokens"
+        prompt_tokens, completion_tokens, total = token_counts(usage, *names)
         return Completion(
             text=replace_surrogates(content),
             refusal=_text(message.get("refusal")) or refusal or None,
             finish_reason=finish_reason,
             model=_text(answer.get("model")),
             prompt_tokens=prompt_tokens,
-            completion_tokens=max(
-                completion_tokens, total - prompt_tokens
-            ),  # xAI and Gemini: reasoning is in the total only
+            # xAI and Gemini: reasoning is in the total only.
+            completion_tokens=max(completion_tokens, total - prompt_tokens),
             cached_tokens=_cached_tokens(usage, prompt_tokens),
         )
     except (LookupError, TypeError, AttributeError) as error:

@@ -32,10 +32,8 @@ class Gate:
     """What one model at one endpoint takes from this process. Use it within one event loop.
 
     Args:
-        slots: most requests in flight of this process.
         pause: sleeps, but no longer once nothing may be sent any more.
         report: called when all requests wait for a quota that the headers call used up.
-        clock: seconds, monotonic.
     """
 
     def __init__(

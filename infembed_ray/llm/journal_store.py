@@ -60,7 +60,6 @@ def open_journal(
     """Open a journal for a process.
 
     Args:
-        place: of the journal.
         replay: paths or URIs of finished journals that are only read.
         partition: whose entries are read; None reads all.
         upload: when answers are uploaded, if the journal is in an object store.
@@ -143,7 +142,7 @@ def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
     copies.mkdir(parents=True, exist_ok=True)
     with convert_errors(str(folder), "journal"), locked(copies):
         while True:
-            stored = {name: entry.size for name, entry in folder.entries().items() if _is_journal(name)}
+            stored = {n: entry.size for n, entry in folder.entries().items() if n.endswith(".jsonl") and "/" not in n}
             here = {path.name: path for path in copies.glob("*.jsonl")}
             whole = {name for name, path in here.items() if path.stat().st_size == stored.get(name)}
             missing = [name for name in stored.keys() - whole if not partition or partition.reads(name)]
@@ -180,10 +179,6 @@ def sources(place: JournalPlace) -> list[Path]:
         return [place]
     directory = copy_objects(place)
     return [directory / COPIES, directory]
-
-
-def _is_journal(name: str) -> bool:
-    return name.endswith(".jsonl") and "/" not in name
 
 
 def upload_leftovers(folder: Folder) -> None:

@@ -98,7 +98,6 @@ def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
     least one of them. Segments of living processes stay.
 
     Args:
-        directory: with the segments.
         folder: in an object store, whose objects are copied to the directory; it is changed alike.
 
     Returns:
@@ -171,8 +170,6 @@ def import_entries(directory: Path, exported: Path, others: Sequence[Path] = ())
     """Append the entries of an exported file, or of another journal, that a journal lacks.
 
     Args:
-        directory: of the journal.
-        exported: the file or the other journal.
         others: further directories with segments of the journal.
 
     Returns:
@@ -206,10 +203,6 @@ def _is_segment(path: Path) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------- `infembed journal`
-
-
-def _stats(journal: JournalPlace) -> int:
-    return _print(scan(_readable(journal)))
 
 
 def _verify(journal: JournalPlace) -> int:
@@ -281,7 +274,7 @@ def _written(journal: JournalPlace) -> Path:
 
 
 _ACTIONS: dict[str, Callable[..., int]] = {
-    "stats": _stats,
+    "stats": lambda journal: _print(scan(_readable(journal))),
     "verify": _verify,
     "compact": _compact,
     "export": _export,

@@ -40,8 +40,6 @@ class Lease:
         holder: a name that no other process has.
         names: the limited resources, see `rate_limits.resources`.
         slots: most requests in flight of this process.
-        window_s: of the limits.
-        clock: seconds, monotonic.
         record: with a budget, set to the USD spent and the worst case in flight, see `budget.spend_record`.
     """
 
@@ -197,8 +195,6 @@ class RateLimiter(Lease):
     """A lease for which requests wait. Use it within one event loop.
 
     Args:
-        limits: of the run.
-        slots: most requests in flight of this process.
         exchange: sends a report to the ledger.
         interval_s: seconds between two reports; None: short enough that the lease holds little unused.
     """

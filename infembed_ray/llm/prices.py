@@ -53,8 +53,6 @@ class PriceTable:
 
         Args:
             models: of a run; without a priced one there is no warning.
-            file: the setting `prices`.
-            today: the date.
         """
         try:
             days = (today - date.fromisoformat(self.as_of)).days

@@ -179,9 +179,7 @@ class Ledger:
     """The accounts of one run.
 
     Args:
-        limits: the bounds.
         spent_usd: what earlier runs spent of the same budget.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, limits: Limits, spent_usd: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:

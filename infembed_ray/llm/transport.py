@@ -33,9 +33,6 @@ class Address:
     """Where requests of one kind go.
 
     Args:
-        url: of the endpoint.
-        headers: of all requests.
-        proxy: URL of an HTTP proxy.
         timeout_s: for one request, from connecting to the last byte of its response.
     """
 
@@ -73,11 +70,6 @@ class Transport:
     async def post(self, address: Address, body: bytes, headers: Mapping[str, str]) -> Response:
         """Send a request; return its complete response.
 
-        Args:
-            address: where to.
-            body: of the request.
-            headers: of this request only.
-
         Raises:
             asyncio.TimeoutError: `address.timeout` is over.
             aiohttp.ClientError, OSError: the connection failed, or the response is no HTTP or not complete.
@@ -100,9 +92,7 @@ class Transport:
         connection = await self._connector.connect(request, [], address.timeout)
         try:
             protocol, transport = connection.protocol, connection.transport
-            if (
-                protocol is None or transport is None or protocol.should_close
-            ):  # it was sent bytes that nothing asked for
+            if protocol is None or transport is None or protocol.should_close:  # after bytes that nothing asked for
                 raise aiohttp.ServerDisconnectedError
             protocol.set_response_params(read_until_eof=True)
             transport.write(b"%b%bContent-Length: %d\r\n\r\n%b" % (head, extra, len(body), body))
@@ -119,10 +109,6 @@ class Transport:
 
     async def _post_by_session(self, address: Address, body: bytes, headers: Mapping[str, str]) -> Response:
         async with self._session.post(
-            address.url,
-            data=body,
-            headers={**address.headers, **headers},
-            proxy=address.proxy,
-            timeout=address.timeout,
+            address.url, data=body, headers={**address.headers, **headers}, proxy=address.proxy, timeout=address.timeout
         ) as response:
             return Response(response.status, response.headers, await response.read())

@@ -105,8 +105,6 @@ class Miner:
     """Mines negatives with the encoder of an index.
 
     Args:
-        settings: Of the mining.
-        index: Path or URI of the index's version.
         teacher: Resolved settings of the teacher; None: the encoder of the index judges.
         device: Torch device of both.
 
@@ -126,7 +124,6 @@ class Miner:
         """Add hard negatives to tuples; with a teacher, replace their scores by its scores of all passages.
 
         Args:
-            rows: Tuples.
             known: Further positives; see `known_positives`.
         """
         queries, instructions = [row.query for row in rows], [row.instruction for row in rows]

@@ -38,10 +38,8 @@ def select(settings: MineSettings, identity: str, positives: Sequence[float], ca
     """Select the negatives of a tuple.
 
     Args:
-        settings: Of the mining.
         identity: Id of the tuple, which seeds `sample=random`.
         positives: Scores of its positives; the lowest one sets the bound.
-        candidates: Scores of the candidates, in the order of the search.
     """
     allowed = np.flatnonzero(np.asarray(candidates) < bound(min(positives), settings)).tolist()
     if settings.sample == "random":

@@ -58,12 +58,7 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 def saved(encoder: InstructionEncoder, dtype: torch.dtype) -> Saved:
-    """Count what the backbone of an encoder on the meta device saves. Do not use the encoder afterwards.
-
-    Args:
-        encoder: with its adapters, if it has any.
-        dtype: of the computation.
-    """
+    """Count what the backbone of an encoder on the meta device saves. Do not use the encoder afterwards."""
     backbone: Any = encoder.backbone.to(dtype)
     backbone.set_attn_implementation(_ATTENTION)
     backbone.train()

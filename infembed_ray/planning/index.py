@@ -124,9 +124,6 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
 def layouts(settings: PlanIndexSettings | PlanServeSettings, dimension: int) -> Iterator[tuple[str, int, int]]:
     """Yield (factory, dimension, shards): exact search and the types that `infembed index` chooses from.
 
-    Args:
-        dimension: of the model.
-
     Raises:
         InputError: the settings ask for more dimensions than the model has.
     """

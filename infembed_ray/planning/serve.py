@@ -69,9 +69,7 @@ class ServeOption(IndexOption):
     Attributes:
         tiers: ingress, encoder, shards.
         p99: seconds of a search.
-        gpus: of all tiers.
         disk: bytes of the files of all shard replicas.
-        usd_month: of nodes, volumes and GPUs.
     """
 
     tiers: tuple[Tier, Tier, Tier]

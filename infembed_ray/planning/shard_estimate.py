@@ -88,7 +88,6 @@ def estimate(
     Args:
         passage_bytes: mean bytes of text and metadata.
         measured: `recall` and search parameters that a build found; they replace the assumptions.
-        precision: of the vectors.
 
     Raises:
         InputError: FAISS makes no such type.
@@ -107,9 +106,9 @@ def estimate(
     reads = min(nodes, assumed("graph_reads") * math.log2(max(2, nodes)) * effort) if graph else 0.0
     scanned = 0.0 if graph and not lists else vectors * each * min(1.0, probed / (lists or 1))
     coded_scan = quantized or "RaBitQ" in factory
-    scan = scanned / assumed("code_scan_gb_s" if coded_scan else "scan_gb_s") + (0 if graph else fixed) / assumed(
-        "scan_gb_s"
-    )
+    scan = scanned / assumed("code_scan_gb_s" if coded_scan else "scan_gb_s")
+    scan += (0 if graph else fixed) / assumed("scan_gb_s")
+    originals = 0 if has_originals else np.dtype(precision).itemsize * dimension
     centroids = max(lists, _PQ_CENTROIDS if quantized else 0)
     sample = min(vectors, factories.TRAINING_POINTS * max(centroids, _PQ_CENTROIDS)) if centroids else 0
     assignment = (0 if graph else lists) + (dimension if rotated else 0) + (_PQ_CENTROIDS if quantized else 0)
@@ -121,9 +120,7 @@ def estimate(
         factory=factory,
         vectors=vectors,
         memory=memory,
-        disk=memory
-        + vectors
-        * (passage_bytes + _PASSAGE_OVERHEAD + (0 if has_originals else np.dtype(precision).itemsize * dimension)),
+        disk=memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals),
         recall=found.get("recall", _recall(factory, dimension, each)),
         peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
         build_hours=1e-9 * build / BUILD_THREADS / 3600,

@@ -8,14 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from infembed_ray.planning.capacity import GIB
+from infembed_ray.progress import aligned
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a line of headings and one per row, in aligned columns. All rows have the same headings."""
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    """Return a line of headings and one per row, in aligned columns. All rows have the same headings."""
+    return aligned([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def as_json(made: Any) -> str:

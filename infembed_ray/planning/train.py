@@ -56,9 +56,7 @@ class TrainOption:
     Attributes:
         memory: bytes of a GPU at the peak of a step.
         start: bytes of a GPU while DeepSpeed loads the model.
-        host: bytes of a node.
         obstacles: why the layout does not fit; empty if it fits.
-        step_seconds: expected seconds of a step.
     """
 
     zero_stage: int
@@ -178,11 +176,6 @@ def tensor_memory(settings: TrainSettings, work: Workload, weights: Weights, kep
     """Memory of a worker's tensors at the peak of a step.
 
     The graphs that exist at once are those of a batch, or of GradCache's largest pass; each has its own backward pass.
-
-    Args:
-        work: of one worker.
-        kept: of the encoder.
-        workers: of the run.
     """
     layer = work.graph_slots * kept.layer
     held = Activations(work.graph_slots * kept.token, layer)
@@ -224,12 +217,7 @@ def _option(
 
 
 def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]) -> Memory:
-    """Memory of one worker at the peak of a step, with the settings' own layout, workers and device.
-
-    Args:
-        encoder: of these settings, on the meta device.
-        records: of these settings.
-    """
+    """Memory of one worker at the peak of a step, with the settings' own layout, workers and device."""
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
     gpu = settings.gpus_per_worker > 0
     planned = PlanTrainSettings.from_mapping(settings.model_dump())

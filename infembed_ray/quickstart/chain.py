@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import httpx2
 
 from infembed_ray import records
 from infembed_ray.analysis.report import PAGE_FILE as ANALYSIS_REPORT
 from infembed_ray.analysis.report import run as analyze
+from infembed_ray.client import Client
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings
 from infembed_ray.config.evaluation import EvaluateSettings
@@ -70,11 +71,6 @@ class Outputs:
 
 def run(directory: str, port: int, keep_serving: bool) -> None:
     """Run the whole product under `directory`; finished stages are not run again.
-
-    Args:
-        directory: output directory, one folder per stage.
-        port: port of the HTTP API on loopback.
-        keep_serving: serve until interrupted.
 
     Raises:
         InputError: before any work, if the backbone's package is missing or the port is in use.
@@ -206,10 +202,7 @@ def _write_corpus(path: Path, made: Published) -> Path:
         texts = row.document_positive, row.hard_negative_document_1, row.hard_negative_document_2
         for role, text in zip(records.SCENARIOS, texts, strict=True):
             passages.setdefault(text, f"{row.id}/{role}")
-    path.write_text(
-        "".join(json.dumps({"id": i, "text": t}, ensure_ascii=False) + "\n" for t, i in passages.items()),
-        encoding="utf-8",
-    )
+    records.write_lines(path, ({"id": id, "text": text} for text, id in passages.items()))
     return path
 
 
@@ -219,10 +212,7 @@ def _write_suggestions(path: Path, made: Published) -> Path:
     topics = {row.topic: row for row in reversed(held_out) if row.query_positive != QUERY}
     pairs = [(QUERY, instruction) for instruction in INSTRUCTIONS.values()]
     pairs += [(row.query_positive, row.instruction_positive) for row in topics.values()]
-    path.write_text(
-        "".join(json.dumps({"query": q, "instruction": i}, ensure_ascii=False) + "\n" for q, i in pairs),
-        encoding="utf-8",
-    )
+    records.write_lines(path, ({"query": query, "instruction": instruction} for query, instruction in pairs))
     return path
 
 
@@ -234,10 +224,8 @@ def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ran
     instructions = [instruction for _, instruction in asked]
     passages = records.read(corpus, records.Passage, "corpus")
     untrained = exact_hits(InstructionEncoder.from_pretrained(backbone), QUERY, instructions, passages, TOP_K)
-    trained = [
-        _post(f"{url}/v1/search", {"query": QUERY, "instruction": instruction, "top_k": TOP_K})["hits"]
-        for instruction in instructions
-    ]
+    with Client(url, transport=httpx2.HTTPTransport()) as client:  # its own: no proxy for loopback
+        trained = [list(map(vars, client.search(QUERY, each, top_k=TOP_K).hits)) for each in instructions]
     before, after = (
         [Ranking(QUERY, instruction, wanted, hits) for (wanted, instruction), hits in zip(asked, found, strict=True)]
         for found in (untrained, trained)
@@ -245,16 +233,6 @@ def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ran
     say(side_by_side(after[1:]))
     say(f"Before training, that passage is first under {sum(r.obeyed for r in before[1:])} of the 2 instructions.")
     return before, after
-
-
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for loopback
-    with direct.open(request, timeout=60) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer
 
 
 def _title(stage: str, what: str) -> None:

@@ -26,7 +26,6 @@ class Ranking:
     """The best passages for a query under an instruction.
 
     Attributes:
-        query: the query.
         instruction: the instruction; None for none.
         wanted: id of the passage that the instruction asks for.
         hits: results, best first, each with `id`, `score` and `text`.
@@ -48,11 +47,7 @@ class Ranking:
 
 
 def exact_hits(
-    encoder: InstructionEncoder,
-    query: str,
-    instructions: Sequence[str | None],
-    passages: Sequence[Passage],
-    top_k: int,
+    encoder: InstructionEncoder, query: str, instructions: Sequence[str | None], passages: Sequence[Passage], top_k: int
 ) -> list[list[dict[str, Any]]]:
     """Search all passages by brute force; return one list of hits per instruction, as `/v1/search` does."""
     vectors = encoder.encode_passages([passage.text for passage in passages])

@@ -32,7 +32,6 @@ def write_report(
     """Write the report.
 
     Args:
-        path: HTML file to write.
         funnel: synthesis counts: seeds, kept, rejected, dead_letter, calls, replayed.
         results: results of the models on held-out records; the first model is the baseline.
         rankings: model -> the example query without an instruction, then under each of its instructions.

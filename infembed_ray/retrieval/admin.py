@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from infembed_ray.errors import InputError
-from infembed_ray.progress import counted, say
+from infembed_ray.progress import aligned, counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.storage import find_input
 
@@ -46,17 +44,11 @@ def _list(directory: str) -> None:
         rows.append(
             (current, v.id, v.created, f"{v.facts.passages}", recall, size, f"{v.facts.folded}", v.facts.lineage)
         )
-    _print(rows)
-
-
-def _print(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    say("\n".join(aligned(rows)))
 
 
 def _run_in_engine(action: str, address: str, version: str | None) -> None:
-    engine = connect(Address.parse(address, "index"))
+    engine = Milvus(Address.parse(address, "index"))
     known = engine.versions()
     if action == "use":
         meant = versions.chosen(version or "", [found.id for found in known], address)
@@ -67,7 +59,7 @@ def _run_in_engine(action: str, address: str, version: str | None) -> None:
         for found in known:
             row = (found.id, str(found.manifest["created"]), str(found.manifest["index"]["passages"]))
             rows.append(("latest" if found.current else "", *row))
-        _print(rows)
+        say("\n".join(aligned(rows)))
     else:
         raise InputError(f"index={address}: an external engine verifies its own files; give a directory")
 

@@ -135,8 +135,6 @@ def best(scores: np.ndarray, k: int, ids: pa.Array) -> np.ndarray:
 
     Args:
         scores: (m,) finite numbers.
-        k: most positions.
-        ids: m ids.
     """
     chosen = np.arange(len(scores))
     if len(scores) > k:

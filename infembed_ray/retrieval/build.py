@@ -108,10 +108,6 @@ def partition_part(settings: IndexSettings, work: Work, number: int, pieces: Map
 def sort_shard(shard: int, parts: Parts, settings: IndexSettings, work: Work, rows_at_once: int) -> None:
     """Sort the passages of a shard by id, and find those that the base has, unless an interrupted run did.
 
-    Args:
-        parts: of the corpus, for error messages.
-        rows_at_once: rows of a chunk.
-
     Raises:
         BadRow: an id is duplicate.
         FileNotFoundError: this node does not see the rows of a part, which another node partitioned.
@@ -137,11 +133,7 @@ def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) 
 
 
 def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings: IndexSettings) -> None:
-    """Encode a chunk of a shard's passages.
-
-    Raises:
-        InputError: an embedding is not finite.
-    """
+    """Encode a chunk of a shard's passages; InputError if an embedding is not finite."""
     rows = work.new_passages(chunk)
     vectors = encoder.encode_passages(rows.column("text").to_pylist(), settings.batch_tokens)
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
@@ -154,20 +146,9 @@ def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings
 
 
 def write_shard(
-    root: Place,
-    shard: int,
-    work: Work,
-    chunks: Sequence[Chunk],
-    dimension: int,
-    build: Build,
-    precision: Precision,
+    root: Place, shard: int, work: Work, chunks: Sequence[Chunk], dimension: int, build: Build, precision: Precision
 ) -> ShardFacts:
-    """Join the vectors of a shard and build it, unless an interrupted run did.
-
-    Args:
-        root: of the index.
-        chunks: of the shard.
-    """
+    """Join the vectors of a shard and build it, unless an interrupted run did."""
     name = shard_name(shard)
     if done := finished_shard(root, name):
         return done
@@ -184,11 +165,7 @@ def partition_here(corpus: Place, settings: IndexSettings, work: Work) -> list[i
 
 
 def sort_here(corpus: Place, settings: IndexSettings, work: Work, sizes: Sequence[int]) -> list[Chunk]:
-    """Sort the passages of all shards by id, in this process; returns their chunks.
-
-    Raises:
-        BadRow: an id is duplicate.
-    """
+    """Sort the passages of all shards by id, in this process and return their chunks; BadRow if an id is duplicate."""
     parts = parts_of(corpus)
     try:
         for shard in range(settings.shards):
@@ -210,12 +187,7 @@ def say_reused(work: Work, chunks: Sequence[Chunk]) -> None:
 
 
 def write_shards_here(
-    encoder: InstructionEncoder,
-    work: Work,
-    chunks: Sequence[Chunk],
-    root: Place,
-    build: Build,
-    settings: IndexSettings,
+    encoder: InstructionEncoder, work: Work, chunks: Sequence[Chunk], root: Place, build: Build, settings: IndexSettings
 ) -> list[ShardFacts]:
     """Encode the sorted passages and write all shards of the index in `root`, in this process."""
     missing = work.missing(chunks)

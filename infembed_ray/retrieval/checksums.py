@@ -30,7 +30,6 @@ class FileChecksums:
     """Checksums of a file.
 
     Attributes:
-        size: bytes of the file.
         blocks: first 16 hex digits of the SHA-256 of each block, joined.
     """
 

@@ -7,16 +7,13 @@ have higher sequences. They stay in the log, which both versions read, so both g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
-from infembed_ray.places import Place, address
+from infembed_ray.places import Place, address, delete, read_json, write_json
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.index import IndexFacts, as_published, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
@@ -83,8 +80,7 @@ class Compaction:
         changed = {name: value if value != AUTO else None for name, value in new.items() if value is not None}
         asked = settings.model_copy(update=changed)
         work = cls(base, manifest["identity"], facts, asked, log.last(), asked != settings)
-        begun = work._begun()
-        return work if begun is None else replace(work, until=begun)
+        return replace(work, **(read_json(work._record) or {}))
 
     @property
     def changes(self) -> int:
@@ -102,40 +98,20 @@ class Compaction:
         return as_published(self.base)
 
     @property
-    def _record(self) -> str:
-        """Name of the file with `until` of a compaction that has begun: one that restarted with newer changes might never end."""
-        return f".{self.version}.compaction"
-
-    def _begun(self) -> int | None:
-        output = self.base.parent
-        if isinstance(output, Folder):
-            text = output.read(self._record)
-        else:
-            text = (output / self._record).read_text("utf-8") if (output / self._record).is_file() else None
-        return None if text is None else json.loads(text)["until"]
+    def _record(self) -> Place:
+        """File with `until` of a compaction that has begun: one that restarted with newer changes might never end."""
+        return self.base.parent / f".{self.version}.compaction"
 
     def begin(self) -> None:
         """Record the compaction; a later one of this version continues it."""
-        output, until = self.base.parent, {"until": self.until}
-        if isinstance(output, Folder):
-            output.write(self._record, json.dumps(until))
-        else:
-            durable.replace_json(output / self._record, until)
+        write_json(self._record, {"until": self.until})
 
     def end(self) -> None:
         """Remove the record: the compaction is finished or cannot be."""
-        output = self.base.parent
-        if isinstance(output, Path):
-            (output / self._record).unlink(missing_ok=True)
-        elif output.read(self._record) is not None:
-            output.delete(self._record)
+        delete(self._record)
 
     def write_shard(self, number: int, root: Place, gpu: bool = False) -> ShardFacts:
         """Write one shard of the next version; a shard that an interrupted run finished stays.
-
-        Args:
-            root: of the next version.
-            gpu: train on the GPUs of this process.
 
         Raises:
             InputError: a file of the base or a change is damaged; no type fits the memory; recall is below the floor.

@@ -42,16 +42,9 @@ def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType
 def require_passages(
     corpus: Place, sizes: Sequence[int], columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> None:
-    """InputError if a corpus has no rows, or a metadata column is in none of them."""
+    """InputError if a corpus has no rows, or a metadata column is in none of them; `seen` has the columns of all rows."""
     if not sum(sizes):
         raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
-    require_metadata(corpus, columns, metadata, seen)
-
-
-def require_metadata(
-    corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
-) -> None:
-    """InputError if a metadata column is in no row; `seen` has the columns of all rows."""
     for name in metadata:
         theirs = columns.get(name, name)
         if theirs not in seen:
@@ -67,7 +60,6 @@ def names_in(
     """Map the columns of passages (id, text, metadata) to those of a file.
 
     Args:
-        first: a row of the file.
         columns: column name of the index -> column name in the corpus.
 
     Raises:
@@ -83,8 +75,6 @@ def passage(
     """Return id, text and metadata of a row.
 
     Args:
-        values: of the row, by the file's columns.
-        names: see `names_in`.
         number: of the row in the file, for error messages.
 
     Raises:

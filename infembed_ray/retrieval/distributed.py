@@ -52,8 +52,8 @@ from infembed_ray.retrieval.preflight import check_model, prepare, prepare_engin
 from infembed_ray.retrieval.shard_files import ShardFacts, clear_finished, drop_other_attempts
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.engines import connect as connect_store
-from infembed_ray.retrieval.stores.store import Address, Engine
+from infembed_ray.retrieval.stores.milvus import Milvus
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, work_directory
 from infembed_ray.storage import Published, Staging, find_input
 
@@ -135,7 +135,7 @@ def _output_errors(settings: IndexSettings) -> AbstractContextManager[None]:
     return output_errors(settings.output, "work" if settings.output == settings.work else "output")
 
 
-def _insert(engine: Engine, identity: str, chunks: Sequence[Chunk], work: Work, dimension: int) -> None:
+def _insert(engine: Milvus, identity: str, chunks: Sequence[Chunk], work: Work, dimension: int) -> None:
     """Insert all chunks into a new collection: one task per shard, or one task if the engine takes one writer."""
     parts: dict[int, list[Chunk]] = {}
     for chunk in chunks:
@@ -148,7 +148,7 @@ def _insert(engine: Engine, identity: str, chunks: Sequence[Chunk], work: Work, 
 
 @ray.remote(num_cpus=1, max_retries=0)  # a second attempt would insert twice
 def _insert_chunks(address: Address, identity: str, chunks: Sequence[Chunk], work: Work, dimension: int) -> int:
-    engine = connect_store(address)
+    engine = Milvus(address)
     for chunk in chunks:
         engine.insert(identity, work.passages(chunk), work.vectors(chunk, dimension))
     return sum(chunk.count for chunk in chunks)
@@ -258,9 +258,6 @@ class EncodeChunk:
     def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """Encode one chunk.
 
-        Args:
-            chunk: the fields of a `Chunk`.
-
         Returns:
             `passages`, how many were encoded, and `fault`, why they cannot be encoded, or None.
         """
@@ -301,12 +298,7 @@ def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSett
 
 
 def _write_shards(
-    chunks: Sequence[Chunk],
-    work: Work,
-    root: Place,
-    dimension: int,
-    build: Build,
-    settings: IndexSettings,
+    chunks: Sequence[Chunk], work: Work, root: Place, dimension: int, build: Build, settings: IndexSettings
 ) -> list[ShardFacts]:
     """Write all shards, one task per shard; shards that an interrupted run finished stay."""
     task = _write_shard.options(num_cpus=settings.cpus_per_shard, num_gpus=settings.gpus_per_shard)

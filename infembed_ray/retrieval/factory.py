@@ -55,7 +55,6 @@ def choose(
         memory_gib: most memory of a shard while it is searched; None: no limit.
         shards: of the index, for the remedies in the error message.
         given: the only type to consider; None: all.
-        precision: of the vectors.
 
     Raises:
         InputError: nothing fits.
@@ -207,19 +206,15 @@ def memory(factory: str, dimension: int, vectors: int) -> int:
 def index_bytes(index: Any, vectors: int) -> int:
     """Bytes of an empty index once it holds `vectors` vectors."""
     if isinstance(index, faiss.IndexPreTransform):
-        matrices = sum(4 * t.d_in * t.d_out for t in _transformations(index))
-        matrices += sum(
-            4 * t.d_in**2 for t in _transformations(index) if isinstance(t, faiss.PCAMatrix)
-        )  # PCA keeps all components
+        chain = _transformations(index)
+        matrices = sum(4 * t.d_in * t.d_out for t in chain)
+        matrices += sum(4 * t.d_in**2 for t in chain if isinstance(t, faiss.PCAMatrix))  # it keeps all components
         return matrices + index_bytes(faiss.downcast_index(index.index), vectors)
     if isinstance(index, faiss.IndexHNSW):
         lowest, above = index.hnsw.nb_neighbors(0), index.hnsw.nb_neighbors(1)
-        links = (
-            4 * (lowest + above / (above - 1)) if above > 1 else 4 * lowest
-        )  # each level has 1/above of the one below
-        return index_bytes(faiss.downcast_index(index.storage), vectors) + int(
-            vectors * (links + 12)
-        )  # level and offset
+        levels = above / (above - 1) if above > 1 else 0  # each level has 1/above of the one below
+        links = int(vectors * (4 * (lowest + levels) + 12))  # with level and offset
+        return index_bytes(faiss.downcast_index(index.storage), vectors) + links
     if isinstance(index, faiss.IndexIVF):
         tables = 4 * index.pq.ksub * index.pq.d if isinstance(index, faiss.IndexIVFPQ) else 0
         coarse = index_bytes(faiss.downcast_index(index.quantizer), index.nlist)

@@ -17,11 +17,7 @@ REINSTALL = f"pip uninstall -y {' '.join(DISTRIBUTIONS)}, then {INSTALL}"
 
 
 def load() -> ModuleType:
-    """Import FAISS.
-
-    Raises:
-        InputError: FAISS is not installed, two distributions of it are, or files are missing.
-    """
+    """Import FAISS; InputError if FAISS is not installed, two distributions of it are, or files are missing."""
     installed = [name for name in DISTRIBUTIONS if _is_installed(name)]
     if len(installed) > 1:
         raise InputError(f"{' and '.join(installed)} are both installed and overwrite each other; {REINSTALL}")

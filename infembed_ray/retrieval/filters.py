@@ -133,9 +133,8 @@ def _converted(value: Any, kind: FieldType) -> Value | None:
         return value if type(value) is int and -(2**63) <= value < 2**63 else None
     with contextlib.suppress(ValueError, OverflowError):  # an impossible date or character, or a number too large
         if kind == "number" and type(value) in (int, float):
-            return (
-                float(value) if math.isfinite(value) and float(value) == value else None
-            )  # a float cannot hold 2^53 + 1
+            exact = math.isfinite(value) and float(value) == value  # a float cannot hold 2^53 + 1
+            return float(value) if exact else None
         if kind == "date" and isinstance(value, str):
             day = date.fromisoformat(value)
             return day if day.isoformat() == value else None  # Python 3.11 accepts more formats than 3.10

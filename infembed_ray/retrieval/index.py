@@ -28,14 +28,7 @@ from infembed_ray.retrieval.shards import Hit, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from infembed_ray.retrieval.work import Chunk, Work, work_directory
-from infembed_ray.storage import (
-    MANIFEST,
-    Published,
-    Step,
-    find_input,
-    read_manifest,
-    set_latest,
-)
+from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, set_latest
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -128,10 +121,6 @@ class IndexFacts:
     @classmethod
     def read(cls, root: Place, name: str = "index") -> IndexFacts:
         """Read the facts of a published index.
-
-        Args:
-            root: directory of the version, or its folder in an object store.
-            name: setting with the path, for error messages.
 
         Raises:
             InputError: it is no index, its format is not supported, or its manifest is damaged.

@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import IO, Any
@@ -106,7 +106,6 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
     """Write passages as one record batch, atomically. Texts are not held in memory.
 
     Args:
-        schema: see `schema`.
         tables: passages by id ascending, some at a time.
 
     Returns:
@@ -174,9 +173,3 @@ class _Texts:
         )
         bits = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
         return pa.LargeStringArray.from_buffers(rows, pa.py_buffer(np.cumsum(lengths)), data, bits)
-
-
-def batches(passages: pa.Table, rows: int) -> Iterator[pa.Table]:
-    """Slice a table into blocks of `rows` rows."""
-    for start in range(0, passages.num_rows, rows):
-        yield passages.slice(start, rows)

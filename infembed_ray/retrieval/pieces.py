@@ -1,8 +1,6 @@
 """Divide a corpus into pieces that tasks read side by side, and read a piece as tables of passages.
 
-Parquet and JSONL are read and checked by columns. Rows that columns cannot decide (another type than the setting's, a bad row)
-go one by one through `corpus.passage`, which alone defines what a passage may be and names the row. CSV, Arrow and arrays of
-JSON are always read row by row, one task a file.
+A Parquet file is divided at its row groups, a JSONL file at its lines. Other files are one piece each.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.json as pj
 import pyarrow.parquet as pq
 
 from infembed_ray import records
@@ -28,7 +24,7 @@ from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place, errors_at, listing, open_binary
 from infembed_ray.retrieval.corpus import names_in, passage
-from infembed_ray.retrieval.passages import COLUMN_TYPES, TEXT, schema
+from infembed_ray.retrieval.passages import schema
 
 PARTS = 64
 """Most parts of a corpus, which tasks read side by side."""
@@ -38,18 +34,6 @@ _FILE_BYTES = 1 << 20
 """Least bytes that count for a file: a task reads them from an object store in the time that opening a file takes."""
 _BLOCK = 4 << 20
 _ROWS_AT_ONCE = 4096
-_VISIBLE = "[!-~]"
-"""Characters that are no whitespace for certain. Python decides for texts without one."""
-_EXACT = 2.0**53
-"""From here on, a JSON integer may not be the float64 that it was read as."""
-_SOURCES: Mapping[FieldType, tuple[Callable[[pa.DataType], bool], ...]] = {
-    "string": (),
-    "integer": (pa.types.is_integer,),
-    "number": (pa.types.is_integer, pa.types.is_floating),
-    "boolean": (pa.types.is_boolean,),
-    "date": (pa.types.is_date, lambda kind: pa.types.is_timestamp(kind) and kind.tz is None),
-}
-"""Arrow types, besides strings, whose values `as_typed` takes for a column type."""
 
 
 @dataclass(frozen=True)
@@ -110,23 +94,6 @@ def _reading(file: Place) -> Iterator[None]:
             raise
 
 
-# ----------------------------------------------------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Rows of a piece, after `before` others.
-
-    Attributes:
-        table: by columns; None if they are read one by one.
-        values: number of rows before -> each row with its number. Of a JSONL file, empty lines have a number, too.
-    """
-
-    before: int
-    table: pa.Table | None
-    values: Callable[[int], Iterable[tuple[int, Mapping[str, Any]]]]
-
-
 def tables(
     piece: Piece, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> Iterator[pa.Table]:
@@ -134,7 +101,6 @@ def tables(
 
     Args:
         columns: column name of the index -> column name in the corpus.
-        metadata: columns besides id and text, with their types.
         seen: takes the names of the columns of all rows.
 
     Raises:
@@ -146,71 +112,53 @@ def tables(
         return
     seen.update(first)
     names = names_in(first, piece.file, columns, metadata)
-
-    def by_row(block: _Block, before: int) -> pa.Table:
-        made: list[list[Any]] = []
-        for number, values in block.values(before):
-            seen.update(values)
-            made.append([*passage(values, names, metadata, piece.file, number), number])
-        return pa.Table.from_pylist([dict(zip(typed.names, row, strict=True)) for row in made], typed)
-
     typed = schema(metadata).append(pa.field("_row", pa.int64()))
+
+    def table(rows: Numbered) -> pa.Table:
+        made = []
+        for number, values in rows:
+            seen.update(values)
+            row = [*passage(values, names, metadata, piece.file, number), number]
+            made.append(dict(zip(typed.names, row, strict=True)))
+        return pa.Table.from_pylist(made, typed)
+
     with _reading(piece.file):
-        for block in _blocks(piece, names, metadata, type(first[names["id"]]), seen):
-            table = None if block.table is None else _by_column(block.table, names, metadata)
-            if table is not None:
-                numbers = np.arange(block.before + 1, block.before + 1 + len(table))
-                yield table.append_column("_row", pa.array(numbers))
-                continue
+        for rows_after in _lines(piece) if piece.file.suffix == ".jsonl" else _rows(piece, names):
             try:
-                yield by_row(block, block.before)
+                yield table(rows_after(0))
             except InputError:
-                by_row(block, block.before + piece.rows_before())  # the same error, with the row of the file
+                table(rows_after(piece.rows_before()))  # the same error, with the row of the file
                 raise
 
 
-def _blocks(
-    piece: Piece, names: Mapping[str, str], metadata: Mapping[str, FieldType], id_type: type, seen: set[str]
-) -> Iterator[_Block]:
-    if piece.file.suffix == ".jsonl":
-        yield from _lines(piece, names, metadata, id_type, seen)
-    elif piece.file.suffix == ".parquet":
-        yield from _row_groups(piece, names)
-    else:
-        values, before = records.raw_rows(piece.file, "corpus"), 0
-        while some := list(itertools.islice(values, _ROWS_AT_ONCE)):
-            yield _Block(before, None, partial(_numbered, some))
-            before += len(some)
+Numbered = Iterable[tuple[int, Mapping[str, Any]]]
+"""Rows with their numbers."""
 
 
-def _each_row(batch: pa.RecordBatch, before: int) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    return _numbered(batch.to_pylist(), before)
+def _rows(piece: Piece, names: Mapping[str, str]) -> Iterator[Callable[[int], Numbered]]:
+    """Yield some rows at a time, each as a function of the number of rows before the piece."""
+    rows = _row_groups(piece, names) if piece.file.suffix == ".parquet" else records.raw_rows(piece.file, "corpus")
+    count = 0
+    while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+        yield partial(_numbered, some, count)
+        count += len(some)
 
 
-def _numbered(values: Iterable[Mapping[str, Any]], before: int) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    return enumerate(values, start=before + 1)
+def _numbered(rows: Sequence[Mapping[str, Any]], count: int, before: int) -> Numbered:
+    return enumerate(rows, start=before + count + 1)
 
 
-def _row_groups(piece: Piece, names: Mapping[str, str]) -> Iterator[_Block]:
-    """Blocks of a Parquet file."""
-    before = 0
+def _row_groups(piece: Piece, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     with open_binary(piece.file) as source, pq.ParquetFile(source, buffer_size=_BLOCK, pre_buffer=False) as file:
         groups = range(piece.start, file.num_row_groups if piece.stop is None else piece.stop)
         wanted = [name for name in dict.fromkeys(names.values()) if name in file.schema_arrow.names]
         for batch in file.iter_batches(_ROWS_AT_ONCE, groups, wanted):
-            yield _Block(before, pa.Table.from_batches([batch]), partial(_each_row, batch))
-            before += len(batch)
+            yield from batch.to_pylist()
 
 
-def _lines(
-    piece: Piece, names: Mapping[str, str], metadata: Mapping[str, FieldType], id_type: type, seen: set[str]
-) -> Iterator[_Block]:
-    """Blocks of a JSONL file, in which a row is a line."""
-    kinds: dict[FieldType, pa.DataType] = {**COLUMN_TYPES, "date": TEXT}
-    types = {names[name]: kinds[kind] for name, kind in metadata.items()}
-    types |= {names["id"]: pa.int64() if id_type is int else TEXT, names["text"]: TEXT}
-    options = pj.ParseOptions(explicit_schema=pa.schema(types), unexpected_field_behavior="ignore")
-    before, stop = 0, math.inf if piece.stop is None else piece.stop
+def _lines(piece: Piece) -> Iterator[Callable[[int], Numbered]]:
+    """As `_rows`, of a JSONL file, in which a row is a line."""
+    count, stop = 0, math.inf if piece.stop is None else piece.stop
     with open_binary(piece.file) as source:
         stream = io.BufferedReader(source, _BLOCK)
         if piece.start:
@@ -218,76 +166,11 @@ def _lines(
             stream.readline()  # the end of a line that begins before the piece
         place = stream.tell()
         while place < stop and (lines := stream.readlines(int(min(_BLOCK, stop - place)))):
-            text = b"".join(lines)
-            yield _Block(before, _parsed(text, len(lines), options, seen), partial(_each_line, piece.file, lines))
-            before, place = before + len(lines), place + len(text)
+            yield partial(_parsed, piece.file, lines, count)
+            count, place = count + len(lines), place + sum(map(len, lines))
 
 
-def _each_line(file: Place, lines: Sequence[bytes], before: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in enumerate(lines, start=before + 1):
-        for values in records.raw_rows(file, "corpus", [line], number - 1):
-            yield number, values
-
-
-def _parsed(text: bytes, rows: int, options: pj.ParseOptions, seen: set[str]) -> pa.Table | None:
-    """Parse lines of JSON; None if that needs a look at each row."""
-    try:
-        table = pj.read_json(
-            pa.BufferReader(text), pj.ReadOptions(use_threads=False, block_size=len(text) + 1), options
-        )
-    except (pa.ArrowException, ValueError):
-        return None
-    for name in table.column_names:
-        if table.column(name).null_count < rows:
-            seen.add(name)
-        elif name not in seen and name.encode() in text:
-            return None  # the column may be there, with nulls only
-    return table if len(table) == rows else None
-
-
-def _by_column(table: pa.Table, names: Mapping[str, str], metadata: Mapping[str, FieldType]) -> pa.Table | None:
-    """Convert the columns of a file to passages; None if that needs a look at each row."""
-    try:
-        table.validate(full=True)
-        columns = [_texts(table.column(names[name])) for name in ("id", "text")]
-        for name, kind in metadata.items():
-            present = names[name] in table.column_names
-            columns.append(
-                _typed(table.column(names[name]), kind) if present else pa.nulls(len(table), COLUMN_TYPES[kind])
-            )
-        return pa.table(columns, schema(metadata))
-    except (pa.ArrowException, ValueError):
-        return None
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-
-
-def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    column = _plain(column)
-    if column.null_count or not (_is_text(column.type) or pa.types.is_integer(column.type)):
-        raise ValueError
-    column = column.cast(TEXT)
-    unsure = column.filter(pc.invert(pc.match_substring_regex(column, _VISIBLE)))
-    if not all(text.strip() for text in unsure.to_pylist()):
-        raise ValueError
-    return column
-
-
-def _typed(column: pa.ChunkedArray, kind: FieldType) -> pa.ChunkedArray:
-    """Convert a column without loss: the result converted back is the column."""
-    column = _plain(column)
-    if pa.types.is_null(column.type):
-        return column.cast(COLUMN_TYPES[kind])
-    if not _is_text(column.type) and not any(takes(column.type) for takes in _SOURCES[kind]):
-        raise ValueError
-    typed = column.cast(COLUMN_TYPES[kind])
-    doubtful = kind == "number" and pc.all(pc.less(pc.abs(typed), _EXACT)).as_py() is False
-    if doubtful or not typed.cast(column.type).equals(column):
-        raise ValueError
-    return typed
+def _parsed(file: Place, lines: Sequence[bytes], count: int, before: int) -> Numbered:
+    numbered = enumerate(lines, start=before + count + 1)
+    numbers = [number for number, line in numbered if line.decode(errors="replace").strip()]  # empty lines are no rows
+    return zip(numbers, records.raw_rows(file, "corpus", lines, before + count), strict=True)

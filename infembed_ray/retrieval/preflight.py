@@ -15,10 +15,10 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import scratch
 from infembed_ray.places import Place, errors_at, open_binary
 from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.corpus import require_columns, require_metadata, rows
+from infembed_ray.retrieval.corpus import require_columns, require_passages, rows
 from infembed_ray.retrieval.index import FORMAT
-from infembed_ray.retrieval.stores.engines import connect
-from infembed_ray.retrieval.stores.store import Address, Engine
+from infembed_ray.retrieval.stores.milvus import Milvus
+from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.storage import Step, find_input
 
 SAMPLE = 10_000
@@ -44,7 +44,7 @@ def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
     return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
 
 
-def prepare_engine(settings: IndexSettings) -> tuple[Engine, IndexSettings]:
+def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
     """Connect to the external engine that `output` names.
 
     Returns:
@@ -56,7 +56,7 @@ def prepare_engine(settings: IndexSettings) -> tuple[Engine, IndexSettings]:
     for name, given in (("memory_gib", settings.memory_gib), ("gpus_per_shard", settings.gpus_per_shard or None)):
         if given is not None:
             raise InputError(f"{name}={given:g}: an external engine manages its own memory and devices; leave it out")
-    engine = connect(Address.parse(settings.output, "output", settings.store_token_env))
+    engine = Milvus(Address.parse(settings.output, "output", settings.store_token_env))
     place = settings.work or str(scratch() / "stores" / engine.address.alias)
     return engine, settings.model_copy(update={"output": place, "work": place, "vectors": "float32"})
 
@@ -92,8 +92,5 @@ def count_passages(corpus: Place, settings: IndexSettings) -> tuple[int, bool]:
             else:
                 more = more or read == SAMPLE
         total += read
-    if not total:
-        raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
-    if not unread:
-        require_metadata(corpus, settings.columns, settings.metadata, seen)
+    require_passages(corpus, [total], settings.columns, {} if unread else settings.metadata, seen)
     return total, more

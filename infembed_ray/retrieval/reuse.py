@@ -26,12 +26,7 @@ NEW = -1
 
 @dataclass(frozen=True)
 class Base:
-    """The version whose vectors are reused. Its rows are numbered through its shards.
-
-    Attributes:
-        root: of the version.
-        shards: their facts.
-    """
+    """The version whose vectors are reused. Its rows are numbered through its shards."""
 
     root: Place
     shards: tuple[ShardFacts, ...]
@@ -79,11 +74,7 @@ class Base:
         return rows
 
     def vectors(self, rows: np.ndarray, dimension: int) -> np.ndarray:
-        """The vectors of n rows, (n, dimension) float32.
-
-        Raises:
-            InputError: a shard was damaged since `rows` found them.
-        """
+        """The vectors of n rows, (n, dimension) float32; InputError if a shard was damaged since `rows` found them."""
         owners = np.searchsorted(self._starts, rows, side="right") - 1
         vectors = np.empty((len(rows), dimension), np.float32)
         for number in np.unique(owners).tolist():

@@ -49,13 +49,8 @@ class Searcher:
     """Search over n vectors of d dimensions.
 
     Args:
-        index: FAISS inner-product index.
         originals: (n, d) float16 or float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
-        parameters: of `calibrate`.
         gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
-
-    Attributes:
-        exact: whether the search is exact.
     """
 
     def __init__(
@@ -101,7 +96,6 @@ class Searcher:
 
         Args:
             vectors: (q, d) float32.
-            k: most rows per query.
             keep: (n,) bool mask of the rows to search; None: all.
 
         Returns:
@@ -228,9 +222,8 @@ class Searcher:
             some = start + np.flatnonzero(keep[start : start + BLOCK])
             if not some.size:
                 continue
-            dense = 2 * len(some) > len(
-                keep[start : start + BLOCK]
-            )  # then copying the kept rows costs more than computing the others
+            # Of a dense block, copying the kept rows would cost more than computing the others.
+            dense = 2 * len(some) > len(keep[start : start + BLOCK])
             block = np.asarray(self.originals[start : start + BLOCK] if dense else self.vectors(some), dtype=np.float32)
             products = vectors @ block.T
             products = products[:, some - start] if dense else products

@@ -21,7 +21,7 @@ from infembed_ray import durable
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, convert_errors, room, scratch
-from infembed_ray.places import Place, open_binary
+from infembed_ray.places import Place, delete, open_binary, read_json, write_json
 from infembed_ray.progress import say
 from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
 
@@ -41,9 +41,7 @@ class ShardFacts:
         search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
             types).
         recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
-        bytes: size of all files.
         checksums: file name -> its checksums; in older indexes `storage.fingerprint` of the whole file.
-        vectors: their precision.
     """
 
     name: str
@@ -66,7 +64,6 @@ def local_directory(root: Place, facts: ShardFacts, cache: Path | None = None) -
     """Return the directory of this machine with a shard's files; copy them there from an object store.
 
     Args:
-        root: of the version.
         cache: directory for copies; None: the scratch directory of this machine.
 
     Raises:
@@ -198,42 +195,31 @@ def shard_directory(root: Place, name: str) -> Iterator[Path]:
 
 
 def mark_finished(root: Place, name: str, directory: Path, facts: ShardFacts) -> ShardFacts:
-    """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store.
-
-    Args:
-        root: of the index.
-        name: of the shard.
-        directory: of `shard_directory`.
-    """
-    if isinstance(root, Path):
-        durable.replace_json(root / f"{name}.json", asdict(facts))
-    else:
+    """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store."""
+    if isinstance(root, Folder):
         for file in facts.checksums:
             root.upload(directory / file, f"{facts.name}/{file}")
-        root.write(f"{name}.json", json.dumps(asdict(facts)))
+    write_json(root / f"{name}.json", asdict(facts))
     return facts
 
 
 def finished_shard(root: Place, name: str) -> ShardFacts | None:
     """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
-    if isinstance(root, Folder):
-        text = root.read(f"{name}.json")
-        return None if text is None else ShardFacts.from_json(json.loads(text))
-    record = root / f"{name}.json"
-    if record.is_file():
-        facts = ShardFacts.from_json(json.loads(record.read_text(encoding="utf-8")))
-        with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
+    if (record := read_json(root / f"{name}.json")) is None:
+        return None
+    facts = ShardFacts.from_json(record)
+    with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
+        if isinstance(root, Path):
             verify(root, facts)
-            return facts
+        return facts
     return None
 
 
 def clear_finished(root: Place) -> None:
     """Remove the records of `mark_finished` from an index whose shards are all finished."""
     names = root.entries() if isinstance(root, Folder) else [file.name for file in root.iterdir()]
-    for name in names:
-        if _RECORD.fullmatch(name):
-            root.delete(name) if isinstance(root, Folder) else (root / name).unlink()
+    for name in filter(_RECORD.fullmatch, names):
+        delete(root / name)
 
 
 def drop_other_attempts(root: Folder | None, shards: Sequence[ShardFacts]) -> None:
@@ -241,7 +227,6 @@ def drop_other_attempts(root: Folder | None, shards: Sequence[ShardFacts]) -> No
 
     Args:
         root: of the index in an object store; None: the index is in a directory and has no such files.
-        shards: that it names.
     """
     if root is None:
         return

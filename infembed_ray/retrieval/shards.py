@@ -7,7 +7,7 @@ that do not store the vectors unchanged have them in a third file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray import durable
-from infembed_ray.config.retrieval import FieldType, Precision
+from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.faiss_import import faiss
-from infembed_ray.retrieval.passages import batches, open_passages, row_of, schema, write_passages
+from infembed_ray.retrieval.passages import open_passages, row_of
 from infembed_ray.retrieval.searcher import Searcher, calibrate
 from infembed_ray.retrieval.shard_files import (
     INDEX_FILE,
@@ -35,7 +35,6 @@ from infembed_ray.retrieval.shard_files import (
     verify,
 )
 
-_ROWS_AT_ONCE = 1 << 14
 _LINKS_AT_ONCE = 1 << 20
 _NO_METADATA: Mapping[str, Any] = {}
 _TAKE = pc.get_function("take")
@@ -91,7 +90,7 @@ class Build:
 
 
 class Shard:
-    """An open shard; `Shard.write` creates one on disk, `Shard.open` opens it.
+    """An open shard.
 
     Attributes:
         passages: memory-mapped table of n rows (id, text, metadata), by id ascending; row i belongs to vector i.
@@ -106,39 +105,6 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self._searcher)
-
-    @staticmethod
-    def write(
-        directory: Path,
-        ids: Sequence[str],
-        texts: Sequence[str],
-        vectors: np.ndarray,
-        metadata: Mapping[str, Sequence[Any]] | None = None,
-        types: Mapping[str, FieldType] | None = None,
-        build: Build = Build(),
-    ) -> ShardFacts:
-        """Write a shard from passages in memory; its rows are sorted by id.
-
-        Args:
-            directory: of the shard; created.
-            ids, texts: n passages, in any order.
-            vectors: (n, d) float16 or float32 finite unit vectors; n may be 0.
-            metadata: column -> n values of the type in `types`.
-
-        Raises:
-            ValueError: the lengths differ, or an id is duplicate.
-            InputError: see `build_shard`.
-        """
-        if not len(ids) == len(texts) == len(vectors):
-            raise ValueError(f"{len(ids)} ids, {len(texts)} texts, {len(vectors)} vectors: must have the same length")
-        order = sorted(range(len(ids)), key=lambda row: ids[row])
-        columns = {"id": ids, "text": texts, **(metadata or {})}
-        table = pa.table({n: [v[row] for row in order] for n, v in columns.items()}, schema=schema(types or {}))
-        directory.mkdir(parents=True, exist_ok=True)
-        write_passages(directory / PASSAGES_FILE, table.schema, batches(table, _ROWS_AT_ONCE))
-        of_rows = [vectors[order]] if order else []
-        write_vectors(directory / VECTORS_FILE, of_rows, len(ids), vectors.shape[1], str(vectors.dtype))
-        return build_shard(directory, build)
 
     @classmethod
     def open(cls, root: Place, facts: ShardFacts, gpu: bool = False, cache: Path | None = None) -> Shard:
@@ -163,19 +129,16 @@ class Shard:
             raise
         return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors)
 
-    def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
-        """Find the passages of each query with the largest inner products, by (score, id), descending.
+    def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Find the rows of each query with the largest inner products, by (score, id), descending.
 
         Args:
             vectors: (queries, d) float32.
-            k: most hits per query.
             keep: (n,) bool mask of the rows to search; None: all.
-        """
-        scores, rows = self.search_rows(vectors, k, keep)
-        return self.hits(rows, scores)
 
-    def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Like `search`; returns (queries, k) float32 scores and int64 rows, padded with row -1."""
+        Returns:
+            (queries, k) float32 scores and int64 rows, padded with row -1.
+        """
         return self._searcher.search(vectors, k, keep)
 
     def hits(self, rows: np.ndarray, scores: np.ndarray) -> list[list[Hit]]:

@@ -37,7 +37,6 @@ def partition(
     Args:
         pieces: by their numbers in the corpus.
         columns: column name of the index -> column name in the corpus.
-        metadata: columns besides id and text, with their types.
         directory: of the files; cleared first.
 
     Returns:
@@ -61,11 +60,7 @@ def spool_file(shard: int) -> str:
 
 
 class _Spool:
-    """One Arrow file of rows per shard in a directory, which is cleared first. Rows in memory are flushed at `SPOOL_BYTES`.
-
-    Attributes:
-        rows: of each shard.
-    """
+    """One Arrow file of rows per shard in a directory, which is cleared first. Rows in memory are flushed at `SPOOL_BYTES`."""
 
     def __init__(self, directory: Path, shards: int, metadata: Mapping[str, FieldType]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -119,7 +114,6 @@ def sorted_passages(
 
     Args:
         spooled: files of the shard that `partition` wrote, one for each part of the corpus.
-        pieces: of the corpus, by number.
 
     Raises:
         BadRow: an id is duplicate.

@@ -24,7 +24,18 @@ from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings, Precision
 from infembed_ray.leases import lease
 from infembed_ray.object_store import room
-from infembed_ray.places import Place, clear, delivering, listing, open_binary, read_binary, read_text
+from infembed_ray.places import (
+    Place,
+    clear,
+    delete,
+    delivering,
+    listing,
+    open_binary,
+    read_binary,
+    read_json,
+    read_text,
+    write_json,
+)
 from infembed_ray.retrieval.passages import write_passages
 from infembed_ray.retrieval.reuse import NEW, Base
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
@@ -85,22 +96,20 @@ class Work:
 
     def sizes(self) -> list[int] | None:
         """The passages of each shard; None before the corpus is partitioned."""
-        text = read_text(self.root / SIZES_FILE)
-        return None if text is None else json.loads(text)
+        sizes: list[int] | None = read_json(self.root / SIZES_FILE)
+        return sizes
 
     def choose_base(self, latest: str | None) -> str | None:
         """The name of the version whose vectors this build reuses: `latest`, unless an interrupted run began with another one, or none."""
         text = read_text(self.root / BASE_FILE)
         if text is not None:
             return json.loads(text)
-        with delivering(self.root / BASE_FILE) as file:
-            durable.replace_json(file, latest)
+        write_json(self.root / BASE_FILE, latest)
         return latest
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
         """Record that the corpus is partitioned."""
-        with delivering(self.root / SIZES_FILE) as file:
-            durable.replace_json(file, list(sizes))
+        write_json(self.root / SIZES_FILE, list(sizes))
 
     def spool(self, part: int) -> AbstractContextManager[Path]:
         """Give a directory for the unsorted rows of a part of the corpus, which are kept when the block ends."""
@@ -143,15 +152,10 @@ class Work:
                 known.append(np.full(len(table), NEW) if self.base is None else self.base.rows(table))
             with delivering(self._file(shard, REUSED_FILE)) as reused, durable.replacing(reused) as numbers:
                 numbers.write(np.concatenate([np.empty(0, np.int64), *known]).tobytes())
-            with delivering(self._file(shard, NEW_FILE)) as counts:
-                durable.replace_json(counts, [int((rows == NEW).sum()) for rows in known])
+            write_json(self._file(shard, NEW_FILE), [int((rows == NEW).sum()) for rows in known])
 
     def chunks(self, sizes: Sequence[int]) -> list[Chunk]:
-        """The chunks of all shards, in order.
-
-        Args:
-            sizes: passages of each shard.
-        """
+        """The chunks of all shards, in order."""
         rows = chunk_rows(sum(sizes))
         return [
             Chunk(shard, number, start, min(rows, size - start), new)
@@ -194,12 +198,7 @@ class Work:
         return [chunk for chunk in chunks if chunk.new and chunk.name not in there]
 
     def gather(
-        self,
-        shard: int,
-        chunks: Sequence[Chunk],
-        directory: Path,
-        dimension: int,
-        precision: Precision,
+        self, shard: int, chunks: Sequence[Chunk], directory: Path, dimension: int, precision: Precision
     ) -> None:
         """Write the passages and the vectors of a shard, with these chunks, into a directory of this machine."""
         with self._sorted(shard) as batches:
@@ -221,10 +220,7 @@ class Work:
 
     def delete(self) -> None:
         """Delete everything."""
-        if isinstance(self.root, Path):
-            (self.root / SIZES_FILE).unlink(missing_ok=True)
-        elif self.sizes() is not None:
-            self.root.delete(SIZES_FILE)  # first: a build that finds the sizes expects all other files
+        delete(self.root / SIZES_FILE)  # first: a build that finds the sizes expects all other files
         clear(self.root)
 
 
@@ -246,11 +242,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
 
 @contextlib.contextmanager
 def work_directory(step: Step, settings: IndexSettings) -> Iterator[Work]:
-    """Hold the work of these passages and vectors.
-
-    Raises:
-        InputError: another run holds it.
-    """
+    """Hold the work of these passages and vectors; InputError if another run holds it."""
     root = work_root(step, settings)
     with lease(root.parent, root.name.strip(".").removesuffix(".encoded"), f"output={root.parent}"):
         if isinstance(root, Path):

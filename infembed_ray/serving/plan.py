@@ -27,7 +27,7 @@ from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.arguments import (
@@ -231,7 +231,7 @@ def _describe(settings: ServeSettings) -> _Described:
         InputError: there is no such index, it is damaged, or the external engine cannot be used.
     """
     if is_address(settings.index):
-        engine = connect(Address.parse(settings.index, "index", settings.store_token_env))
+        engine = Milvus(Address.parse(settings.index, "index", settings.store_token_env))
         version = engine.current()
         if engine.one_writer and settings.shard_replicas > 1:
             raise InputError(

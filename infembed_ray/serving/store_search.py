@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change
 from infembed_ray.serving.arguments import IndexArguments
@@ -31,7 +31,7 @@ class StoreSearch:
 
     def __init__(self, arguments: IndexArguments, number: int) -> None:
         address = Address.parse(arguments.index, "index", arguments.settings.store_token_env)
-        self._store = connect(address, arguments.settings.request_timeout_s).open(arguments.version)
+        self._store = Milvus(address, arguments.settings.request_timeout_s).open(arguments.version)
         self._threads = ThreadPoolExecutor(SEARCHES, "search")
         self._writer = ThreadPoolExecutor(1, "write")  # Milvus Lite takes one writer at a time
 

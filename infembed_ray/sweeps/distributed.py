@@ -1,20 +1,16 @@
-"""`infembed sweep`: run the trials under Ray Tune, as many at once as the cluster has resources for.
+"""`infembed sweep`: run the trials as Ray tasks, as many at once as the cluster has resources for.
 
-Tune does not resume sweeps here. Each trial is two steps with their own identities (a training, an evaluation), so a
-sweep that runs again skips finished steps and runs the rest, whether the driver was killed, a node was lost, or the sweep
-was extended by a row or a seed. The table shows failed trials, and the next run tries them again.
+Each trial is two steps with their own identities (a training, an evaluation), so a sweep that runs again skips finished
+steps and runs the rest, whether the driver was killed, a node was lost, or the sweep was extended by a row or a seed. The
+table shows failed trials, and the next run tries them again.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import ray
-from ray import tune
 
 from infembed_ray.config.evaluation import EncoderSettings
 from infembed_ray.config.sweeps import SweepSettings
@@ -22,8 +18,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.evaluation.results import Results
-from infembed_ray.object_store import Folder
-from infembed_ray.places import Place, address, place_of
+from infembed_ray.places import address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.storage import Published
@@ -33,9 +28,6 @@ from infembed_ray.sweeps.trials import Trial, combined, prepare
 from infembed_ray.training.launch import run as train
 
 TABLE, CSV = "table.md", "table.csv"
-_LOGS = "ray_tune"
-_QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1"}
-"""Disables Tune's progress table, which ignores its verbosity, and its trial logs; both are replaced here."""
 _DRIVER_CPUS = 0.01
 """CPUs of the process of a trial, which only waits for its workers."""
 
@@ -51,8 +43,7 @@ def run(settings: SweepSettings) -> Published:
         return done
     connect()
     with step.publish() as staging:
-        say(f"sweep: {counted(len(planned), 'trial')}, {_at_once(settings, planned)} at once")
-        outcomes, found = _run_trials(settings, planned, (staging.remote or staging.path) / _LOGS)
+        outcomes, found = _run_trials(settings, planned)
         markdown = table.as_markdown(outcomes)
         (staging.path / TABLE).write_text(markdown, encoding="utf-8")
         (staging.path / CSV).write_text(table.as_csv(outcomes), encoding="utf-8")
@@ -68,56 +59,39 @@ def run(settings: SweepSettings) -> Published:
     return step.published()
 
 
-def _run_trials(settings: SweepSettings, planned: Sequence[Trial], logs: Place) -> tuple[list[Outcome], list[Results]]:
+def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[list[Outcome], list[Results]]:
     """Run all trials; return their outcomes, in order, and the results of those that succeeded."""
-    os.environ |= _QUIET
-    system, path = logs.file_system() if isinstance(logs, Folder) else (None, str(logs))
+    at_once, waiting = _at_once(settings, planned), deque(planned)
+    say(f"sweep: {counted(len(planned), 'trial')}, {at_once} at once")
+    # Ray repeats a trial whose node was lost; an exception of a trial is its outcome.
+    task = ray.remote(num_cpus=_DRIVER_CPUS, max_retries=settings.train.max_failures)(_run_trial)
+    running: dict[ray.ObjectRef, Trial] = {}
+    ended: dict[str, tuple[str, str | None]] = {}
     with track("sweep", len(planned)) as advance:
-        tuner = tune.Tuner(
-            tune.with_resources(_run_trial, {"CPU": _DRIVER_CPUS}),
-            param_space={"trial": tune.grid_search(list(planned))},
-            # Reuse processes, because imports take longer than a small trial.
-            tune_config=tune.TuneConfig(max_concurrent_trials=_at_once(settings, planned), reuse_actors=True),
-            run_config=tune.RunConfig(
-                name=f"{time.time_ns()}",  # a new name for each attempt, because the trials resume by themselves
-                storage_path=path,
-                storage_filesystem=system,
-                # Retries of a trial whose node was lost; an exception of a trial is its outcome.
-                failure_config=tune.FailureConfig(max_failures=settings.train.max_failures),
-                verbose=0,
-                callbacks=[_Progress(advance)],
-            ),
-        )
-        fitted = tuner.fit()
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                trial = waiting.popleft()
+                running[task.remote(trial)] = trial
+            (done,), _ = ray.wait(list(running))
+            trial = running.pop(done)
+            try:
+                ended[trial.name] = ray.get(done)
+            except ray.exceptions.RayError as error:  # its process was lost
+                ended[trial.name] = "", _cause(error)
+            advance(note=f"{trial.name}{' failed' if ended[trial.name][1] else ''}")
     outcomes, found = [], []
-    for trial, result in zip(planned, fitted, strict=True):
-        # Tune reports an error only if the process was lost; exceptions of a trial are in its metrics.
-        failure = _cause(result.error) if result.error is not None else result.metrics["failure"]
+    for trial in planned:
+        place, failure = ended[trial.name]
         measures = {}
         if failure is None:
-            found.append(results.read(place_of(result.metrics["results"]), trial.name))
+            found.append(results.read(place_of(place), trial.name))
             measures = table.measures_of(found[-1].figures[trial.row])
         outcomes.append(Outcome(trial.row, trial.model, trial.seed, measures, failure))
-    logs.clear() if isinstance(logs, Folder) else shutil.rmtree(logs, ignore_errors=True)
     return outcomes, found
 
 
-class _Progress(tune.Callback):
-    """Shows finished trials in the progress."""
-
-    def __init__(self, advance: Any) -> None:
-        self._advance = advance
-
-    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._advance(note=trial.config["trial"].name)
-
-    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._advance(note=f"{trial.config['trial'].name} failed")
-
-
-def _run_trial(config: dict[str, Any]) -> dict[str, Any]:
-    """Train and evaluate one trial in its own process on some node, which uses Ray Train and Ray Data as a driver does."""
-    trial: Trial = config["trial"]
+def _run_trial(trial: Trial) -> tuple[str, str | None]:
+    """Train and evaluate one trial on some node, as a driver does; return the place of its results, and why it failed."""
     try:
         model: EncoderSettings | str | None = trial.untrained
         if trial.train is not None:
@@ -125,9 +99,9 @@ def _run_trial(config: dict[str, Any]) -> dict[str, Any]:
             assert published is not None
             model = _place_of(published, trial.train.output)
         done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
-        return {"results": _place_of(done, trial.evaluate.output), "failure": None}
+        return _place_of(done, trial.evaluate.output), None
     except Exception as error:  # the other trials continue, and the table shows the failure
-        return {"failure": _cause(error)}
+        return "", _cause(error)
 
 
 def _place_of(published: Published, output: str) -> str:

@@ -63,12 +63,10 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
 def as_csv(outcomes: Sequence[Outcome]) -> str:
     """Format one line per trial."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = _names(outcomes)
-    writer.writerow(["row", "model", "seed", *names, "failure"])
+    writer = csv.DictWriter(text, ["row", "model", "seed", *_names(outcomes), "failure"], lineterminator="\n")
+    writer.writeheader()
     for o in outcomes:
-        values = [o.measures.get(measure, "") for measure in names]
-        writer.writerow([o.row, o.model, "" if o.seed is None else o.seed, *values, o.failure or ""])
+        writer.writerow({"row": o.row, "model": o.model, "seed": o.seed, **o.measures, "failure": o.failure})
     return text.getvalue()
 
 

@@ -119,11 +119,7 @@ def trials(settings: SweepSettings) -> list[Trial]:
 
 
 def prepare(settings: SweepSettings) -> tuple[list[Trial], Step]:
-    """Plan the trials, and identify the sweep.
-
-    Raises:
-        InputError: a trial has bad input, or the output cannot be written.
-    """
+    """Plan the trials, and identify the sweep; InputError if a trial has bad input, or the output cannot be written."""
     planned = trials(settings)
     return planned, Step("sweep", settings, settings.output, *inputs(settings, planned))
 
@@ -267,12 +263,7 @@ def _trial(
 
 
 def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
-    """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths.
-
-    Args:
-        train: Settings of all trainings of the sweep.
-        backbone: Directory or hub name.
-    """
+    """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths."""
     names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
     reads: dict[str, Any] = {name: getattr(train, name) for name in names}
     if (train.template, train.query_prefix, train.passage_prefix) != (None, None, None):

@@ -92,11 +92,7 @@ async def answer_in_batches(
 
     Args:
         seeds: of the run; read once per wave.
-        pool: passages to draw distractors from.
-        settings: of the run; `batches` and `endpoint` apply.
-        journal: read, and given the answers.
         directory: of the batches' files, the same in every run on this journal.
-        spent_usd: what is already spent of `settings.limits.budget_usd`.
         learned: the dialects, if this run has asked the models before.
 
     Raises:

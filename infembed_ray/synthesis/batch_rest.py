@@ -16,11 +16,7 @@ BUDGET = "the budget"
 
 
 class Rest:
-    """The unanswered requests of a run.
-
-    Args:
-        settings: of the run, with `batches`.
-    """
+    """The unanswered requests of a run."""
 
     def __init__(self, settings: SynthesizeSettings) -> None:
         assert settings.batches is not None

@@ -29,7 +29,6 @@ class CircuitBreaker:
     either: it costs nothing, and the settings may have changed since. Nor does a request that batches left unanswered.
 
     Args:
-        settings: of the run; the message names the model's setting.
         alike: failures of one kind that trip the breaker; default: see `ALIKE`.
     """
 

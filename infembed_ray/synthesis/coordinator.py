@@ -20,8 +20,6 @@ class Coordinator(budget.DurableLedger):
     """The ledger of a run. It also hands out the rows of tasks, because other nodes may share no directory.
 
     Args:
-        settings: of the run.
-        spent_usd, journal: of the `DurableLedger`.
         tasks: file of the seeds, a record batch for each task.
         learned: the dialects, if this run has asked the models before.
     """

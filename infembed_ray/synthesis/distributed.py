@@ -262,7 +262,6 @@ def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -
     """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
 
     Args:
-        journal: of the run.
         partition: wait only for writers of this partition.
 
     Raises:

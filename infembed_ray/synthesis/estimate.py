@@ -56,11 +56,7 @@ class Estimate:
 
 
 def estimate(job: Job) -> Estimate:
-    """Estimate what a run sends at most.
-
-    Raises:
-        RunFailure: a journal cannot be read.
-    """
+    """Estimate what a run sends at most; RunFailure if a journal cannot be read."""
     made, steps = Estimate(job.survey.seeds), steps_of(job.settings)
     journal = open_journal(job.journal, job.replay)
     every = -(-made.seeds // SAMPLE)

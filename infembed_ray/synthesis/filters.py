@@ -22,8 +22,6 @@ def fault(kind: Generated, line: str, poisons: str | None = None, language: str 
     """Return why a generated line is useless; None if it is usable.
 
     Args:
-        kind: what the line should be.
-        line: the text up to its first newline.
         poisons: the positive instruction or query that it must differ from.
         language: the programming language that an instruction must name (appendix B.2).
     """

@@ -78,24 +78,14 @@ def sample(seeds: Iterable[Seed], size: int, seed: int) -> list[Seed]:
 
 
 def forecast(
-    rows: Sequence[Outcome],
-    seeds: int,
-    latency_s: float | None,
-    slots: int,
-    limits: Limits,
-    price: float,
-    seed: int,
+    rows: Sequence[Outcome], seeds: int, latency_s: float | None, slots: int, limits: Limits, price: float, seed: int
 ) -> Forecast:
     """Make a forecast.
 
     Args:
         rows: outcomes of the sample, at least one.
-        seeds: number of seeds of the run.
         latency_s: mean latency of the sample's requests; None if journals answered all.
-        slots: most requests in flight.
-        limits: of the run.
         price: of the run's answers, as a share of the list price.
-        seed: of the bootstrap.
     """
     spends = [row.paid + row.replayed for row in rows]
     known = all(spend.usd is not None for spend in spends)

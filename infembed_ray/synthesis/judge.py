@@ -43,7 +43,6 @@ def lineup(documents: Mapping[str, str], pool: Sequence[str], distractors: int, 
     Args:
         documents: scenario -> the passage that is its right answer.
         pool: distinct passages to draw from, more than `distractors`; the row's positive is never drawn.
-        distractors: how many to draw.
         seed: equal values give equal draws and orders on every machine.
     """
     rng = random.Random("\0".join(map(str, seed)))

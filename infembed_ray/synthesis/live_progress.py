@@ -20,8 +20,6 @@ def live_progress(
     Args:
         stats: state of the run; None ends the updates.
         forecast: first part of the note; "" before a row ends.
-        budget_usd: of the run.
-        advance: of the progress display.
     """
     ended = threading.Event()
 

@@ -92,7 +92,6 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     Args:
         seed: a query and its relevant passage; a dead letter at once if one of them is empty.
         pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
-        settings: the models, the number of distractors, the seed of their draw.
         complete: asks a model. Its RowFailure makes the row a dead letter.
 
     Raises:
@@ -188,11 +187,8 @@ class _Row:
         """Ask a step's model and return what `read` makes of its answer; ask once more if the answer is malformed.
 
         Args:
-            step: decides the model.
-            prompt: name of the prompt.
             read: labelled text -> value; raises Malformed.
             choices: the only valid answers, where they are few.
-            values: fields of the prompt.
         """
         model = model_of(self.settings, step)[1]
         # A seed of any source with a programming language follows LeetCode's rule (appendix B.2).

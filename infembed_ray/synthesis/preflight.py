@@ -119,11 +119,6 @@ def _choose(seeds: Source, selection: Selection) -> None:
 def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
     """Read the seeds once and locate the journals; warn if the prices are old.
 
-    Args:
-        settings: of the run.
-        seeds: its seeds.
-        table: its prices.
-
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
@@ -270,11 +265,7 @@ def _check_self_hosted(settings: SynthesizeSettings) -> None:
 
 
 def check_urls(named: Mapping[str, Endpoint]) -> None:
-    """Check the URLs of endpoints, given by the names of their settings.
-
-    Raises:
-        InputError: a base URL is none.
-    """
+    """Check the URLs of endpoints, given by the names of their settings; InputError if a base URL is none."""
     faults = [
         f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
         for name, endpoint in named.items()
@@ -298,10 +289,7 @@ def check_limits(
     """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too.
 
     Args:
-        limits: of the run.
         asked: name of the setting -> model.
-        table: prices.
-        canary: of the run.
 
     Raises:
         InputError: a limit cannot be kept.

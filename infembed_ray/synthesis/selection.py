@@ -27,8 +27,6 @@ def select(texts: Iterable[str], wanted: int, embed: Embed, seed: int) -> np.nda
 
     Args:
         texts: iterated once.
-        wanted: number of texts to choose.
-        embed: encoder.
         seed: of the groups and the sample.
 
     Returns:

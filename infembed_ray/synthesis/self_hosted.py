@@ -54,7 +54,6 @@ def hosting(endpoint: Endpoint, run: str) -> Iterator[Hosted]:
     """Serve the model of `endpoint.serve` while the block runs.
 
     Args:
-        endpoint: of the settings.
         run: identity of the run. A repeated run takes over the model that a killed one left on the cluster.
 
     Raises:

@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,15 +72,15 @@ class Source:
 
     def __iter__(self) -> Iterator[Seed]:
         """Iterate over the seeds, or the chosen ones of them, up to the limit."""
-        seeds = (item for item in self._all() if isinstance(item, Seed))
+        seeds: Iterator[Seed] = (item for item in self._all() if isinstance(item, Seed))
         if self._chosen is not None:
-            seeds = (seed for position, seed in enumerate(seeds) if _holds(self._chosen, position))
+            seeds = compress(seeds, self._chosen)
         return islice(seeds, self._settings.limit)
 
     def choose(self, wanted: int, embed: Embed) -> None:
         """Let all iterations skip the seeds that `selection.select` does not choose by their queries and passages."""
         texts = (f"{seed.query}\n{seed.passage}" for seed in self._all() if isinstance(seed, Seed))
-        self._chosen = select(texts, wanted, embed, self._settings.seed)
+        self._chosen = np.bincount(select(texts, wanted, embed, self._settings.seed))  # 1 for a chosen seed, else 0
 
     def survey(self) -> SeedSurvey:
         """Read all seeds once. Passages beyond the limit are in the pool too, so the judge's requests do not depend on it.
@@ -169,11 +169,6 @@ class Source:
                 ) from error
 
         return seeds_of
-
-
-def _holds(ordered: np.ndarray, value: int) -> bool:
-    place = np.searchsorted(ordered, value)
-    return bool(place < len(ordered) and ordered[place] == value)
 
 
 RowReader = Callable[[Mapping[str, Any], int], Iterator[Seed | LeftOut]]

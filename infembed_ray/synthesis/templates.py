@@ -46,9 +46,6 @@ class Template:
         """Render the request that asks `model` this prompt.
 
         Args:
-            model: the model and its parameters.
-            step: the pipeline's step.
-            row: the seed's id.
             values: field -> text; fields that the prompt lacks are ignored.
             choices: the only valid answers, where they are few.
         """
@@ -81,8 +78,6 @@ def load(name: str, source: str = "", own: str | None = None, shared_prefix: boo
     """Return the prompt `name` with its addition for seeds of `source`, if there is one.
 
     Args:
-        name: of the prompt.
-        source: of the seed.
         own: path or URI of the user's directory (setting `prompts`).
         shared_prefix: with the texts in the order of `shared_prefix/`, unless the user's directory has the prompt.
     """

@@ -110,11 +110,7 @@ class _Filter:
 
 
 class Records:
-    """The rows of a synthesis output.
-
-    Raises:
-        InputError: a file is not readable as Parquet.
-    """
+    """The rows of a synthesis output; InputError if a file is not readable as Parquet."""
 
     query = RecordsQuery
 

@@ -13,6 +13,7 @@ from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import Build, Hit, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Put
+from tests.support.shards import write_shard
 
 DIMENSION = 6
 METADATA: dict[str, FieldType] = {"year": "integer", "day": "date"}
@@ -62,7 +63,7 @@ def write_shards(
     for number in range(shards):
         mine = [document for document in documents if shard_of(document.id, shards) == number]
         facts.append(
-            Shard.write(
+            write_shard(
                 root / f"shard-{number:05d}",
                 [document.id for document in mine],
                 [document.text for document in mine],

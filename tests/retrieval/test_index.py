@@ -18,10 +18,10 @@ from infembed_ray.places import open_binary
 from infembed_ray.records import Passage
 from infembed_ray.retrieval import build, work
 from infembed_ray.retrieval.index import Index, IndexFacts, warn_of_changes
-from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.storage import LATEST, MANIFEST, Step, read_manifest
 from tests.retrieval.vectors import unit_vectors
+from tests.support.shards import write_shard
 
 
 def write_index(
@@ -33,7 +33,7 @@ def write_index(
     for shard in range(shards):
         rows = range(shard, len(vectors), shards)
         ids, texts = [f"p{r}" for r in rows], [f"text {r}" for r in rows]
-        facts.append(Shard.write(root / f"shard-{shard:05d}", ids, texts, vectors[list(rows)]))
+        facts.append(write_shard(root / f"shard-{shard:05d}", ids, texts, vectors[list(rows)]))
     index = IndexFacts(
         encoder=encoder,
         model="some/model",

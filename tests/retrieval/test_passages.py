@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.config.retrieval import FieldType
-from infembed_ray.retrieval.passages import TEXT, as_typed, batches, open_passages, row_of, schema, take, write_passages
+from infembed_ray.retrieval.passages import TEXT, as_typed, open_passages, row_of, schema, take, write_passages
+from tests.support.shards import batches
 
 TYPES: dict[str, FieldType] = {
     "lang": "string",

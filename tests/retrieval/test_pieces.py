@@ -1,4 +1,4 @@
-"""Pieces read by columns against the same rows read one by one."""
+"""Pieces of a corpus against the rows of its files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ROWS = st.lists(
 @pytest.mark.integration
 @settings(max_examples=300, deadline=None)
 @given(made=ROWS, blank=st.booleans())
-def test_lines_read_by_columns_are_the_rows_read_one_by_one(
+def test_lines_of_pieces_are_the_rows_read_one_by_one(
     tmp_path_factory: pytest.TempPathFactory, made: list[dict[str, Any]], blank: bool
 ) -> None:
     corpus = tmp_path_factory.mktemp("lines") / "corpus.jsonl"
@@ -152,7 +152,7 @@ def parquet_tables(draw: st.DrawFn) -> pa.Table:
 @pytest.mark.integration
 @settings(max_examples=200, deadline=None)
 @given(table=parquet_tables())
-def test_parquet_read_by_columns_is_the_rows_read_one_by_one(
+def test_row_groups_of_pieces_are_the_rows_read_one_by_one(
     tmp_path_factory: pytest.TempPathFactory, table: pa.Table
 ) -> None:
     corpus = tmp_path_factory.mktemp("parquet") / "corpus.parquet"

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.reuse import NEW, Base
-from infembed_ray.retrieval.shards import Build, Shard, shard_of
+from infembed_ray.retrieval.shards import Build, shard_of
 from tests.retrieval.vectors import unit_vectors
+from tests.support.shards import write_shard
 
 PASSAGES = st.dictionaries(st.text("ab\u00e9", max_size=3), st.sampled_from(["x", "y", "z" * 50]), max_size=30)
 
@@ -30,7 +31,7 @@ def write(
         own = [id for id in ids if shard_of(id, shards) == number]
         block = np.array([vectors[id] for id in own], np.float16).reshape(-1, 8)
         directory = root / f"shard-{number:05d}"
-        facts.append(Shard.write(directory, own, [texts[id] for id in own], block, build=Build(factory)))
+        facts.append(write_shard(directory, own, [texts[id] for id in own], block, build=Build(factory)))
     return Base(root, tuple(facts)), vectors
 
 

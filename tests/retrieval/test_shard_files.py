@@ -26,6 +26,7 @@ from infembed_ray.retrieval.shard_files import (
 from infembed_ray.retrieval.shards import Build, Shard
 from infembed_ray.storage import fingerprint
 from tests.retrieval.vectors import unit_vectors
+from tests.support.shards import write_shard
 
 FILES = ["index.faiss", "passages.arrow", "vectors.npy"]
 
@@ -34,7 +35,7 @@ FILES = ["index.faiss", "passages.arrow", "vectors.npy"]
 def facts(tmp_path: Path) -> ShardFacts:
     ids, texts = [f"p{i}" for i in range(50)], [f"text {i}" for i in range(50)]
     directory = tmp_path / "index" / "shard-00000"
-    return Shard.write(directory, ids, texts, unit_vectors(50, 8), build=Build("IVF4,Flat"))
+    return write_shard(directory, ids, texts, unit_vectors(50, 8), build=Build("IVF4,Flat"))
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_a_late_attempt_at_a_shard_overwrites_no_other_one(bucket: str, tmp_path
     written = []
     for seed in range(2):
         with shard_directory(folder, "shard-00000") as directory:
-            made = Shard.write(directory, ["a", "b"], ["x", "y"], unit_vectors(2, 8, seed=seed))
+            made = write_shard(directory, ["a", "b"], ["x", "y"], unit_vectors(2, 8, seed=seed))
             written.append(mark_finished(folder, "shard-00000", directory, made))
     published, late = written
     for facts in written:

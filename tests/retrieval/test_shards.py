@@ -18,9 +18,11 @@ from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards
 from infembed_ray.retrieval.factory import EXACT_BELOW
+from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import ShardFacts
-from infembed_ray.retrieval.shards import Build, Shard, hits_of, shard_of, shards_of
+from infembed_ray.retrieval.shards import Build, Shard, build_shard, hits_of, shard_of, shards_of, write_vectors
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
+from tests.support.shards import search_shard, write_shard
 
 TYPES: dict[str, FieldType] = {"year": "integer", "day": "date", "lang": "string"}
 
@@ -29,7 +31,7 @@ def write(root: Path, n: int, d: int = 8, precision: str = "float32", **options:
     """A shard of passages p0, p1, ..., unsorted."""
     vectors = unit_vectors(n, d).astype(precision)
     ids, texts = [f"p{i}" for i in range(n)], [f"text {i}" for i in range(n)]
-    return Shard.write(root / "shard-00000", ids, texts, vectors, **options), vectors
+    return write_shard(root / "shard-00000", ids, texts, vectors, **options), vectors
 
 
 def test_a_written_shard_returns_ids_scores_and_texts(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_a_written_shard_returns_ids_scores_and_texts(tmp_path: Path) -> None:
     assert (len(shard), facts.passages, facts.factory, facts.recall_at_10) == (50, 50, "Flat", 1.0)
     queries = unit_vectors(3, 8, seed=1)
     exact = queries.astype(np.float64) @ vectors.astype(np.float64).T
-    for row, hits in enumerate(shard.search(queries, 7)):
+    for row, hits in enumerate(search_shard(shard, queries, 7)):
         best = np.argsort(-exact[row])[:7]
         assert [hit.id for hit in hits] == [f"p{i}" for i in best]
         assert [hit.text for hit in hits] == [f"text {i}" for i in best]
@@ -59,9 +61,9 @@ def test_rows_are_sorted_by_id_with_their_vectors(tmp_path: Path) -> None:
 def test_hits_carry_typed_metadata(tmp_path: Path) -> None:
     day = datetime.date(2024, 2, 29)
     metadata = {"year": [2020, None, -5], "day": [None, day, day], "lang": ["en", "", None]}
-    facts = Shard.write(tmp_path / "shard-00000", list("cab"), list("xyz"), unit_vectors(3, 8), metadata, TYPES)
+    facts = write_shard(tmp_path / "shard-00000", list("cab"), list("xyz"), unit_vectors(3, 8), metadata, TYPES)
     shard = Shard.open(tmp_path, facts)
-    assert {hit.id: hit.metadata for hit in shard.search(unit_vectors(1, 8), 3)[0]} == {
+    assert {hit.id: hit.metadata for hit in search_shard(shard, unit_vectors(1, 8), 3)[0]} == {
         "c": {"year": 2020, "day": None, "lang": "en"},
         "a": {"year": None, "day": "2024-02-29", "lang": ""},
         "b": {"year": -5, "day": "2024-02-29", "lang": None},
@@ -72,29 +74,29 @@ def test_hits_carry_typed_metadata(tmp_path: Path) -> None:
 
 def test_more_hits_asked_than_passages_gives_all_passages(tmp_path: Path) -> None:
     facts, vectors = write(tmp_path, 3)
-    assert len(Shard.open(tmp_path, facts).search(vectors[:1], 10)[0]) == 3
+    assert len(search_shard(Shard.open(tmp_path, facts), vectors[:1], 10)[0]) == 3
 
 
 @pytest.mark.parametrize("factory", [None, "IVF4,Flat"])
 def test_a_shard_may_be_empty(tmp_path: Path, factory: str | None) -> None:
-    facts = Shard.write(tmp_path / "s", [], [], np.empty((0, 8), dtype=np.float32), build=Build(factory))
+    facts = write_shard(tmp_path / "s", [], [], np.empty((0, 8), dtype=np.float32), build=Build(factory))
     shard = Shard.open(tmp_path, facts)
-    assert shard.search(unit_vectors(2, 8), 5) == [[], []]
-    assert shard.search(unit_vectors(2, 8), 5, np.empty(0, bool)) == [[], []]
+    assert search_shard(shard, unit_vectors(2, 8), 5) == [[], []]
+    assert search_shard(shard, unit_vectors(2, 8), 5, np.empty(0, bool)) == [[], []]
     assert shard.vectors(slice(None)).shape == (0, 8)
     assert shard.row_of("a") is None
 
 
 def test_equal_scores_come_in_descending_order_of_ids(tmp_path: Path) -> None:
     same = np.tile(unit_vectors(1, 8), (4, 1))
-    facts = Shard.write(tmp_path / "shard-00000", ["b", "d", "a", "c"], list("...."), same)
-    assert [hit.id for hit in Shard.open(tmp_path, facts).search(same[:1], 4)[0]] == ["d", "c", "b", "a"]
+    facts = write_shard(tmp_path / "shard-00000", ["b", "d", "a", "c"], list("...."), same)
+    assert [hit.id for hit in search_shard(Shard.open(tmp_path, facts), same[:1], 4)[0]] == ["d", "c", "b", "a"]
 
 
 def test_texts_with_any_characters_round_trip(tmp_path: Path) -> None:
     texts = ["", "naïve café", "日本語\n\t\u2028", "x" * 100_000]
-    facts = Shard.write(tmp_path / "shard-00000", list("abcd"), texts, unit_vectors(4, 8))
-    hits = Shard.open(tmp_path, facts).search(unit_vectors(1, 8), 4)[0]
+    facts = write_shard(tmp_path / "shard-00000", list("abcd"), texts, unit_vectors(4, 8))
+    hits = search_shard(Shard.open(tmp_path, facts), unit_vectors(1, 8), 4)[0]
     assert {hit.id: hit.text for hit in hits} == dict(zip("abcd", texts, strict=True))
 
 
@@ -125,7 +127,7 @@ def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: s
     for mask in (None, keep):
         kept = exact if mask is None else np.where(mask, exact, -2)
         shares = []
-        for hits, scores in zip(shard.search(queries, 10, mask), kept, strict=True):
+        for hits, scores in zip(search_shard(shard, queries, 10, mask), kept, strict=True):
             found = [scores[ids.index(hit.id)] for hit in hits]
             np.testing.assert_allclose([hit.score for hit in hits], found, atol=1e-6)  # no score is approximate
             shares.append(len({hit.id for hit in hits} & {ids[row] for row in np.argsort(-scores)[:10]}) / 10)
@@ -155,16 +157,19 @@ def test_a_masked_search_is_exact(
     query = unit_vectors(1, 8, seed)
     exact = {f"p{i}": float(vectors[i].astype(np.float64) @ query[0].astype(np.float64)) for i in range(n)}
     expected = sorted(kept, key=lambda id: (exact[id], id), reverse=True)[:k]
-    assert [hit.id for hit in shard.search(query, k, keep)[0]] == expected
+    assert [hit.id for hit in search_shard(shard, query, k, keep)[0]] == expected
 
 
 def test_inconsistent_input_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="2 ids, 1 texts, 2 vectors"):
-        Shard.write(tmp_path / "s", ["a", "b"], ["x"], unit_vectors(2, 8))
+    table = pa.table({"id": ["a", "b"], "text": ["x", "y"]}, schema=schema({}))
+    write_passages(tmp_path / "passages.arrow", table.schema, [table])
+    write_vectors(tmp_path / "vectors.npy", [unit_vectors(1, 8)], 1, 8)
+    with pytest.raises(ValueError, match="2 passages, 1 vectors: must have the same length"):
+        build_shard(tmp_path, Build())
     with pytest.raises(ValueError, match="ids must be unique and ascend"):
-        Shard.write(tmp_path / "s", ["a", "a"], ["x", "y"], unit_vectors(2, 8))
+        write_shard(tmp_path / "s", ["a", "a"], ["x", "y"], unit_vectors(2, 8))
     with pytest.raises(ValueError, match="must be finite"):
-        Shard.write(tmp_path / "s", ["a"], ["x"], np.full((1, 8), np.nan, np.float32))
+        write_shard(tmp_path / "s", ["a"], ["x"], np.full((1, 8), np.nan, np.float32))
 
 
 def test_a_full_disk_is_an_error_that_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +211,10 @@ def test_too_little_memory_is_refused_before_anything_is_built(tmp_path: Path) -
 def test_a_large_shard_is_a_graph_with_its_recall_measured(tmp_path: Path) -> None:
     vectors = clustered_vectors(EXACT_BELOW, 16)
     ids = [f"p{i:05d}" for i in range(len(vectors))]
-    facts = Shard.write(tmp_path / "shard-00000", ids, ids, vectors.astype(np.float16))
+    facts = write_shard(tmp_path / "shard-00000", ids, ids, vectors.astype(np.float16))
     assert facts.factory == "HNSW32_SQfp16"
     assert set(facts.search) == {"efSearch"}
-    hits = Shard.open(tmp_path, facts).search(vectors[:200], 10)
+    hits = search_shard(Shard.open(tmp_path, facts), vectors[:200], 10)
     exact = np.argsort(-(vectors[:200] @ vectors.T), axis=1)[:, :10]
     shares = [len({hit.id for hit in h} & {ids[r] for r in e}) / 10 for h, e in zip(hits, exact, strict=True)]
     assert np.mean(shares) == pytest.approx(facts.recall_at_10, abs=0.02)  # the recall of the opened shard

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -42,13 +41,14 @@ from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import distributed
-from infembed_ray.serving.address import require_free_port
-from infembed_ray.serving.arguments import ENCODER, INGRESS, ApiArguments
+from infembed_ray.serving.arguments import ENCODER, INGRESS
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
+from infembed_ray.serving.routing.blue_green import Canary
+from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
+from tests.serving.releases import Switches, other_release, replica
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -275,15 +275,6 @@ def test_a_blue_green_switch_under_load_fails_no_request_and_mixes_no_answer(
     assert len([name for name in applications if "-index-" in name]) == 1
 
 
-def replica(deployment: str) -> dict[str, Any]:
-    """Return Serve's details of a replica of a deployment."""
-    for application in _get_global_client().get_serve_details()["applications"].values():
-        if deployment in application["deployments"]:
-            found: dict[str, Any] = application["deployments"][deployment]["replicas"][0]
-            return found
-    raise LookupError(deployment)
-
-
 @pytest.mark.ray
 def test_killed_replicas_cost_only_retryable_errors(api: str) -> None:
     with under_load(api) as answers:
@@ -315,67 +306,33 @@ def test_a_deployed_config_file_serves(api: str, settings: ServeSettings, root: 
 
 @pytest.mark.ray
 def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index: str, root: Path, minilm: str) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "infembed_ray.cli", "serve", f"port={port}", "runtime=torch"]
-    command += ["cpus_per_shard=0.1", "request_timeout_s=5"]
-    environment = {**os.environ, "INFEMBED_API_KEYS": "key-one,key-two"}
-    environment.pop("RAY_ADDRESS", None)
-    server = subprocess.Popen(
-        [*command, f"index={index}"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        lines = []
-        for line in server.stdout or ():
-            lines.append(line)
-            if "Ctrl-C" in line:
-                break
+    port, options = free_port(), ["runtime=torch", "cpus_per_shard=0.1", "request_timeout_s=5"]
+    keys = {"INFEMBED_API_KEYS": "key-one,key-two"}
+    with serve_command(port, f"index={index}", *options, **keys) as (server, lines):
         url = f"http://127.0.0.1:{port}"
         assert any(url in line for line in lines), "".join(lines)
         body = {"query": QUERY, "top_k": 1}
         assert ask(f"{url}/v1/search", body)[0] == 401
         assert ask(f"{url}/v1/search", body, Authorization="Bearer key-two")[0] == 200
         other = publish_index(root / "upgrade", minilm, AGAIN)
-        second = subprocess.run(
-            [*command, f"index={other}"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command = command_line(port, f"index={other}", *options)
+        second = subprocess.run(command, env=environment(**keys), capture_output=True, text=True, timeout=300)
         assert second.returncode == 0, second.stderr
         assert "upgraded the running API" in second.stdout
         answer = ask(f"{url}/v1/search", body, Authorization="Bearer key-two")[1]
         assert answer["index_version"] == other.name
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=60) == 0
-    finally:
-        server.kill()
-        server.wait()
-
-    def free() -> bool:
-        try:
-            require_free_port("127.0.0.1", port)
-        except InputError:
-            return False
-        return True
-
-    wait_until(free, 10)
+    wait_until(lambda: is_free(port), 10)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_command_compacts_its_index_and_switches_to_the_next_version(root: Path, minilm: str) -> None:
     index, port = publish_index(root / "compacted", minilm, PASSAGES), free_port()
-    command = [sys.executable, "-m", "infembed_ray.cli", "serve", f"port={port}", "runtime=torch", "compact_at=2"]
-    command += [f"index={index.parent}", "request_timeout_s=5"]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(server.stdout or ()), daemon=True)
-    reader.start()
-    try:
+    options = [f"index={index.parent}", "runtime=torch", "compact_at=2", "request_timeout_s=5"]
+    with serve_command(port, *options) as (server, lines):
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: any("Ctrl-C" in line for line in lines), 300)
         documents = [{"id": f"new-{n}", "text": f"The Kalmar Union of 1397, part {n}."} for n in range(6)]
         sequence = ask(f"{url}/v1/documents", {"documents": documents}, "PUT")[1]["sequence"]
         body = {"query": "Kalmar Union", "top_k": 6, "min_sequence": sequence}
@@ -390,9 +347,6 @@ def test_the_command_compacts_its_index_and_switches_to_the_next_version(root: P
         assert ask(f"{url}/v1/documents/new-1", method="DELETE")[1]["sequence"] == sequence + 1
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=90) == 0, "".join(lines)
-    finally:
-        server.kill()
-        server.wait()
 
 
 # ---------------------------------------------------------------------------------------------- without a cluster
@@ -443,27 +397,6 @@ def test_an_api_of_an_unknown_or_dead_cluster_is_not_replaced(
         with pytest.raises(InputError, match=f"port={port}: another cluster's API"):
             run(settings)
         api.shutdown()
-
-
-class Switches:
-    """What `distributed` does to the API and to the applications; another command may switch the API."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-        self.arguments, self.serves = plan.api, plan.release
-        self.deleted: list[str] = []
-        monkeypatch.setattr(distributed, "_served", lambda: (self.arguments, self.serves))
-        monkeypatch.setattr(distributed, "_switch_to", self.switch)
-        monkeypatch.setattr(distributed, "served_fingerprint", lambda url: self.serves.fingerprint)
-        monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: self.deleted.append(name))
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
-
-    def switch(self, arguments: ApiArguments, spec: ReleaseSpec) -> None:
-        self.serves = spec
-
-
-def other_release(plan: Plan, name: str) -> ReleaseSpec:
-    parts = {"fingerprint": name, "encoder": f"{name}-encoder", "index": f"{name}-index"}
-    return plan.release.model_copy(update=parts)
 
 
 def test_a_release_that_the_api_has_come_back_to_is_not_deleted(

@@ -19,7 +19,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import distributed as building
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.index import Index, IndexFacts
-from infembed_ray.retrieval.stores.engines import connect
+from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.retrieval.updates.live_shard import ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
@@ -57,7 +57,7 @@ def test_an_index_in_milvus_is_built_served_changed_and_rolled_back(
             patch.setattr(building, "_insert", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 building.run(index)
-        engine = connect(Address.parse(address, "index"))
+        engine = Milvus(Address.parse(address, "index"))
         assert engine.versions() == []
         with pytest.raises(InputError, match="no index there"):
             Plan.resolve(settings.model_copy(update={"index": address}))
@@ -163,7 +163,7 @@ def test_a_replica_answers_as_a_shard_does_and_is_lost_with_its_engine(tmp_path:
     with contextlib.ExitStack() as stopped:
         port = free_port()
         address = f"{stopped.enter_context(milvus_lite(tmp_path, port))}/docs"
-        engine = connect(Address.parse(address, "index"))
+        engine = Milvus(Address.parse(address, "index"))
         engine.begin("a" * 12, facts.metadata, 4, "FLAT")
         engine.finish("a" * 12, {"created": "2026", "index": facts.as_json()})
         asyncio.run(answers(port, address))
@@ -176,7 +176,7 @@ def test_a_foreign_encoder_and_several_writers_are_refused(
     with milvus_lite(tmp_path) as server:
         served = settings.model_copy(update={"index": f"{server}/passages"})
         described = Plan.resolve(settings)
-        engine = connect(Address.parse(served.index, "index"))
+        engine = Milvus(Address.parse(served.index, "index"))
         facts = replace(Index.describe(settings.index).facts, shards=[], passages=0)
         for identity, encoder in (("a" * 12, "0123"), ("b" * 12, facts.encoder)):
             engine.begin(identity, facts.metadata, facts.dimension, None)

@@ -54,9 +54,16 @@ _ID, _TEXT, _VECTOR = "id", "text", "vector"
 
 
 class Milvus:
-    """The versions of an index in Milvus; the methods are those of `store.Engine`."""
+    """The versions of an index in Milvus.
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    Attributes:
+        one_writer: whether the server takes one writer at a time.
+
+    Raises:
+        StoreFault: the client is not installed, or the server does not answer, has another version, or refuses the token.
+    """
+
+    def __init__(self, address: Address, timeout_s: float = 60.0) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self._client, self.one_writer = _connect(address, timeout_s)
@@ -65,15 +72,13 @@ class Milvus:
         return f"{self.address.alias}_{identity}"
 
     def versions(self) -> list[StoredVersion]:
-        """As `Engine.versions`."""
+        """List the finished versions, the oldest first."""
         with _errors(self.address):
             named = re.compile(re.escape(self._name("")) + "([0-9a-f]{12})")
             found = [match[1] for name in self._client.list_collections() if (match := named.fullmatch(name))]
             versions = [
                 StoredVersion(
-                    id,
-                    json.loads(manifest),
-                    self.address.alias in self._client.list_aliases(self._name(id))["aliases"],
+                    id, json.loads(manifest), self.address.alias in self._client.list_aliases(self._name(id))["aliases"]
                 )
                 for id in found
                 if (manifest := self._client.describe_collection(self._name(id))["properties"].get(MANIFEST))
@@ -81,7 +86,11 @@ class Milvus:
         return sorted(versions, key=lambda version: (str(version.manifest.get("created")), version.id))
 
     def begin(self, identity: str, metadata: Mapping[str, FieldType], dimension: int, index_type: str | None) -> None:
-        """As `Engine.begin`."""
+        """Create the collection of a version; drop what an interrupted build left of it.
+
+        Raises:
+            InputError: the alias is taken, or Milvus refuses the columns, the dimension or the index type.
+        """
         alias, name = self.address.alias, self._name(identity)
         if index_type not in (None, *INDEX_TYPES):
             raise InputError(f"factory={index_type}: no index type of Milvus; {nearest(str(index_type), INDEX_TYPES)}")
@@ -106,7 +115,7 @@ class Milvus:
             self._client.create_index(name, index)
 
     def insert(self, identity: str, passages: pa.Table, vectors: np.ndarray) -> None:
-        """As `Engine.insert`."""
+        """Insert passages (`passages.schema`) and their (n, d) float32 unit vectors; InputError if one is too long."""
         metadata = passages.schema.names[2:]
         rows = [
             _entity(row[_ID], row[_TEXT], {name: row[name] for name in metadata}, vector, InputError)
@@ -117,7 +126,11 @@ class Milvus:
                 self._client.insert(self._name(identity), batch)
 
     def finish(self, identity: str, manifest: Mapping[str, Any]) -> None:
-        """As `Engine.finish`."""
+        """Wait for the index, verify the number of passages, write the manifest, and let the alias name the version.
+
+        Raises:
+            StoreFault: passages are missing or doubled; the alias is unchanged.
+        """
         name, wanted = self._name(identity), manifest["index"]["passages"]
         with _errors(self.address):
             self._client.flush(name, timeout=None)
@@ -132,7 +145,7 @@ class Milvus:
         self.use(identity)
 
     def use(self, identity: str) -> None:
-        """As `Engine.use`."""
+        """Let the alias name a finished version."""
         with _errors(self.address):
             set_alias = (
                 self._client.alter_alias
@@ -142,11 +155,11 @@ class Milvus:
             set_alias(self._name(identity), self.address.alias)
 
     def current(self) -> StoredVersion:
-        """As `Engine.current`."""
+        """Return the version that the alias names; StoreFault if there is none."""
         return self._found("no index", (version for version in self.versions() if version.current))
 
     def open(self, identity: str) -> MilvusStore:
-        """As `Engine.open`."""
+        """Open a finished version; StoreFault if there is none."""
         version = self._found(f"no version {identity}", (v for v in self.versions() if v.id == identity))
         facts = IndexFacts.of_manifest(version.manifest, self.address, self.address.setting)
         return MilvusStore(self, self._client, self._name(identity), facts)
@@ -161,7 +174,7 @@ class Milvus:
 
 
 class MilvusStore:
-    """One version in Milvus; the methods are those of `store.Store`."""
+    """One version in Milvus, open for searches and changes. Any threads can search while one changes."""
 
     def __init__(self, engine: Milvus, client: Any, name: str, facts: IndexFacts) -> None:
         self.facts = facts
@@ -178,7 +191,22 @@ class MilvusStore:
     def search(
         self, vectors: np.ndarray, k: int, filter: Mapping[str, Any] | None = None, fresh: bool = False
     ) -> tuple[list[list[Hit]], int]:
-        """As `Store.search`."""
+        """Find the passages of each query with the largest inner products, by (score, id), descending.
+
+        Of passages with equal scores at the k-th place, Milvus chooses.
+
+        Args:
+            vectors: (n, d) float32 unit vectors.
+            filter: metadata filter, as in JSON; see `retrieval.filters`.
+            fresh: see all changes until now, also if that takes longer.
+
+        Returns:
+            The hits, and the sequence of the changes that they reflect.
+
+        Raises:
+            FilterError: the filter does not fit the metadata.
+            StoreFault: the server does not answer.
+        """
         parsed = filters.parse(filter, self.facts.metadata)
         effort = {"HNSW": {"ef": max(EF, k)}, "IVF": {"nprobe": NPROBE}}.get(self._type.split("_")[0], {})
         sequence = _now_ms() - (0 if fresh else self._stale_ms)
@@ -197,7 +225,7 @@ class MilvusStore:
         return [sorted(some, key=lambda hit: (hit.score, hit.id), reverse=True) for some in hits], sequence
 
     def get(self, id: str) -> Hit | None:
-        """As `Store.get`."""
+        """Return the passage of an id, with score 0; None if there is none."""
         with _errors(self._address):
             wanted = f"{_ID} in [{_literal(id)}]"
             found = self._client.query(
@@ -210,7 +238,15 @@ class MilvusStore:
         return self._hit(id, 0.0, found[0]) if found else None
 
     def change(self, changes: Sequence[Change]) -> int:
-        """As `Store.change`."""
+        """Apply changes, of which the last to an id wins; they are durable on return.
+
+        Returns:
+            The sequence from which searches see them: Unix time in milliseconds.
+
+        Raises:
+            ChangeError: a change does not fit the index; none is made.
+            StoreFault: the server does not answer; some of the changes may be made.
+        """
         for change in changes:
             require_fitting(change, self.facts.dimension)
         final = {change.id: change for change in changes}.values()
@@ -232,7 +268,7 @@ class MilvusStore:
         return _now_ms()
 
     def ready(self) -> bool:
-        """As `Store.ready`."""
+        """Return whether searches would be answered; load the collection if a restart of the server has released it."""
         with _errors(self._address):
             if self._client.get_load_state(self._name, timeout=self._timeout_s)["state"].name != "Loaded":
                 self._client.load_collection(self._name, timeout=self._timeout_s)
@@ -315,7 +351,7 @@ def _connect(address: Address, timeout_s: float) -> tuple[Any, bool]:
     """Connect; returns the client, and whether the server is Milvus Lite.
 
     Raises:
-        StoreFault: see `engines.connect`.
+        StoreFault: see `Milvus`.
     """
     try:
         import pymilvus

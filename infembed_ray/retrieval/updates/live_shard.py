@@ -78,9 +78,6 @@ class LiveShard:
     """A shard with changes. Any threads can search while one refreshes.
 
     Args:
-        shard: the base.
-        log: the write-ahead log of the index' lineage.
-        number: of this shard.
         folded: sequence of the last change that the base includes.
         until: last change to apply; None: apply all.
 

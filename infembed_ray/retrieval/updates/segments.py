@@ -69,7 +69,6 @@ class LocalSegments(Segments):
             return ()
 
     def read(self, sequence: int, start: int, length: int | None) -> bytes | None:
-        """As `Segments.read`."""
         try:
             with (self._directory / segment_name(sequence)).open("rb") as file:
                 file.seek(start)
@@ -78,11 +77,9 @@ class LocalSegments(Segments):
             return None
 
     def delete(self, sequence: int) -> None:
-        """As `Segments.delete`."""
         (self._directory / segment_name(sequence)).unlink(missing_ok=True)
 
     def add(self, content: bytes, sequence: int) -> int:
-        """As `Segments.add`."""
         partial = self._directory / f".{secrets.token_hex(8)}.partial"
         try:
             if not self._directory_synced:
@@ -124,7 +121,6 @@ class StoredSegments(Segments):
             return list(self._folder.entries())
 
     def read(self, sequence: int, start: int, length: int | None) -> bytes | None:
-        """As `Segments.read`."""
         with _os_errors():
             return self._folder.read_range(segment_name(sequence), start, length)
 
@@ -136,7 +132,6 @@ class StoredSegments(Segments):
         return sequence
 
     def delete(self, sequence: int) -> None:
-        """As `Segments.delete`."""
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             self._folder.delete(segment_name(sequence))
 

@@ -89,14 +89,7 @@ Change = Put | Delete
 
 
 class ChangeLog:
-    """The write-ahead log of one lineage. The first append creates the directory.
-
-    Args:
-        directory: of the segments; in an object store, a folder.
-        metadata: metadata columns of the index and their types.
-        dimension: of the vectors.
-        shards: of the index.
-    """
+    """The write-ahead log of one lineage. The first append creates the directory."""
 
     def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int, shards: int = 1) -> None:
         self.directory = directory
@@ -172,7 +165,6 @@ class ChangeLog:
         """Read the segments after a sequence, in order.
 
         Args:
-            after: sequence.
             shard: whose changes to read; None: those of all shards.
 
         Yields:

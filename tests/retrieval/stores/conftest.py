@@ -5,8 +5,8 @@ from uuid import uuid4
 
 import pytest
 
-from infembed_ray.retrieval.stores.engines import connect
-from infembed_ray.retrieval.stores.store import Address, Engine
+from infembed_ray.retrieval.stores.milvus import Milvus
+from infembed_ray.retrieval.stores.store import Address
 from tests.support.milvus import milvus_lite
 
 
@@ -18,6 +18,6 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(milvus: str) -> Engine:
+def engine(milvus: str) -> Milvus:
     """An alias of its own."""
-    return connect(Address.parse(f"{milvus}/test_{uuid4().hex[:8]}", "output"))
+    return Milvus(Address.parse(f"{milvus}/test_{uuid4().hex[:8]}", "output"))

@@ -22,8 +22,8 @@ from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.stores import milvus as module
-from infembed_ray.retrieval.stores.engines import connect
-from infembed_ray.retrieval.stores.store import Address, Engine, Store, StoreFault
+from infembed_ray.retrieval.stores.milvus import Milvus, MilvusStore
+from infembed_ray.retrieval.stores.store import Address, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Delete, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document
 from tests.retrieval.test_filters import SCHEMA, conditions, nothing_is_between
@@ -57,7 +57,7 @@ def manifest(passages: int, metadata: Mapping[str, FieldType] = METADATA, dimens
     return {"created": f"2026-01-01T00:00:{next(NUMBERS) % 60:02d}", "index": facts.as_json()}
 
 
-def insert(engine: Engine, identity: str, documents: Sequence[Put]) -> None:
+def insert(engine: Milvus, identity: str, documents: Sequence[Put]) -> None:
     rows = [
         {"id": d.id, "text": d.text, **{name: _typed(name, d.metadata.get(name)) for name in METADATA}}
         for d in documents
@@ -70,14 +70,16 @@ def _typed(name: str, value: Any) -> Any:
     return date.fromisoformat(value) if METADATA[name] == "date" and value is not None else value
 
 
-def publish(engine: Engine, documents: Sequence[Put], identity: str = IDENTITY, kind: str | None = "FLAT") -> Store:
+def publish(
+    engine: Milvus, documents: Sequence[Put], identity: str = IDENTITY, kind: str | None = "FLAT"
+) -> MilvusStore:
     engine.begin(identity, METADATA, DIMENSION, kind)
     insert(engine, identity, documents)
     engine.finish(identity, manifest(len(documents)))
     return engine.open(identity)
 
 
-def test_searches_under_puts_and_deletes_agree_with_brute_force(engine: Engine) -> None:
+def test_searches_under_puts_and_deletes_agree_with_brute_force(engine: Milvus) -> None:
     class Changed(RuleBasedStateMachine):
         """A collection under puts and deletes, beside the oracle."""
 
@@ -110,7 +112,9 @@ def test_searches_under_puts_and_deletes_agree_with_brute_force(engine: Engine) 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
 @given(written=conditions())
-def test_a_filter_lets_through_what_its_mask_does(all_types: tuple[Store, pa.Table], written: dict[str, Any]) -> None:
+def test_a_filter_lets_through_what_its_mask_does(
+    all_types: tuple[MilvusStore, pa.Table], written: dict[str, Any]
+) -> None:
     store, table = all_types
     if nothing_is_between(written):
         with pytest.raises(FilterError):
@@ -123,7 +127,7 @@ def test_a_filter_lets_through_what_its_mask_does(all_types: tuple[Store, pa.Tab
 
 
 @pytest.fixture(scope="module")
-def all_types(milvus: str) -> tuple[Store, pa.Table]:
+def all_types(milvus: str) -> tuple[MilvusStore, pa.Table]:
     """Passages with every combination of a few values of each type, half of them changed after the build."""
     rng = np.random.default_rng(0)
     few = {
@@ -138,7 +142,7 @@ def all_types(milvus: str) -> tuple[Store, pa.Table]:
         for n in range(90)
     ]
     table = pa.Table.from_pylist(rows, schema(SCHEMA))
-    engine = connect(Address.parse(f"{milvus}/all_types", "output"))
+    engine = Milvus(Address.parse(f"{milvus}/all_types", "output"))
     engine.begin(IDENTITY, SCHEMA, 2, "FLAT")
     vectors = unit_vectors(90, 2)
     engine.insert(IDENTITY, table, vectors)
@@ -152,7 +156,7 @@ def all_types(milvus: str) -> tuple[Store, pa.Table]:
     return store, table
 
 
-def test_a_flat_index_finds_all_neighbours(engine: Engine) -> None:
+def test_a_flat_index_finds_all_neighbours(engine: Milvus) -> None:
     vectors, queries = unit_vectors(2000, DIMENSION, 1), unit_vectors(64, DIMENSION, 2)
     documents = [Put(f"{n}", "t", vector, {}) for n, vector in enumerate(vectors)]
     store = publish(engine, documents)
@@ -162,14 +166,14 @@ def test_a_flat_index_finds_all_neighbours(engine: Engine) -> None:
     assert [{int(hit.id) for hit in some} for some in hits] == [set(row) for row in exact.tolist()]
 
 
-def test_hits_with_equal_scores_are_ordered_by_id(engine: Engine) -> None:
+def test_hits_with_equal_scores_are_ordered_by_id(engine: Milvus) -> None:
     vector = unit_vectors(1, DIMENSION)
     store = publish(engine, [Put(id, "t", vector[0], {}) for id in "cabd"])
     ((hits,), _) = store.search(vector, 4)
     assert [hit.id for hit in hits] == ["d", "c", "b", "a"]
 
 
-def test_an_interrupted_build_is_not_served_and_starts_over(engine: Engine) -> None:
+def test_an_interrupted_build_is_not_served_and_starts_over(engine: Milvus) -> None:
     documents = [document(f"d{n}", n) for n in range(5)]
     engine.begin(IDENTITY, METADATA, DIMENSION, None)
     insert(engine, IDENTITY, documents[:3])
@@ -182,7 +186,7 @@ def test_an_interrupted_build_is_not_served_and_starts_over(engine: Engine) -> N
     assert engine.current().id == IDENTITY
 
 
-def test_a_build_with_missing_passages_leaves_the_alias(engine: Engine) -> None:
+def test_a_build_with_missing_passages_leaves_the_alias(engine: Milvus) -> None:
     publish(engine, [document("a", 1)])
     other = "b" * 12
     engine.begin(other, METADATA, DIMENSION, None)
@@ -193,7 +197,7 @@ def test_a_build_with_missing_passages_leaves_the_alias(engine: Engine) -> None:
     assert engine.current().id == IDENTITY
 
 
-def test_the_alias_rolls_back_to_a_version_that_stays(engine: Engine) -> None:
+def test_the_alias_rolls_back_to_a_version_that_stays(engine: Milvus) -> None:
     other = "b" * 12
     first, second = publish(engine, [document("a", 1)]), publish(engine, [document("b", 2)], other)
     assert engine.current().id == other
@@ -208,23 +212,23 @@ def test_the_alias_rolls_back_to_a_version_that_stays(engine: Engine) -> None:
 def test_a_restarted_server_is_ready_again(tmp_path: Path) -> None:
     port = free_port()
     with milvus_lite(tmp_path, port) as address:
-        store = publish(connect(Address.parse(f"{address}/a", "index"), 5), [document("a", 1)])
+        store = publish(Milvus(Address.parse(f"{address}/a", "index"), 5), [document("a", 1)])
     with pytest.raises(StoreFault, match=r"no Milvus server answers there \(.*\); start it"):
-        connect(Address.parse(f"{address}/a", "index"), 1)
+        Milvus(Address.parse(f"{address}/a", "index"), 1)
     with milvus_lite(tmp_path, port):
         wait_until(lambda: ready(store), 30)
         ((hits,), _) = store.search(unit_vectors(1, DIMENSION), 1)
         assert [hit.id for hit in hits] == ["a"]
 
 
-def ready(store: Store) -> bool:
+def ready(store: MilvusStore) -> bool:
     try:
         return store.ready()
     except StoreFault:  # gRPC waits between two attempts to connect
         return False
 
 
-def test_what_milvus_cannot_hold_is_refused_by_name(engine: Engine) -> None:
+def test_what_milvus_cannot_hold_is_refused_by_name(engine: Milvus) -> None:
     with pytest.raises(InputError, match=r"metadata\.pub date: .* columns\.<that name>=pub date"):
         engine.begin(IDENTITY, {"pub date": "string"}, DIMENSION, None)
     with pytest.raises(InputError, match=r"factory=HNSW32: no index type of Milvus; .*HNSW"):
@@ -243,9 +247,9 @@ def test_what_milvus_cannot_hold_is_refused_by_name(engine: Engine) -> None:
         store.change([Put("a", "t", unit_vectors(1, DIMENSION)[0], {"color": 1})])
 
 
-def test_an_alias_of_another_application_is_kept(engine: Engine, milvus: str) -> None:
+def test_an_alias_of_another_application_is_kept(engine: Milvus, milvus: str) -> None:
     publish(engine, [document("a", 1)])
-    taken = connect(Address.parse(f"{milvus}/{engine.address.alias}_{IDENTITY}", "output"))
+    taken = Milvus(Address.parse(f"{milvus}/{engine.address.alias}_{IDENTITY}", "output"))
     with pytest.raises(
         StoreFault, match="names a collection there that `infembed index` did not build; choose another"
     ):
@@ -255,4 +259,4 @@ def test_an_alias_of_another_application_is_kept(engine: Engine, milvus: str) ->
 def test_a_lite_that_loses_rows_is_refused(milvus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_LITE", (99, 0, 0))
     with pytest.raises(StoreFault, match=r"milvus_lite-.* loses rows; pip install 'milvus-lite>=99\.0\.0'"):
-        connect(Address.parse(f"{milvus}/a", "output"))
+        Milvus(Address.parse(f"{milvus}/a", "output"))

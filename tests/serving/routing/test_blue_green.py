@@ -32,6 +32,7 @@ from infembed_ray.serving.service import (
     Stuck,
     TooManyChanges,
 )
+from tests.support.shards import write_shard
 
 DIMENSION = 8
 PASSAGES = {f"p{i}": f"text {i}" for i in range(60)}
@@ -104,7 +105,7 @@ class World:
             texts = [PASSAGES[id] for id in ids]
             vectors = np.stack([vector(text) for text in texts])
             years = {"year": [int(id[1:]) for id in ids]}
-            facts = Shard.write(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"})
+            facts = write_shard(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"})
             self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, 0)))
         card = schema.Model(
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
