@@ -64,6 +64,7 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "headline": {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
     "recipe": {
         RECIPE: RECIPE_SETTINGS,
+        "recipe without overlap dropout": {**RECIPE_SETTINGS, "overlap_dropout": 0.0},
         MULTI: ONE_NEGATIVE,
         "uni{P}": {"objective": "uni{P}"},
         "uni{I}": {"objective": "uni{I}", **ONE_NEGATIVE},
