@@ -1,14 +1,21 @@
 """Instruction following of a small trained model by objective, design and seed, as in the paper's Tables 3 and 4.
 
-    python benchmarks/instruction_following.py --data DATA                      # base and multi{P,I}, one seed
+    python benchmarks/instruction_following.py --data DATA                      # base, multi{P,I} and the recipe, one seed
     python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
+    python benchmarks/instruction_following.py --data DATA --table recipe     --seeds 1 2 3 --results runs.jsonl --controls
     python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table mining     --seeds 1 2   --results runs.jsonl --mined MINED
 
 Models are trained on DATA/infir_mini/train.jsonl and evaluated on dev.jsonl, and on the same records with other words in
 dev_reworded.jsonl, with 1,000 distractors from DATA/msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
-Each run is a process with one worker and one thread. Finished runs are read from --results. The last line is one JSON
-object. `--model decoder` trains MiniLM with a causal mask.
+Each run is a process with one worker and one thread. Finished runs are read from --results. `--model decoder` trains MiniLM
+with a causal mask.
+
+The last line is one JSON object, with means over seeds:
+    p_mrr_reworded, p_mrr_reworded_base, p_mrr_reworded_multi    p-MRR x100 on dev_reworded: the recipe, base, multi{P,I}
+    ndcg_change    least change of nDCG@10 against base over the three kinds of query, the recipe on dev_reworded
+    p_mrr, p_mrr_base, p_mrr_multi, ndcg_change_original    the same on dev
+    seeds          seeds of the recipe
 """
 
 from __future__ import annotations
@@ -21,13 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import material
+from evaluation_table import cranfield
 
 Run = dict[str, Any]
 """`label`, `seed` and the settings that differ from the defaults."""
@@ -42,8 +50,25 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "  1 epoch": {"epochs": 1},
     "  4 epochs": {"epochs": 4},
 }
+MULTI, RECIPE = "multi{P,I}", "recipe"
+ONE_NEGATIVE: dict[str, Any] = {"instruction_negatives": 1}
+RECIPE_SETTINGS: dict[str, Any] = {
+    "objective": "uni{P,I,IQ}",
+    "term_weights": {"I": 8.0, "IQ": 0.5},
+    **ONE_NEGATIVE,
+    "overlap_dropout": 0.5,
+    "learning_rate": 1e-4,
+}
+"""The recipe of docs/guides/train.md against word matching."""
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
-    "headline": {"multi{P,I}": {}},
+    "headline": {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
+    "recipe": {
+        RECIPE: RECIPE_SETTINGS,
+        "recipe without overlap dropout": {**RECIPE_SETTINGS, "overlap_dropout": 0.0},
+        MULTI: ONE_NEGATIVE,
+        "uni{P}": {"objective": "uni{P}"},
+        "uni{I}": {"objective": "uni{I}", **ONE_NEGATIVE},
+    },
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,
     "instructions": {
@@ -58,9 +83,12 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 BASE = "base"
+Part = Callable[[dict[str, Any]], dict[str, Any]]
+PARTS: dict[str, Part] = {"dev": lambda run: run, "dev_reworded": lambda run: run["reworded"]}
+"""Set of records -> its figures within those of a run."""
 
 
-def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> dict[str, Any]:
+def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, controls: bool) -> dict[str, Any]:
     """Train and evaluate in this process; return the figures on dev, and on dev_reworded as `reworded`."""
     import torch
 
@@ -90,7 +118,7 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> 
             train_worker(settings, records, path, torch.device("cpu"))
         trained = time.monotonic()
         encoder = InstructionEncoder.from_pretrained(str(path))
-        figures = evaluate(encoder, data)
+        figures = evaluate(encoder, data, controls)
     return (
         run
         | figures
@@ -116,10 +144,14 @@ def training_records(data: Path, mined: Path | None, kept: int | None) -> list[A
     ]
 
 
-def evaluate(encoder: Any, data: Path) -> dict[str, Any]:
-    """Return the figures on dev, and on dev_reworded as `reworded`; both have the same passages."""
+def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
+    """Return the figures on dev, and on dev_reworded as `reworded`; both have the same passages.
+
+    With `controls`, also those of the obedience controls, the p-MRR of each query, and nDCG@10 on Cranfield.
+    """
+    from infembed_ray.evaluation.obedience import Controls
     from infembed_ray.evaluation.scoring import means, score
-    from infembed_ray.evaluation.search import exact_search
+    from infembed_ray.evaluation.tasks import beir
     from infembed_ray.evaluation.tasks.infir import instruction_following
     from infembed_ray.records import Passage, Record, read
 
@@ -128,21 +160,38 @@ def evaluate(encoder: Any, data: Path) -> dict[str, Any]:
         instruction_following(read(data / "infir_mini" / f"{name}.jsonl", Record, "records"), others, 1000)
         for name in ("dev", "dev_reworded")
     ]
-    texts, ids = (tasks[0].corpus[column].to_pylist() for column in ("text", "id"))
+    texts = tasks[0].corpus["text"].to_pylist()
     assert tasks[1].corpus["text"].to_pylist() == texts
     passages = encoder.encode_passages(texts, batch_tokens=1024)
     found = []
     for task in tasks:
-        queries = encoder.encode_queries(
-            [q.query for q in task.queries], [q.instruction for q in task.queries], batch_tokens=1024
-        )
-        ranked = exact_search(queries, passages, ids)
-        p_mrr, *ndcg, mean_average_precision = means(
-            score(task, {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)})
-        ).values()
+        asked = Controls.from_task(task)
+        assert asked is not None
+        run = rankings(encoder, asked.ask(task) if controls else task, passages)
+        scores = score(task, run)
+        p_mrr, *ndcg, mean_average_precision = means(scores).values()
         assert p_mrr is not None
         found.append({"p_mrr": 100 * p_mrr, "ndcg": ndcg, "map": mean_average_precision})
+        if controls:
+            found[-1]["p_mrr_of"] = scores["p-MRR"]
+            found[-1]["obedience"] = {name: means(values) for name, values in asked.measure(task, run).items()}
+    if controls:
+        with tempfile.TemporaryDirectory() as directory:
+            task = beir.read(str(cranfield(data / "cranfield", Path(directory))))
+            vectors = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
+            found[0]["cranfield"] = means(score(task, rankings(encoder, task, vectors)))["nDCG@10"]
     return found[0] | {"reworded": found[1]}
+
+
+def rankings(encoder: Any, task: Any, passages: Any) -> dict[str, dict[str, float]]:
+    """Rank the passages of a task for each of its queries."""
+    from infembed_ray.evaluation.search import exact_search
+
+    queries = encoder.encode_queries(
+        [q.query for q in task.queries], [q.instruction for q in task.queries], batch_tokens=1024
+    )
+    ranked = exact_search(queries, passages, task.corpus["id"].to_pylist())
+    return {q.id: ranking for q, ranking in zip(task.queries, ranked, strict=True)}
 
 
 def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -150,6 +199,7 @@ def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--data", str(arguments.data), "--model", arguments.model]
     if arguments.mined:
         command += ["--mined", str(arguments.mined)]
+    command += ["--controls"] * arguments.controls
     child = subprocess.run(
         [*command, "--one", json.dumps(run)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -189,6 +239,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs, as JSON")
     parser.add_argument("--results", type=Path, help="JSONL of finished runs; new ones are appended")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--controls", action="store_true", help="obedience controls, intervals and Cranfield, too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     scratch = tempfile.TemporaryDirectory()
@@ -198,7 +249,7 @@ def main() -> None:
         arguments.model = material.decoder(Path(scratch.name))
     if arguments.one:
         run = json.loads(arguments.one)
-        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined)))
+        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined, arguments.controls)))
         return
 
     common = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.set)}
@@ -224,19 +275,64 @@ def main() -> None:
 
     print(table(results, [BASE, *chosen]))
     print("\nReworded instructions:\n" + table([r | r["reworded"] for r in results], [BASE, *chosen]))
-    base = next(r for r in results if r["label"] == BASE)
-    rows = [r for r in results if r["label"] == "multi{P,I}"]
-    print(
-        json.dumps(
-            {
-                "p_mrr_gain": round(statistics.fmean(r["p_mrr"] for r in rows) - base["p_mrr"], 2) if rows else None,
-                "ndcg_change": round(statistics.fmean(r["ndcg"][0] for r in rows) - base["ndcg"][0], 4)
-                if rows
-                else None,
-                "seeds": len(rows),
-            }
-        )
-    )
+    if arguments.controls:
+        for name, of in PARTS.items():
+            print(f"\nObedience controls, {name}:\n{controls_table(results, [BASE, *chosen], of)}")
+            print(f"\nDifferences of p-MRR, {name}:\n{intervals(results, list(chosen), of)}")
+        print("\nnDCG@10 on Cranfield:", {r["label"]: r["cranfield"] for r in results})
+    print(json.dumps(headline(results)))
+
+
+def controls_table(results: Sequence[dict[str, Any]], labels: Sequence[str], of: Part) -> str:
+    """Format the figures under the obedience controls, x100, means over seeds."""
+    rows = {label: [of(r)["obedience"] for r in results if r["label"] == label] for label in labels}
+    names = list(rows[labels[0]][0]["as given"])
+    lines = [f"| model, condition | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for label, found in rows.items():
+        for condition in found[0] if found else ():
+            of_seeds = [[f[condition].get(name) for f in found] for name in names]
+            cells = ["-" if None in v else f"{100 * statistics.fmean(v):.1f}" for v in of_seeds]
+            lines.append(f"| {label}, {condition} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def intervals(results: Sequence[dict[str, Any]], labels: Sequence[str], of: Part) -> str:
+    """Format p-MRR x100 of each model, averaged over its seeds, and its difference to multi{P,I}, with 95 % intervals.
+
+    Records are resampled, because both directions of a record belong together; seeds are not.
+    """
+    import numpy as np
+
+    from infembed_ray.evaluation.significance import Stratum, compare
+
+    order = [MULTI, BASE, *(label for label in labels if label != MULTI)]
+    values = {label: [of(r)["p_mrr_of"] for r in results if r["label"] == label] for label in order}
+    order = [label for label in order if values[label]]
+    queries = list(values[BASE][0])
+    means = np.array([[100 * statistics.fmean(v[q] for v in values[label]) for label in order] for q in queries])
+    stratum = Stratum.from_values(means, [q.rpartition("/")[0] for q in queries])
+    lines = [f"| model | p-MRR x100 | difference to {MULTI} |", "|---|---:|---:|"]
+    for label, one in zip(order, compare([stratum]), strict=True):
+        cells = [f"{e.value:.1f} [{e.low:.1f}, {e.high:.1f}]" if e else "-" for e in (one.mean, one.difference)]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def headline(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the last line; None for a label without runs."""
+    rows = {label: [r for r in results if r["label"] == label] for label in (RECIPE, BASE, MULTI)}
+    found: dict[str, Any] = {}
+    for part, of in (("_reworded", PARTS["dev_reworded"]), ("", PARTS["dev"])):
+        for label, name in ((RECIPE, ""), (BASE, "_base"), (MULTI, "_multi")):
+            values = [of(r)["p_mrr"] for r in rows[label]]
+            found[f"p_mrr{part}{name}"] = round(statistics.fmean(values), 2) if values else None
+        kinds = [
+            statistics.fmean(of(r)["ndcg"][kind] for r in rows[RECIPE]) - of(rows[BASE][0])["ndcg"][kind]
+            for kind in range(3)
+            if rows[RECIPE]
+        ]
+        found["ndcg_change" if part else "ndcg_change_original"] = round(min(kinds), 4) if kinds else None
+    return found | {"seeds": len(rows[RECIPE])}
 
 
 def _same(result: dict[str, Any], run: Run) -> bool:

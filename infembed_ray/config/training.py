@@ -139,6 +139,13 @@ class TrainSettings(Settings):
         description="sample the I-negatives once per step for all rows, which then share prefixes; false: for each row; "
         "null: true for causal backbones",
     )
+    overlap_dropout: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability of dropping, anew at each step, each word of an instruction that its record's passages "
+        "have too, so that the model cannot match words instead of meaning; 0.5 is a good value",
+    )
     hard_negatives: int | None = Field(
         7,
         ge=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.losses import NCE, Objective
+
+_LONG_WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,23 @@ def flatten(record: TrainingRecord) -> tuple[TrainingTuple, ...]:
     )
 
 
-def drawn(record: TrainingRecord, hard_negatives: int | None, seed: str) -> TrainingRecord:
-    """Draw what a step uses of an example: one of its positives, which comes first, and some negatives.
+def drawn(
+    record: TrainingRecord, hard_negatives: int | None, seed: str, overlap_dropout: float = 0.0
+) -> TrainingRecord:
+    """Draw what a step uses of a record: words of its instructions, and of an example's passages one positive, which comes
+    first, and some negatives.
 
     Args:
-        record: Example, or an InF-IR record, which is returned as it is.
-        hard_negatives: Maximum number of negatives; None: all.
-        seed: Seed of the step; an example draws the same on every worker.
+        record: Example or InF-IR record.
+        hard_negatives: Maximum number of negatives of an example; None: all.
+        seed: Seed of the step; a record draws the same on every worker.
+        overlap_dropout: Probability of dropping each word of an instruction that a passage of the record has, too.
     """
+    rng = random.Random(f"{seed}/{record.id}")
+    if overlap_dropout:
+        record = _without_overlap(record, overlap_dropout, rng)
     if not isinstance(record, Example):
         return record
-    rng = random.Random(f"{seed}/{record.id}")
     positives = rng.sample(range(len(record.positives)), len(record.positives))
     most = len(record.negatives) if hard_negatives is None else min(hard_negatives, len(record.negatives))
     negatives = sorted(rng.sample(range(len(record.negatives)), most))
@@ -81,6 +90,33 @@ def drawn(record: TrainingRecord, hard_negatives: int | None, seed: str) -> Trai
             values = getattr(record, name)
             changed[name] = tuple(values[n] for n in chosen) if values else ()
     return replace(record, **changed)
+
+
+def _without_overlap(record: TrainingRecord, share: float, rng: random.Random) -> TrainingRecord:
+    """Drop words from the instructions of a record that its passages have, too, with probability `share` each.
+
+    Words of at least four letters count as equal if their first five letters are, without a final s. An instruction never
+    becomes empty.
+    """
+    if isinstance(record, Example):
+        names, passages = ("instruction", "negative_instruction"), record.positives + record.negatives
+    else:
+        names = ("instruction_positive", "instruction_negative")
+        passages = tuple(t.passage for t in flatten(record))
+    common = {_stem(word) for passage in passages for word in _LONG_WORD.findall(passage)}
+
+    def thinned(instruction: str | None) -> str | None:
+        kept = _LONG_WORD.sub(
+            lambda word: "" if _stem(word[0]) in common and rng.random() < share else word[0], instruction or ""
+        )
+        return " ".join(kept.split()) or instruction
+
+    changed: dict[str, Any] = {name: thinned(getattr(record, name)) for name in names}
+    return replace(record, **changed)
+
+
+def _stem(word: str) -> str:
+    return word.casefold().rstrip("s")[:5]
 
 
 def token_counts(

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from infembed_ray.config.training import TrainSettings
@@ -75,7 +76,10 @@ class Preparer:
         number, rows = item
         settings = self._settings
         seed = f"{settings.seed}/{number}"
-        shares = [[drawn(self._records[row], settings.hard_negatives, seed) for row in share] for share in rows]
+        draw = partial(
+            drawn, hard_negatives=settings.hard_negatives, seed=seed, overlap_dropout=settings.overlap_dropout
+        )
+        shares = [[draw(self._records[row]) for row in share] for share in rows]
         batch = collate(
             self._encoder,
             shares,
