@@ -58,12 +58,12 @@ def print_runs(directory: str) -> None:
     with errors_at(place, "DIR"):
         names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
         found = sorted(_runs(place, names), key=lambda run: str(run.manifest["created"]))
-        newest = {str(PurePosixPath(name).parent): read_text(place / name) for name in names if _last(name) == LATEST}
+        newest = {address((place / name).parent): read_text(place / name) for name in names if _last(name) == LATEST}
     unfinished = sorted({part for name in names for part in _partial(name)})
     if not found and not unfinished:
         raise InputError(f"DIR={directory}: has no output of a stage; give the `output` of a stage or of a pipeline")
     for run in found:
-        folder = str(PurePosixPath(run.address[len(address(place)) :].lstrip("/") or ".").parent)
+        folder = address(place_of(run.address).parent)
         mark = "  latest" if (newest.get(folder) or "").strip() == run.manifest["identity"] else ""
         say(f"{run.title}  {run.address}{mark}")
     for name in unfinished:

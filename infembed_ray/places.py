@@ -103,7 +103,7 @@ def clear(place: Place) -> None:
 def place_of(value: str) -> Place:
     """Return the path or the folder that `address` named."""
     base, _, query = value.partition("?")
-    return Folder(base, query) if is_uri(value) else Path(value)
+    return Folder(base.rstrip("/"), query) if is_uri(value) else Path(value)
 
 
 def address(place: Place) -> str:

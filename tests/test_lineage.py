@@ -75,7 +75,9 @@ def test_outputs_in_an_object_store_are_read_there(bucket, tmp_path, capsys):
     records = publish("synthesize", (root / "records").uri, {"seeds": seeds})
     model = publish("train", (root / "model").uri, {"records": Folder.open(records, "records")})
     assert [line.split()[0] for line in lines(capsys, "lineage", model)] == ["train", "records:", "seeds:"]
-    assert {line.split()[0] for line in lines(capsys, "runs", root.uri)} == {"synthesize", "train"}
+    shown = lines(capsys, "runs", root.uri)
+    assert {line.split()[0] for line in shown} == {"synthesize", "train"}
+    assert all(line.endswith("  latest") for line in shown)
 
 
 def test_the_index_of_an_api_is_found_below_the_root(made, tmp_path, capsys):

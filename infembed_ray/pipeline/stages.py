@@ -12,9 +12,9 @@ from typing import Any
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
 from infembed_ray.errors import GateError, InputError
-from infembed_ray.places import address, listing, place_of
+from infembed_ray.places import address, errors_at, place_of, read_text
 from infembed_ray.progress import say
-from infembed_ray.storage import Published, Step
+from infembed_ray.storage import LATEST, Published, Step
 from infembed_ray.verbs import VERBS
 
 RELEASE = "release"
@@ -88,7 +88,7 @@ def check_stages(settings: PipelineSettings, checks: Mapping[str, Callable[[Any]
     faults: list[str] = []
     for stage in settings.stages:
         makers = sorted(filter(None, {settings.maker(stage, setting) for setting in WIRES[stage]}))
-        waiting = [made for made in makers if not listing(place_of(output_of(settings, made)))]
+        waiting = [made for made in makers if not _has_output(output_of(settings, made))]
         if waiting:
             yield f"{stage}: waits for {' and '.join(waiting)}; its other settings are valid"
             continue
@@ -99,6 +99,13 @@ def check_stages(settings: PipelineSettings, checks: Mapping[str, Callable[[Any]
             faults += [f"{stage}: {fault}" for fault in error.args]
     if faults:
         raise InputError(*faults)
+
+
+def _has_output(output: str) -> bool:
+    """Return whether a stage has published there; an unfinished output does not count."""
+    place = place_of(output)
+    with errors_at(place, "output"):
+        return read_text(place / LATEST) is not None
 
 
 def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> None:

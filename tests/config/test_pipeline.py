@@ -21,6 +21,14 @@ def settings(**sections):
         ({"serve": {}}, "serve.index is missing: set it, or add the stage index"),
         ({"train": TRAIN | {"record": "/r"}}, "unknown key train.record: did you mean records?"),
         ({"evaluate": {"models": {"a": "/a", "b": "/b"}}}, "evaluate.gate=trained: not a label of evaluate.models"),
+        (
+            {"train": TRAIN | {"records": "/r", "launcher": "torchrun"}},
+            "train.launcher=torchrun: its processes would all",
+        ),
+        (
+            {"synthesize": {"seeds": "/s"}, "train": TRAIN, "evaluate": {"split": "test"}},
+            "train.split=null: would train on the records of evaluate.split=test; set train.split to another split",
+        ),
     ],
 )
 def test_a_fault_names_the_stage_and_the_remedy(sections, fault):

@@ -41,6 +41,11 @@ def test_without_an_output_the_folder_of_its_stage_stands_for_the_newest():
     assert stages.section(settings, "serve", {}).index == "milvus+http://host:1/a"
 
 
+def test_a_uri_may_end_in_a_slash():
+    settings = PipelineSettings.from_mapping(ALL | {"output": "s3://bucket/out/?endpoint_override=host"})
+    assert stages.output_of(settings, "train") == "s3://bucket/out/train?endpoint_override=host"
+
+
 def test_a_gate_stops_the_pipeline_and_a_lower_limit_goes_on_from_there(tmp_path, capsys):
     records = str(publish(tmp_path / "records"))
 
@@ -86,3 +91,11 @@ def test_check_reports_the_stages_that_can_be_checked_and_those_that_wait(tmp_pa
     assert "pipeline: index: waits for train; its other settings are valid" in said.out
     assert "pipeline: analyze: " in said.out
     assert "infembed check: train.model=/m: " in said.err
+
+
+def test_a_stage_waits_for_an_unfinished_one(tmp_path):
+    settings = PipelineSettings.from_mapping(ALL | {"output": str(tmp_path)})
+    (tmp_path / "train" / ".0123.partial").mkdir(parents=True)
+    (tmp_path / "train" / ".0123.partial" / "data").write_text("half")
+    lines = list(stages.check_stages(settings, dict.fromkeys(settings.stages, lambda _: iter(()))))
+    assert "index: waits for train; its other settings are valid" in lines

@@ -56,7 +56,7 @@ class KnownEncoder:
         return cls(**values, texts=TextTokenizer(backend, TextFormat(**texts.pop("text")), **texts))
 
     def write(self, file: Path) -> None:
-        """Write a file for `read`; OSError if it cannot be written."""
+        """Write a file for `read`; any exception if it cannot be written."""
         backend = self.texts.backend
         texts = {name: value for name, value in vars(self.texts).items() if name != "backend"}
         texts |= {"text": asdict(self.texts.text), "backend": backend.to_str()}
@@ -88,6 +88,8 @@ def describe(model: str, dimensions: int | None = None) -> KnownEncoder:
     require_loadable(model, f"model={model}")
     known = KnownEncoder.of(InstructionEncoder.from_pretrained(model, dimensions=dimensions, device="meta"))
     if digest is not None:
-        with suppress(OSError):  # without a cache, the next start loads it again
+        with suppress(
+            Exception
+        ):  # without a cache, or with a tokenizer partly in Python, the next start loads it again
             known.write(file)
     return known

@@ -6,7 +6,9 @@ The ONNX graph is exported once per machine, to the user's cache directory under
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -95,8 +97,10 @@ def threads(settings: ServeSettings) -> int:
 
 
 def cache_directory() -> Path:
-    """Return the directory of the user's cache that replicas share."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infembed"
+    """Return the directory of the user's cache that replicas share; below that of temporary files for a user without a home."""
+    with suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infembed"
+    return Path(tempfile.gettempdir()) / "infembed"
 
 
 def graph_files(fingerprint: str, backbones: int, int8: bool = False) -> dict[Side, Path]:
