@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from infembed_ray import settings_help
-from infembed_ray.cli import PLANS, VERBS, main
+from infembed_ray.cli import MAINTENANCE, PLANS, VERBS, main
 from infembed_ray.config.synthesis import SynthesizeSettings
 
 CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
@@ -25,7 +25,7 @@ def verb_of(file: Path) -> str:
 def test_a_printed_config_gives_the_same_settings(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = VERBS[verb_of(file)].settings
+    settings = (VERBS | MAINTENANCE)[verb_of(file)].settings
     assert main([verb_of(file), "--config", str(file), "--print-config"]) == 0
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)

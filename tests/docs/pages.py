@@ -125,7 +125,7 @@ def commands(code: str) -> list[list[str]]:
         words = ["ended" if word in ("&&", "|", ">") else word for word in words]
         for position, word in enumerate(words):
             verb = re.fullmatch(r"jobs/(\w+)\.py", word)
-            if (word == "infembed" and words[position - 1] not in ("cd",)) or verb:
+            if (word == "infembed" and words[position - 1] not in ("cd", "-n")) or verb:
                 arguments = words[position + 1 :]
                 if "ended" in arguments:
                     arguments = arguments[: arguments.index("ended")]

@@ -51,7 +51,7 @@ def prepared(name):
 
 def launched(name, demands, unavailable=()):
     """Return node type -> nodes that Ray's autoscaler would start for these demands, and how many demands stay unmet."""
-    config = AutoscalingConfig(prepared(name))
+    config = AutoscalingConfig(prepared(name) | {"file_mounts": {}})
     one_by_one = [ResourceRequestByCount(request=ResourceRequestUtil.make(demand), count=1) for demand in demands]
     reply = ResourceDemandScheduler(event_logger=None).schedule(
         SchedulingRequest(
