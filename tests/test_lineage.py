@@ -71,7 +71,7 @@ def test_all_outputs_are_listed_with_the_latest_and_the_unfinished(made, tmp_pat
 def test_outputs_in_an_object_store_are_read_there(bucket, tmp_path, capsys):
     seeds = tmp_path / "seeds.jsonl"
     seeds.write_text("{}\n")
-    root = Folder.open(bucket, "output")
+    root = Folder.open(bucket, "output") / "lineage"
     records = publish("synthesize", (root / "records").uri, {"seeds": seeds})
     model = publish("train", (root / "model").uri, {"records": Folder.open(records, "records")})
     assert [line.split()[0] for line in lines(capsys, "lineage", model)] == ["train", "records:", "seeds:"]

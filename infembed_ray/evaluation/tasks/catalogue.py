@@ -7,15 +7,12 @@ from dataclasses import replace
 
 from infembed_ray.evaluation.tasks import bright, followir, mair, mirror, modes, mteb_layout, own
 from infembed_ray.evaluation.tasks.checks import checked
-from infembed_ray.evaluation.tasks.infir import TASK
 from infembed_ray.evaluation.tasks.registry import TASKS, find
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task
 from infembed_ray.object_store import is_uri
 from infembed_ray.places import Place, errors_at
 from infembed_ray.storage import local_path, open_input
 
-KNOWN = {*TASKS, TASK, "reworded"}
-"""Tasks with figures of their own, to which `measures` adds."""
 _LAYOUTS: Mapping[str, Callable[..., Task]] = {
     "followir": followir.read,
     "mair": mair.read,
@@ -46,20 +43,22 @@ def load(name: str, data: str | None = None, measures: Sequence[str] = ()) -> Ta
             task = _LAYOUTS[entry.layout](*repositories, **entry.options)
             about = {"repositories": {r.name: r.recorded["revision"] for r in repositories}}
         task = modes.applied(replace(task, about=about), entry.differences)
-    return with_measures(checked(task), measures)
+    published = name in TASKS
+    return with_measures(checked(task), measures or (() if published else own.MEASURES), keep=published)
 
 
-def with_measures(task: Task, measures: Sequence[str]) -> Task:
-    """Add figures of these measures to a published task; in any other they replace the plain figures.
+def with_measures(task: Task, measures: Sequence[str], keep: bool = True) -> Task:
+    """Add figures of these measures, over the queries that the task's figures count.
 
-    They count the queries that its other figures count. Robustness@k needs groups of queries, and is left out without.
+    Args:
+        task: with figures of its own.
+        measures: names as `metrics.parse` takes them; and Robustness@k, which is left out if there are no groups of queries.
+        keep: false keeps only p-MRR and Robustness@10 of its own figures.
     """
-    if not measures:
-        return task
     kinds = {figure.kind for figure in task.figures if figure.measure != "p-MRR"}
     kind = kinds.pop() if len(kinds) == 1 else None
     grouped = any(query.group for query in task.queries)
-    kept = [f for f in task.figures if task.name in KNOWN or f.measure in ("p-MRR", ROBUSTNESS)]
+    kept = [f for f in task.figures if keep or f.measure in ("p-MRR", ROBUSTNESS)]
     wanted = [measure for measure in measures if grouped or not measure.startswith("Robustness@")]
     every = {figure.name: figure for figure in (*kept, *(Figure(measure, measure, kind) for measure in wanted))}
     return replace(task, figures=tuple(every.values()))

@@ -82,9 +82,10 @@ def fetch_to_scratch(task: str) -> Path:
         try:
             fetch(root, [task])
         except InputError as error:
+            absent = "" if task in TASKS else "no such directory, "
             raise InputError(
-                f"tasks={task}: {'' if task in TASKS else 'no such directory, '}data is not set, and from the hub {error}; or set data=<directory> and "
-                f"fill it on a machine with internet: infembed data fetch <directory> {task}"
+                f"tasks={task}: {absent}data is not set, and from the hub {error}; or set data=<directory> and fill it on a "
+                f"machine with internet: infembed data fetch <directory> {task}"
             ) from error
     return root
 

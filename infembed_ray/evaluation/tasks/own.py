@@ -7,7 +7,6 @@ gives Robustness@10, as of InstructIR.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +24,11 @@ from infembed_ray.records import FORMATS
 from infembed_ray.storage import open_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
-"""Figures of a collection if the settings give no measures."""
+"""Figures of a collection, beside p-MRR and Robustness@10, if the settings give no measures."""
 
 
 def read(name: str) -> Task:
-    """Read a collection.
+    """Read a collection as a task whose only figure is p-MRR (with a measure of its kind of queries) or Robustness@10.
 
     Args:
         name: a directory, or its URI in an object store: with `topics` in TREC's formats (`trec.read`), else as
@@ -39,11 +38,11 @@ def read(name: str) -> Task:
         InputError: a file or a column is missing, or a value is not usable.
     """
     if name.startswith(IR_DATASETS):
-        return _with_figures(_of_ir_datasets(name))
+        return _grouped(_of_ir_datasets(name))
     root, split = _located(name)
     parts = trec.parts(root)
     if "topics" in parts:
-        return _with_figures(trec.read(name, parts))
+        return _grouped(trec.read(name, parts))
     return read_repository(Directory(root, name), split)
 
 
@@ -53,9 +52,9 @@ def read_repository(repository: Repository, split: str = "test") -> Task:
     With `qrel_diff` it is read as FollowIR (`followir.read`). Queries without a judgement in the split are left out.
     """
     if "qrel_diff" in repository.configs:
-        return _with_figures(followir.read(repository, MEASURES[0]))
+        return followir.read(repository, MEASURES[0])
     task = mteb_layout.read(repository, split)
-    return _with_figures(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
+    return _grouped(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
 
 
 def files(name: str) -> list[Place]:
@@ -79,22 +78,17 @@ def _located(name: str) -> tuple[Place, str]:
     return (given.parent.parent, given.stem) if given.suffix in FORMATS else (given, "test")
 
 
-def _with_figures(task: Task) -> Task:
-    """Add groups, if it has none, and figures."""
-    if task.changes:
-        return replace(task, figures=(task.figures[0], *_figures(MEASURES, followir.ORIGINAL)))
-    if not any(query.group for query in task.queries):
+def _grouped(task: Task) -> Task:
+    """Make groups of queries with one text, if the data have none; add Robustness@10 if there are groups."""
+    queries = task.queries
+    if not any(query.group for query in queries):
         asked: dict[str, list[Query]] = defaultdict(list)
-        for query in task.queries:
+        for query in queries:
             asked[query.query].append(query)
         several = {text: own[0].id for text, own in asked.items() if len({str(query.instruction) for query in own}) > 1}
-        task = replace(task, queries=tuple(replace(query, group=several.get(query.query)) for query in task.queries))
-    robust = [ROBUSTNESS] if any(query.group for query in task.queries) else []
-    return replace(task, figures=_figures([*robust, *MEASURES]))
-
-
-def _figures(measures: Sequence[str], kind: str | None = None) -> tuple[Figure, ...]:
-    return tuple(Figure(measure, measure, kind) for measure in measures)
+        queries = tuple(replace(query, group=several.get(query.query)) for query in queries)
+    grouped = any(query.group for query in queries)
+    return replace(task, queries=queries, figures=(Figure(ROBUSTNESS, ROBUSTNESS),) if grouped else ())
 
 
 def _of_ir_datasets(name: str) -> Task:
