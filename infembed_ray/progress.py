@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from infembed_ray import telemetry
+
 Advance = Callable[..., None]
 """`advance(n=1, note="")` adds n finished units and shows the note beside the bar."""
 
@@ -18,7 +20,7 @@ LOG_INTERVAL_S = 10.0
 
 def say(line: str) -> None:
     """Print one line without buffering, because job logs are read while the job runs."""
-    print(line, flush=True)
+    print(telemetry.log_line(line), flush=True)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -43,7 +45,16 @@ def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         total: number of units; None if unknown.
         done: units finished by an earlier run; the estimate leaves them out.
     """
-    with (_terminal if sys.stdout.isatty() else _log)(title, total, done) as advance:
+    bar = _terminal if sys.stdout.isatty() and not telemetry.json_logs() else _log
+    with bar(title, total, done) as show:
+
+        def advance(n: int = 1, note: str = "") -> None:
+            nonlocal done
+            done += n
+            telemetry.report(step_done={title: done}, step_units={title: total})
+            telemetry.show_progress(f"{title}: {done}{'' if total is None else f'/{total}'}  {note}".rstrip())
+            show(n, note)
+
         yield advance
 
 

@@ -13,7 +13,6 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
 from infembed_ray.ray_compat import JOB_CONFIG_VARIABLE
+from infembed_ray.telemetry import running_ray
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -138,7 +138,7 @@ def _user() -> str | None:
 
 def _job() -> dict[str, str] | None:
     """Return Ray's ids of the job that this process is the driver of; None without Ray."""
-    ray = _running_ray()
+    ray = running_ray()
     if ray is None:
         return None
     submitted = json.loads(os.environ.get(JOB_CONFIG_VARIABLE) or "{}").get("metadata", {})
@@ -148,7 +148,7 @@ def _job() -> dict[str, str] | None:
 
 def _nodes() -> list[dict[str, Any]]:
     """Return the cluster's present nodes, equal ones together: count, resources and accelerator."""
-    ray = _running_ray()
+    ray = running_ray()
     if ray is None:
         return []
     kinds = Counter(json.dumps(_resources(node["Resources"]), sort_keys=True) for node in ray.nodes() if node["Alive"])
@@ -163,9 +163,3 @@ def _resources(resources: Mapping[str, float]) -> dict[str, Any]:
         "resources": plain | {"memory_gib": round(resources.get("memory", 0) / _GIB)},
         "accelerator": accelerators[0] if accelerators else None,
     }
-
-
-def _running_ray() -> Any:
-    """Return the module `ray` if this process is connected to a cluster. A stage without Ray does not import it."""
-    ray = sys.modules.get("ray")
-    return ray if ray is not None and ray.is_initialized() else None

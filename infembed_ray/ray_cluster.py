@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from infembed_ray import ray_compat
+from infembed_ray import ray_compat, telemetry
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.progress import say
 
@@ -30,7 +30,8 @@ def on_a_cluster() -> bool:
 def connect(address: str | None = None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS (set in a submitted job); without either, start a local cluster.
 
-    A local cluster binds to loopback, has no dashboard and ends with this process.
+    A local cluster has no dashboard, refuses calls without the token of ~/.ray/auth_token, which Ray creates, and ends with
+    this process. RAY_AUTH_MODE=disabled would let everyone on the network run code in it.
 
     Raises:
         InputError: nothing listens at the address.
@@ -56,6 +57,8 @@ def connect(address: str | None = None) -> None:
         for name, default in (ray_compat.NO_RETRY_LOG | ray_compat.START_LIMITS).items():
             os.environ.setdefault(name, default)
         options |= {"address": "local", "include_dashboard": False}
+    if telemetry.json_logs():
+        options["logging_config"] = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
     ray_compat.reload_core_config()
     _init(options)
     # Our progress lines replace Ray Data's progress bars.

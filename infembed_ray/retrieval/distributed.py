@@ -56,6 +56,7 @@ from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, work_directory
 from infembed_ray.storage import Published, Staging, find_input
+from infembed_ray.telemetry import report
 
 _MAX_BLOCKS = 4096
 """Blocks of a Ray dataset; the driver holds metadata of each."""
@@ -275,6 +276,8 @@ def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSett
     missing = work.missing(chunks)
     total = sum(chunk.new for chunk in chunks)
     before = total - sum(chunk.new for chunk in missing)
+    passages = {"encoded": 0, "reused": sum(chunk.count - chunk.new for chunk in chunks)}
+    report(index_passages_total=passages)
     with track("encode", total, before) as advance:
         if before:
             advance(0, note=f"{before} from an interrupted run")
@@ -292,6 +295,8 @@ def _encode(chunks: Sequence[Chunk], work: Work, model: str, settings: IndexSett
             if row["fault"] is not None:
                 raise InputError(row["fault"])
             advance(row["passages"])
+            passages["encoded"] += row["passages"]
+            report(index_passages_total=passages)
 
 
 # --------------------------------------------------------------------------------------------------------- shards

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from infembed_ray.llm.rate_limits import LedgerStats
 from infembed_ray.progress import Advance, say
+from infembed_ray.telemetry import report
 
 
 @contextlib.contextmanager
@@ -36,6 +37,10 @@ def live_progress(
             load = f"{rate:.0f}/s, {state.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
             begun = rows or state.in_flight or traffic.answered or traffic.rate_limited or traffic.failed
             advance(0, note=f"{rows or 'no row has ended'}; {load}" if begun else "starting the actors on Ray")
+            left = None if budget_usd is None else budget_usd - state.spent_usd
+            calls = {"answered": answered, "rate_limited": traffic.rate_limited, "failed": traffic.failed}
+            report(synthesis_in_flight=state.in_flight, synthesis_calls_total=calls)
+            report(synthesis_budget_usd=budget_usd, synthesis_budget_left_usd=left)
             for warning in state.warnings:
                 if warning not in printed:
                     printed.add(warning)

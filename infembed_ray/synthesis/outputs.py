@@ -20,6 +20,7 @@ from infembed_ray.storage import Staging
 from infembed_ray.synthesis.audit import JudgeAudit
 from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
+from infembed_ray.telemetry import report
 
 _FILES: Mapping[Kind, str] = {
     "kept": records.KEPT_FILE,
@@ -91,7 +92,16 @@ class Outputs:
             self._complements.add(outcome.complement)
 
     def note(self, seeds: int) -> str:
-        """Return the share kept, the cost so far and its forecast for all seeds, replayed answers included; "" before a row ends."""
+        """Return the share kept, the cost so far and its forecast for all seeds, replayed answers included; "" before a row ends.
+
+        The figures of the rows are also exported.
+        """
+        report(
+            synthesis_seeds_total=dict(self._kinds),
+            synthesis_rejected_total=dict(self._ended["rejected"]),
+            synthesis_tokens_total=_tokens(self._paid),
+            synthesis_usd_total=self._paid.usd,
+        )
         if not self._next:
             return ""
         usd = (self._paid + self._replayed).usd

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from infembed_ray import ray_compat
+from infembed_ray import ray_compat, telemetry
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.examples import TrainingRecord
@@ -57,7 +57,12 @@ def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path
     system, path = logs.file_system() if isinstance(logs, Folder) else (None, str(logs))
     trainer = TorchTrainer(
         _worker,
-        train_loop_config={"settings": settings.model_dump(), "records": ray.put(rows), "directory": str(directory)},
+        train_loop_config={
+            "settings": settings.model_dump(),
+            "records": ray.put(rows),
+            "directory": str(directory),
+            "run": telemetry.current(),
+        },
         torch_config=TorchConfig(
             backend="nccl" if settings.gpus_per_worker else "gloo", timeout_s=settings.collective_timeout_s
         ),
@@ -155,6 +160,7 @@ def _worker(config: dict[str, Any]) -> str | None:
     from infembed_ray.training.loop import train_worker  # late: DeepSpeed probes for accelerators and logs on import
 
     settings = TrainSettings.from_mapping(config["settings"])
+    telemetry.join(config["run"])
     if settings.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     try:

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infembed_ray import telemetry
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
 from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.examples import TrainingRecord
@@ -388,14 +390,18 @@ def _follow(staging: Staging, steps: int, done: int, stop: threading.Event) -> N
     with track("train", steps, done) as advance:
         shown, (_, offset) = done, read_metrics_from(directory, 0)  # these lines are older, or will be removed
         seen = set(read_events(directory))  # events of earlier attempts were shown by those
+        events: Counter[str] = Counter()
         stopping = False
         while not stopping:
             stopping = stop.wait(POLL_S if staging.remote is None else UPLOAD_S)  # one last look after the end
             fetch(staging.remote, directory, (METRICS, EVENTS))
             for event in read_events(directory):
-                if event not in seen and event.action != "stop":  # the error that ends the run has that message
+                if event not in seen:
                     seen.add(event)
-                    say(f"train: {event.message}")
+                    events[event.kind] += 1
+                    if event.action != "stop":  # the error that ends the run has that message
+                        say(f"train: {event.message}")
+            telemetry.report(training_events_total=events)
             lines, offset = read_metrics_from(directory, offset)
             if lines and lines[-1]["step"] > shown:
                 advance(lines[-1]["step"] - shown, note=_note(lines[-1]))

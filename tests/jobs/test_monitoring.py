@@ -1,4 +1,4 @@
-"""Alerts and the dashboard of jobs/monitoring: valid for Prometheus, on metrics that exist, each alert with its runbook."""
+"""Alerts and dashboards of jobs/monitoring: valid for Prometheus, on metrics that exist, each alert with its runbook."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from infembed_ray.telemetry import METRICS
 from tests.docs.pages import hooks
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +17,8 @@ MONITORING = ROOT / "jobs" / "monitoring"
 ALERTS = [
     rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
 ]
-DASHBOARD = json.loads((MONITORING / "serving.json").read_text())
-QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+DASHBOARDS = {file.stem: json.loads(file.read_text()) for file in sorted(MONITORING.glob("*.json"))}
+QUERIES = [target["expr"] for board in DASHBOARDS.values() for panel in board["panels"] for target in panel["targets"]]
 SUFFIXES = re.compile(r"_(total|bucket|sum|count)$")
 
 
@@ -45,9 +46,18 @@ def test_the_pages_prometheus_file_is_valid(promtool, tmp_path):
 def test_every_metric_exists():
     known = set(hooks().metrics())
     endings = tuple(name.removesuffix("*") for name in known if name.endswith("*"))
-    used = set(re.findall(r"infembed_\w+", " ".join([*QUERIES, *(alert["expr"] for alert in ALERTS)])))
-    assert used
-    assert not [name for name in used if SUFFIXES.sub("", name) not in known and not name.startswith(endings)]
+    used = set(re.findall(r"\w*infembed_\w+", " ".join([*QUERIES, *(alert["expr"] for alert in ALERTS)])))
+    of_stages = {name.removeprefix("ray_infembed_") for name in used if name.startswith("ray_")}
+    assert of_stages <= METRICS.keys()
+    assert len(of_stages) < len(used)
+    of_the_api = [name for name in used if not name.startswith("ray_")]
+    assert not [name for name in of_the_api if SUFFIXES.sub("", name) not in known and not name.startswith(endings)]
+
+
+def test_the_page_lists_every_metric_of_the_stages():
+    page = (ROOT / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `infembed_(\w+)` \| (\w*) *\| (.*) \|$", page, re.MULTILINE)
+    assert {name: (text, label or None) for name, label, text in rows} == METRICS
 
 
 def test_every_alert_has_a_section_in_the_runbook():
@@ -72,8 +82,10 @@ def test_the_dashboards_queries_are_valid(promtool, tmp_path):
     promtool("check", "rules", "queries.yaml", cwd=tmp_path)
 
 
-def test_panels_have_a_title_a_description_and_a_place_of_their_own():
-    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in DASHBOARD["panels"]]
+@pytest.mark.parametrize("board", DASHBOARDS)
+def test_panels_have_a_title_a_description_and_a_place_of_their_own(board):
+    panels = DASHBOARDS[board]["panels"]
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in panels]
     assert len(set(places)) == len(places)
-    assert all(panel["title"] and panel["description"] for panel in DASHBOARD["panels"])
-    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {"${source}"}
+    assert all(panel["title"] and panel["description"] for panel in panels)
+    assert {panel["datasource"]["uid"] for panel in panels} == {"${source}"}

@@ -114,7 +114,8 @@ class ApiMiddleware:
             pass  # before the end of its body: there is no client to answer
         except Exception as error:
             # The request's texts and its path, which may be a document's id, can be confidential: log neither.
-            log.error("%s %s failed (request %s)", scope["method"], _route(scope), request_id.decode(), exc_info=error)
+            text, name = "%s %s failed (request %s)", request_id.decode()
+            log.error(text, scope["method"], _route(scope), name, exc_info=error, extra={"request_id": name})
             if status is not None:
                 raise  # part of an answer has been sent: only the connection can be broken
             internal = ApiError(500, "internal error; the server's log has the details", code="internal_error")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.progress import say
 from infembed_ray.storage import STATES
+from infembed_ray.telemetry import report
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
 from infembed_ray.training.checkpoints.upload import Upload
 from infembed_ray.training.collectives import from_all, from_first, world
@@ -61,6 +63,7 @@ class CheckpointManager:
         self._attempt = from_first(secrets.token_hex(4))
         self._valid: list[Checkpoint] = []  # newest first
         self._writing: tuple[str, Progress, Future[Written]] | None = None
+        self._began = 0.0  # time of the last save
         self._failures = 0  # in a row
         self._upload: Upload | None = None
         self._failed: list[Upload] = []  # repeated before the export
@@ -124,6 +127,7 @@ class CheckpointManager:
                 break
             skipped.append(f"checkpoint {tag} is not used: {fault}")
         progress = self._valid[0].progress if self._valid else Progress()
+        self._report(progress)
         if first:
             if self._remote is not None and found:
                 self._download_run_files()  # before the warnings, which are appended to the events of the earlier run
@@ -202,6 +206,7 @@ class CheckpointManager:
         if self._is_saved(progress):
             return
         tag = f"step-{progress.step:08d}-{self._attempt}"
+        self._began = time.monotonic()
         self._writing = tag, progress, engine.save(self.directory, tag)
         if wait:
             self.commit(wait=True)
@@ -238,10 +243,16 @@ class CheckpointManager:
         error = from_first(error)
         if error is None:
             self._failures = 0
+            self._report(checkpoint.progress, time.monotonic() - self._began)
             self._saved(checkpoint, list(writing.result().files))
         else:
             self._failures += 1
             self._not_saved(checkpoint, error)
+
+    def _report(self, progress: Progress, seconds: float | None = None) -> None:
+        """Export how far the newest complete checkpoint is."""
+        if world()[0] == 0:
+            report(training_checkpoint_step_number=progress.step, training_checkpoint_seconds=seconds)
 
     def _not_saved(self, checkpoint: Checkpoint, error: str) -> None:
         """Delete a checkpoint that could not be written, and log a warning, or stop the run if it is the second in a row."""

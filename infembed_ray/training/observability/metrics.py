@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from infembed_ray.config.training import TrainSettings
+from infembed_ray.telemetry import report
 from infembed_ray.training.collectives import world
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability import json_lines
@@ -152,11 +153,26 @@ class RunLog:
         self._metrics = StepLog(directory, start)
         self._samples = StepLog(directory, start, SAMPLES)
         self._trackers = Trackers(settings, directory, read_metrics(directory), events)
+        self._start, self._records, self._tokens = start, 0, 0
 
     def write(self, step: int, records: Sequence[str], **figures: Any) -> None:
         """Append one step and the ids of its records."""
         self._samples.write(step=step, records=records)
-        self._trackers.log(self._metrics.write(step=step, **figures))
+        line = self._metrics.write(step=step, **figures)
+        self._trackers.log(line)
+        self._records += len(records)
+        self._tokens += line["tokens"]
+        report(
+            training_steps_total=step - self._start,
+            training_records_total=self._records,
+            training_tokens_total=self._tokens,
+            training_step_number=step,
+            training_loss=line["loss"],
+            training_grad_norm=line["grad_norm"],
+            training_learning_rate=line["learning_rate"],
+            training_step_seconds=line["seconds"],
+            training_memory_bytes=line["memory_gib"] * _GIB,
+        )
 
     def close(self) -> None:
         """Close the trackers."""
