@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from infembed_ray import __version__
+from infembed_ray import __version__, telemetry
 from infembed_ray.errors import GateError, InputError, StartError, check_all
 from infembed_ray.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
 
@@ -48,13 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork after the first use
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
+        telemetry.set_up_logs()
         return options.run(options) or 0
     except (InputError, StartError, GateError) as error:
         for fault in error.args:
-            print(f"infembed {options.verb}: {fault}", file=sys.stderr)
+            print(telemetry.log_line(f"infembed {options.verb}: {fault}", "ERROR"), file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
-        print(f"infembed {options.verb}: interrupted; the same command resumes", file=sys.stderr)
+        line = f"infembed {options.verb}: interrupted; the same command resumes"
+        print(telemetry.log_line(line, "ERROR"), file=sys.stderr)
         return 130
 
 
@@ -73,6 +75,7 @@ def _run_verb(options: argparse.Namespace) -> None:
             return
         if getattr(options, "dry_run", False):
             return _check(options.verb, settings)
+        settings = load("releases:resolved")(settings)
         require_files(settings)
         if engine := getattr(options, "workflow", None):
             print(load(f"pipeline.workflows:as_{engine}")(settings), end="")
@@ -141,6 +144,8 @@ def _run_check(options: argparse.Namespace) -> None:
 def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
     """Print what a run would do; InputError for everything that is wrong."""
     from infembed_ray.progress import say
+
+    settings = load("releases:resolved")(settings)
 
     def describe() -> None:
         for line in load("check:check")(verb, settings, endpoint):
@@ -358,6 +363,15 @@ def _add_operations(add: Callable[..., argparse.ArgumentParser]) -> None:
     runs = add("runs", "lineage:print_runs", "list the outputs below a directory: stage, time, code, cost; the latest")
     runs.add_argument(
         "directory", metavar="DIR", help="`output` of a stage or of a pipeline, or a directory of several"
+    )
+    status = add("status", "lineage:print_status", "show how far a run is, its last error, and what to run next")
+    status.add_argument("output", metavar="RUN", help="an output, or `output` of a stage or of a pipeline")
+    promote = add("promote", "releases:promote", "let an alias name a release; `serve` and `evaluate` take the alias")
+    promote.add_argument(
+        "release", metavar="RELEASE", help="OUTPUT/release of a pipeline (its latest), a release there, or an alias"
+    )
+    promote.add_argument(
+        "alias", metavar="ALIAS", help="path or URI that ends in .release, such as runs/production.release"
     )
     lineage = add("lineage", "lineage:print_lineage", "show what an output was made from, back to the first inputs")
     lineage.add_argument(

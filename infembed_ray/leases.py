@@ -72,6 +72,20 @@ def lease(place: Path | Folder, name: str, setting: str) -> Iterator[Callable[[]
         yield lambda: None
 
 
+def is_held(place: Path | Folder, name: str) -> bool:
+    """Return whether a process holds the lease on a name. One of a store counts until it expires, by this machine's clock."""
+    if isinstance(place, Folder):
+        found = place.read_versioned(f".{name}.lease")
+        return found is not None and found[1].written is not None and time.time() - found[1].written < SECONDS
+    if not (path := place / f".{name}.lock").exists():
+        return False
+    try:
+        with durable.exclusive_lock(path):
+            return False
+    except BlockingIOError:
+        return True
+
+
 def _owner() -> dict[str, Any]:
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "id": secrets.token_hex(8)}

@@ -1,4 +1,6 @@
-"""`infembed runs` and `infembed lineage`: which outputs there are, and what each was made from. Both read manifests only."""
+"""`infembed runs`, `status` and `lineage`: which outputs there are, how far a run is, and what an output was made from.
+
+They read manifests, and `status` also the states of unfinished runs."""
 
 from __future__ import annotations
 
@@ -11,12 +13,23 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from infembed_ray.errors import InputError
+from infembed_ray.leases import is_held
 from infembed_ray.object_store import Folder, is_uri
-from infembed_ray.places import Place, address, errors_at, listing, place_of, read_text
+from infembed_ray.places import Place, address, errors_at, listing, place_of, read_json, read_text
 from infembed_ray.progress import say
+from infembed_ray.releases import followed
+from infembed_ray.run_state import SUFFIX
 from infembed_ray.storage import LATEST, MANIFEST, open_place, resolve
 
 PARTIAL = ".partial"
+NEXT = {
+    "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
+    "clean": "infembed train records={0} model=...",
+    "train": "infembed evaluate models.trained={0} records=...  or  infembed index model={0} corpus=...",
+    "index": "infembed serve index={0}",
+    "release": "infembed promote {0} ALIAS.release",
+}
+"""Stage -> commands that take its output."""
 KEY_VARIABLE = "INFEMBED_API_KEY"
 """Environment variable with the API key, as for `client.Client`."""
 HTTP_TIMEOUT_S = 10.0
@@ -57,7 +70,7 @@ def print_runs(directory: str) -> None:
     place = open_place(directory, "DIR")
     with errors_at(place, "DIR"):
         names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
-        found = sorted(_runs(place, names), key=lambda run: str(run.manifest["created"]))
+        found = sorted(_runs(place, names), key=_created)
         newest = {address((place / name).parent): read_text(place / name) for name in names if _last(name) == LATEST}
     unfinished = sorted({part for name in names for part in _partial(name)})
     if not found and not unfinished:
@@ -68,6 +81,48 @@ def print_runs(directory: str) -> None:
         say(f"{run.title}  {run.address}{mark}")
     for name in unfinished:
         say(f"unfinished  {address(place / name)}: running, or interrupted; the same command resumes it")
+
+
+def print_status(output: str) -> None:
+    """Print the state of an output, or of the newest output and the unfinished ones of each stage below a directory.
+
+    Raises:
+        InputError: there is neither an output nor an unfinished one.
+    """
+    if (run := _run_at(output)) is not None:
+        return _print_finished(run)
+    place = open_place(output, "RUN")
+    with errors_at(place, "RUN"):
+        names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
+        newest = {str(run.manifest["stage"]): run for run in sorted(_runs(place, names), key=_created)}
+        states = [place / name for name in names if name.endswith(SUFFIX) and not list(_partial(name))]
+        for run in newest.values():
+            _print_finished(run)
+        for file in states:
+            _print_unfinished(file)
+    if not newest and not states:
+        raise InputError(f"RUN={output}: has no output, finished or not; list them with `infembed runs DIR`")
+
+
+def _print_finished(run: Run) -> None:
+    say(f"finished  {run.title}  {run.address}")
+    if command := NEXT.get(run.manifest["stage"]):
+        say(f"  next: {command.format(run.address)}")
+
+
+def _print_unfinished(file: Place) -> None:
+    """Print the state of a run from its file. A stage without an error that holds no lease was killed; a pipeline has none."""
+    state = read_json(file)
+    running = is_held(file.parent, state["run"])
+    ended = "unfinished" if state["stage"] == "pipeline" else "interrupted"
+    what = "running" if running else "failed" if state["error"] else ended
+    where = f"process {state['pid']} on {state['host']}"
+    say(f"{what}  {state['stage']} {state['run']}  began {state['began']}, {where}, updated {state['updated']}")
+    for name in ("progress", "error"):
+        if state[name]:
+            say(f"  {name}: {state[name]}")
+    if not running:
+        say(f"  next: {state['command']}  resumes it")
 
 
 def print_lineage(output: str, root: str | None) -> None:
@@ -100,6 +155,10 @@ def lines(run: Run, name: str = "", depth: int = 0) -> Iterator[str]:
             yield f"{indent}  {own}: {path}  {fingerprint}{'' if _exists(path) else '  (no longer there)'}"
 
 
+def _created(run: Run) -> str:
+    return str(run.manifest["created"])
+
+
 def _runs(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
     for name in names:
         if _last(name) == MANIFEST and not list(_partial(name)):
@@ -120,7 +179,7 @@ def _read(place: Place) -> Run | None:
 
 def _run_at(value: str) -> Run | None:
     """Return the output at an address, or the one that `latest` names there."""
-    place = place_of(value)
+    place = place_of(followed(value, "RUN"))
     with errors_at(place, "RUN"):
         if isinstance(place, Path):
             place = resolve(place)

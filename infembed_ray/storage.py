@@ -34,6 +34,7 @@ from infembed_ray.leases import lease
 from infembed_ray.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
 from infembed_ray.places import Place, errors_at, fingerprint_files, read_text
 from infembed_ray.progress import say
+from infembed_ray.run_state import recorded
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -318,6 +319,7 @@ class Step:
                 with errors_at(self.place, "output"):
                     still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={self.place}"))
                     before = self.remote.entries()
+            held.enter_context(recorded(self.place, self.stage, self.identity))
             if self.found():
                 raise InputError(f"output={self.place}: another run has just finished this output; run again to use it")
             staging = Staging(self.partial, self.remote)

@@ -1,14 +1,19 @@
 """Outputs found by their manifests, and what they were made from: real outputs of `Step`, here and in an object store."""
 
 import json
+import signal
+import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
 
+from infembed_ray import run_state
 from infembed_ray.cli import main
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.object_store import Folder
+from infembed_ray.progress import track
 from infembed_ray.storage import Step
 
 
@@ -107,7 +112,57 @@ def test_the_index_of_an_api_is_found_below_the_root(made, tmp_path, capsys):
         server.shutdown()
 
 
-@pytest.mark.parametrize("verb", ["runs", "lineage"])
+@pytest.mark.parametrize("verb", ["runs", "lineage", "status"])
 def test_a_place_without_outputs_is_an_input_error(verb, tmp_path, capsys):
     assert main([verb, str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ status
+
+
+def test_the_status_of_an_output_says_what_to_run_next(made, tmp_path, capsys):
+    assert lines(capsys, "status", made["index"]) == [
+        f"finished  {lines(capsys, 'lineage', made['index'])[0]}",
+        f"  next: infembed serve index={made['index']}",
+    ]
+    shown = lines(capsys, "status", str(tmp_path / "runs"))
+    assert {line.split()[1] for line in shown if line.startswith("finished")} == {"synthesize", "train", "index"}
+
+
+@pytest.mark.parametrize("where", ["here", "in a store"])
+def test_the_status_of_an_unfinished_run_has_its_progress_and_its_error(where, tmp_path, capsys, request, monkeypatch):
+    monkeypatch.setattr(run_state, "UPDATE_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/infembed", "train", "seed=1", "model=a b"])
+    output = str(tmp_path) if where == "here" else (Folder.open(request.getfixturevalue("bucket"), "o") / "status").uri
+    step = Step("train", AnalyzeSettings(records="", output=output), output, {})
+    with pytest.raises(ValueError, match="disk"), step.publish():
+        with track("train", 10) as advance:
+            advance(3, note="loss 1.5")
+        running = lines(capsys, "status", output)
+        assert running[0].startswith(f"running  train {step.identity}  began ")
+        assert running[1:] == ["  progress: train: 3/10  loss 1.5"]
+        raise ValueError("no space on this\ndisk")
+    failed = lines(capsys, "status", output)
+    assert failed[0].startswith(f"failed  train {step.identity}")
+    assert failed[1:] == [
+        "  progress: train: 3/10  loss 1.5",
+        "  error: ValueError: no space on this disk",
+        "  next: infembed train seed=1 'model=a b'  resumes it",
+    ]
+    with step.publish() as staging:
+        (staging.path / "data").write_text("done")
+    assert [line.split()[0] for line in lines(capsys, "status", output)] == ["finished", "next:"]
+
+
+@pytest.mark.integration
+def test_a_killed_run_is_interrupted(tmp_path, capsys):
+    code = f"""
+import os, signal
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.storage import Step
+with Step("train", AnalyzeSettings(records="", output={str(tmp_path)!r}), {str(tmp_path)!r}, {{}}).publish():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert lines(capsys, "status", str(tmp_path))[0].startswith("interrupted  train ")
