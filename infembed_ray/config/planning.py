@@ -7,6 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.pipeline import (
+    OR_EARLIER,
+    PipelineIndexing,
+    PipelineServing,
+    PipelineSettings,
+    PipelineSynthesis,
+    PipelineTraining,
+)
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.training import TrainSettings
@@ -92,3 +100,43 @@ class PlanServeSettings(PlannedCollection, ServeSettings):
     query_tokens: int = Field(59, ge=1, description="mean tokens of an instruction with its query")
     least_replicas: int = Field(2, ge=1, description="least replicas of every deployment; 2: one may fail")
     device: str = Field("l40s-48g", description="a GPU of planning/hardware.yaml for encoders")
+
+
+class PlannedSynthesis(PipelineSynthesis):
+    """The stage `synthesize` of a planned pipeline."""
+
+    seeds: str = runtime_field("", description="as for the synthesis; not read")
+    seed_count: int = Field(100_000, ge=1, description="seeds of the run")
+    measured: str | None = Field(
+        None, description="canary/forecast.json of a synthesis with these settings; null: published and assumed figures"
+    )
+
+
+class PlannedTraining(PlanTrainSettings, PipelineTraining):
+    """The stage `train` of a planned pipeline. `mix.records` is the number that the synthesis keeps, if there is one."""
+
+
+class PlannedIndexing(PlanIndexSettings, PipelineIndexing):
+    """The stage `index` of a planned pipeline."""
+
+    model: str = runtime_field("", description=f"encoder; {OR_EARLIER}")
+
+
+class PlannedServing(PlanServeSettings, PipelineServing):
+    """The stage `serve` of a planned pipeline. Size and layout of the collection are those of the stage `index`."""
+
+
+class PlanPipelineSettings(PipelineSettings):
+    """`infembed plan pipeline`: the settings of a pipeline, the sizes of its data, and its hardware."""
+
+    output: str = runtime_field("", description="as for the pipeline")
+    synthesize: PlannedSynthesis | None = Field(None, description="seeds -> records")
+    train: PlannedTraining | None = Field(None, description="records + backbone -> checkpoint")
+    index: PlannedIndexing | None = Field(None, description="checkpoint + corpus -> index")
+    serve: PlannedServing | None = Field(None, description="index -> HTTP API")
+    hardware: Hardware = Field(
+        Hardware(), description="GPU cluster of training and encoding; train.hardware and index.hardware come first"
+    )
+    nodes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 2, 4, 8, 16), description="numbers of GPU nodes to compare"
+    )

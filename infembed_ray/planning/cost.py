@@ -167,7 +167,14 @@ def assumed(name: str) -> float:
 def step_seconds(
     work: Workload, weights: Weights, cluster: Cluster, config: Mapping[str, Any], grad_cache: bool, checkpointing: bool
 ) -> float:
-    """Estimate the seconds of a training step (see the module docstring).
+    """Estimate the seconds of a training step (see the module docstring and `step_parts`)."""
+    return sum(step_parts(work, weights, cluster, config, grad_cache, checkpointing).values())
+
+
+def step_parts(
+    work: Workload, weights: Weights, cluster: Cluster, config: Mapping[str, Any], grad_cache: bool, checkpointing: bool
+) -> dict[str, float]:
+    """Estimate the seconds of a training step by the hardware that takes them.
 
     Padding costs as much as tokens. GradCache repeats every forward pass but the last of a batch; activation checkpointing
     repeats each. A forward pass is a third of the FLOPs.
@@ -178,7 +185,6 @@ def step_seconds(
     """
     repeated = (1 - work.batches / work.passes if grad_cache else 0.0) + checkpointing
     computing = work.flops * work.slots / work.tokens * (1 + repeated / 3)
-    seconds = computing / (cluster.peak * assumed("kernel_efficiency"))
     stage = config["zero_optimization"]["stage"]
     backward = work.passes if grad_cache else work.batches
     gathers = 2 * work.passes + (work.passes - work.batches if grad_cache else 0)
@@ -189,22 +195,33 @@ def step_seconds(
         traffic = trained * backward + trained
     else:  # gradients accumulate locally in fp32 until the end of the step
         traffic = weights.trained * FLOAT + trained
-    seconds += collective_seconds(traffic, cluster)
+    links = _link_seconds(traffic, cluster)
+    slower = max(links, key=lambda link: links[link])
+    parts = {"GPU kernels": computing / (cluster.peak * assumed("kernel_efficiency")), slower: links[slower]}
     optimizer_on, parameters_on = offloaded(config)
-    share = 1 / cluster.gpus
+    share, offloading = 1 / cluster.gpus, 0.0
     if optimizer_on is not None:
-        seconds += 2 * trained * share / cluster.host_link
-        seconds += weights.trained / cluster.nodes / assumed("cpu_adam_per_second")
+        offloading += 2 * trained * share / cluster.host_link
+        offloading += weights.trained / cluster.nodes / assumed("cpu_adam_per_second")
     if optimizer_on == "nvme":
-        seconds += 2 * 12 * weights.trained / cluster.nodes / cluster.nvme_link
+        offloading += 2 * 12 * weights.trained / cluster.nodes / cluster.nvme_link
     if parameters_on is not None:
         read = whole * share * gathers
-        seconds += read / (cluster.host_link if parameters_on == "cpu" else cluster.nvme_link / cluster.gpus_per_node)
-    return seconds
+        offloading += read / (
+            cluster.host_link if parameters_on == "cpu" else cluster.nvme_link / cluster.gpus_per_node
+        )
+    return parts | {"offload": offloading}
 
 
 def collective_seconds(volume: float, cluster: Cluster) -> float:
     """Seconds to all-gather or reduce-scatter `volume` bytes over all GPUs."""
-    g, n = cluster.gpus_per_node, cluster.nodes
-    slower = max(volume * (g - 1) / g / cluster.gpu_link, volume * (n - 1) / n / cluster.node_link)
-    return slower / assumed("link_efficiency")
+    return max(_link_seconds(volume, cluster).values())
+
+
+def _link_seconds(volume: float, cluster: Cluster) -> dict[str, float]:
+    """Seconds of a collective over each kind of link; the links work at the same time."""
+    g, n, efficiency = cluster.gpus_per_node, cluster.nodes, assumed("link_efficiency")
+    return {
+        "links within a node": volume * (g - 1) / g / cluster.gpu_link / efficiency,
+        "links between nodes": volume * (n - 1) / n / cluster.node_link / efficiency,
+    }

@@ -57,6 +57,7 @@ class TrainOption:
         memory: bytes of a GPU at the peak of a step.
         start: bytes of a GPU while DeepSpeed loads the model.
         obstacles: why the layout does not fit; empty if it fits.
+        bottleneck: hardware that takes most of a step.
     """
 
     zero_stage: int
@@ -67,6 +68,7 @@ class TrainOption:
     host: Host
     obstacles: tuple[str, ...]
     step_seconds: float
+    bottleneck: str
 
     @property
     def overrides(self) -> str:
@@ -200,6 +202,7 @@ def _option(
         ("a node's disks", host.nvme, cluster.nvme),
     )
     offload = {"optimizer": settings.offload.optimizer, "parameters": settings.offload.parameters}
+    parts = cost.step_parts(work, weights, cluster, config, settings.grad_cache_tokens is not None, checkpointing)
     return TrainOption(
         zero_stage=settings.zero_stage,
         offload={what: place for what, place in offload.items() if place},
@@ -210,9 +213,8 @@ def _option(
         obstacles=tuple(
             f"{where} needs {need / GIB:.0f} GiB of {there / GIB:.0f}" for where, need, there in needs if need > there
         ),
-        step_seconds=cost.step_seconds(
-            work, weights, cluster, config, settings.grad_cache_tokens is not None, checkpointing
-        ),
+        step_seconds=sum(parts.values()),
+        bottleneck=max(parts, key=lambda part: parts[part]),
     )
 
 
