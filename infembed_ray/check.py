@@ -422,7 +422,7 @@ def _serve(settings: ServeSettings) -> Iterator[str]:
 def _pipeline(settings: PipelineSettings) -> Iterator[str]:
     from infembed_ray.pipeline.stages import check_stages
 
-    yield from check_stages(settings, VERBS)
+    yield from check_stages(settings, check)
 
 
 VERBS: dict[str, Callable[..., Iterator[str]]] = {

@@ -7,37 +7,55 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
-from infembed_ray.errors import GateError, InputError
+from infembed_ray.errors import GateError, InputError, StartError, check_all
 from infembed_ray.places import address, errors_at, place_of, read_text
 from infembed_ray.progress import say
-from infembed_ray.storage import LATEST, Published, Step
-from infembed_ray.verbs import VERBS
+from infembed_ray.releases import RELEASE
+from infembed_ray.run_state import recorded
+from infembed_ray.storage import LATEST, Published, Step, set_latest
+from infembed_ray.verbs import VERBS, load
 
-RELEASE = "release"
-"""Folder of the output with the releases: one manifest each, which names the outputs of the stages."""
+Check = Callable[..., Iterator[str]]
+"""`check.check`: verb, settings, whether to ask endpoints -> its plan line by line; InputError for every mistake."""
+NOT_MADE = "/output-of-an-earlier-stage"
+"""Stands for an output that is not there yet; faults that name it are none."""
 
 
 def run(settings: PipelineSettings) -> None:
-    """Run all stages in order.
+    """Run all stages in order. The model of `train.push_to_hub` is uploaded when it has passed its gate.
 
     Raises:
-        InputError: a stage has bad input; the stages before it are finished.
+        InputError: a stage has bad input: before the first stage if that does not depend on an earlier one's output.
         GateError: the records or the model failed a gate; nothing was promoted.
         StartError: the API did not start, or the canary was rolled back.
     """
+    checked = (stage for stage in settings.stages if _makers(settings, stage))
+    check_all(*(partial(_check_own, settings, stage, load("check:check")) for stage in checked))
+    with recorded(place_of(settings.output), "pipeline", "pipeline"):
+        _run_stages(settings)
+
+
+def _run_stages(settings: PipelineSettings) -> None:
     made: dict[str, Published] = {}
+    served = _latest(output_of(settings, RELEASE))
     for number, stage in enumerate(settings.stages, start=1):
         if stage == "serve":
             _publish_release(settings, made)
         say(f"\npipeline: {stage} ({number} of {len(settings.stages)})")
         own = section(settings, stage, {name: output.address for name, output in made.items()})
         try:
+            if stage == "train":  # a wrong name or token of the hub fails before the training
+                load("modeling.hub:create_repository")(settings.train)
             output = VERBS[stage].run(own)
-        except (GateError, InputError) as error:
+        except (GateError, InputError, StartError) as error:
+            if stage == "serve" and served:  # the API still has that release
+                set_latest(place_of(output_of(settings, RELEASE)), served)
+                say(f"pipeline: release {served} stays the latest")
             raise type(error)(*(f"{stage}: {fault}" for fault in error.args)) from error
         if isinstance(output, Published):
             made[stage] = output
@@ -62,6 +80,8 @@ def section(settings: PipelineSettings, stage: str, made: Mapping[str, str]) -> 
     if "models" in values:
         assert settings.train is not None
         values["models"] = {BASE: settings.train.model, TRAINED: values["models"]}
+    if stage == "train" and settings.train is not None and settings.train.push_to_hub:
+        values["push_to_hub"] = None  # uploaded after the gates
     if "gate" in type(own).model_fields:
         values["gate"] = own.gate  # type: ignore[attr-defined]
     if "output" in type(own).model_fields:
@@ -75,41 +95,55 @@ def output_of(settings: PipelineSettings, stage: str) -> str:
     return (own and own.output) or address(place_of(settings.output) / stage)
 
 
-def check_stages(settings: PipelineSettings, checks: Mapping[str, Callable[[Any], Iterator[str]]]) -> Iterator[str]:
-    """Check each stage whose inputs are there already; the others can only be checked when their turn comes.
-
-    Args:
-        settings: of the pipeline.
-        checks: stage -> its check, which yields its plan line by line.
+def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
+    """Check each stage; one whose inputs are not there yet without what depends on them.
 
     Raises:
         InputError: mistakes were found; each line names the stage.
     """
     faults: list[str] = []
     for stage in settings.stages:
-        makers = sorted(filter(None, {settings.maker(stage, setting) for setting in WIRES[stage]}))
-        waiting = [made for made in makers if not _has_output(output_of(settings, made))]
-        if waiting:
-            yield f"{stage}: waits for {' and '.join(waiting)}; its other settings are valid"
-            continue
+        waiting = [made for made in _makers(settings, stage) if not _latest(output_of(settings, made))]
         try:
-            for line in checks[stage](section(settings, stage, {})):
-                yield f"{stage}: {line}"
+            if waiting:
+                _check_own(settings, stage, check)
+                yield f"{stage}: waits for {' and '.join(waiting)}; its other settings are valid"
+            else:
+                yield from (f"{stage}: {line}" for line in check(stage, section(settings, stage, {}), False))
         except InputError as error:
-            faults += [f"{stage}: {fault}" for fault in error.args]
+            faults += [fault if waiting else f"{stage}: {fault}" for fault in error.args]
     if faults:
         raise InputError(*faults)
 
 
-def _has_output(output: str) -> bool:
-    """Return whether a stage has published there; an unfinished output does not count."""
+def _check_own(settings: PipelineSettings, stage: str, check: Check) -> None:
+    """Check what a stage does not take from earlier ones.
+
+    Raises:
+        InputError: mistakes were found; each line names the stage.
+    """
+    try:
+        for _ in check(stage, section(settings, stage, dict.fromkeys(WIRES, NOT_MADE)), False):
+            pass
+    except InputError as error:
+        if faults := [f"{stage}: {fault}" for fault in error.args if NOT_MADE not in fault]:
+            raise InputError(*faults) from error
+
+
+def _makers(settings: PipelineSettings, stage: str) -> list[str]:
+    """Return the earlier stages whose outputs a stage takes."""
+    return sorted(filter(None, {settings.maker(stage, setting) for setting in WIRES[stage]}))
+
+
+def _latest(output: str) -> str:
+    """Return the identity of the newest output that a stage has published there, empty if there is none."""
     place = place_of(output)
     with errors_at(place, "output"):
-        return read_text(place / LATEST) is not None
+        return (read_text(place / LATEST) or "").strip()
 
 
 def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> None:
-    """Publish the addresses and identities of the stages' outputs, all of which passed their gates."""
+    """Publish the addresses and identities of the stages' outputs, all of which passed their gates; upload the model."""
     identities = {stage: str(output.manifest["identity"]) for stage, output in made.items()}
     step = Step(RELEASE, settings, output_of(settings, RELEASE), {}, identities)
     if not (done := step.finished()):
@@ -119,3 +153,5 @@ def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) 
             }
         done = step.published()
     say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")
+    if settings.train and "train" in made:
+        load("modeling.hub:upload")(settings.train, made["train"])

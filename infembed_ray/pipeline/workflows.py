@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -11,14 +12,19 @@ import yaml
 from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.pipeline.stages import section
 
+TEMPLATE = re.compile(r"\{(?=[{%#])")
+"""Start of a tag that Airflow (Jinja) or Argo would render. In JSON it only occurs within texts."""
+
 IMAGE = "infembed-ray:latest"
 """Default image of a task: it needs the command `ray`, and the jobs need `infembed` on the cluster."""
 CLUSTER = "http://infembed-head-svc:8265"
 """Default address of the cluster's job API."""
+AUTH = "token"
+"""Default RAY_AUTH_MODE of a task; `disabled` for a cluster without a token."""
 TOKEN_SECRET = "ray-auth-token"
 """Kubernetes secret whose key `auth_token` is the cluster's token."""
 
-AIRFLOW = '''"""The stages of an InF-IR pipeline as Ray jobs. Set RAY_API_SERVER_ADDRESS and RAY_AUTH_TOKEN for the workers of Airflow."""
+AIRFLOW = '''"""The stages of an InF-IR pipeline as Ray jobs. Airflow's workers need RAY_API_SERVER_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN."""
 
 import pendulum
 from airflow.providers.standard.operators.bash import BashOperator
@@ -39,14 +45,19 @@ with DAG("infembed", start_date=pendulum.datetime(2026, 1, 1), schedule=None, ca
 def commands(settings: PipelineSettings) -> dict[str, str]:
     """Return stage -> shell command that runs it as a Ray job and waits for its end.
 
-    A stage reads the newest output of an earlier one, because no address is known before that one has run.
+    A stage reads the newest output of an earlier one, because no address is known before that one has run. The task `upload`
+    is the finished training once more, which then uploads its model.
     """
+    tasks = [(stage, stage, section(settings, stage, {})) for stage in settings.stages]
+    if settings.train is not None and (repository := settings.train.push_to_hub):
+        trained = section(settings, "train", {}).model_copy(update={"push_to_hub": repository})
+        tasks.insert(len(tasks) - (settings.serve is not None), ("upload", "train", trained))
     found = {}
-    for stage in settings.stages:
-        own = section(settings, stage, {})
+    for task, verb, own in tasks:
         values = own.model_dump(mode="json", include=own.model_fields_set)
         words = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
-        found[stage] = shlex.join(["ray", "job", "submit", "--", "infembed", stage, *words])
+        command = shlex.join(["ray", "job", "submit", "--", "infembed", verb, *words])
+        found[task] = TEMPLATE.sub(r"\\u007b", command)
     return found
 
 
@@ -56,7 +67,7 @@ def as_airflow(settings: PipelineSettings) -> str:
 
 
 def as_argo(settings: PipelineSettings) -> str:
-    """Return an Argo Workflow. Its parameters `image` and `cluster` can be set when it is submitted."""
+    """Return an Argo Workflow. Its parameters `image`, `cluster` and `auth` can be set when it is submitted."""
     steps = [
         [
             {
@@ -74,12 +85,13 @@ def as_argo(settings: PipelineSettings) -> str:
         "args": ["{{inputs.parameters.command}}"],
         "env": [
             {"name": "RAY_API_SERVER_ADDRESS", "value": "{{workflow.parameters.cluster}}"},
-            {"name": "RAY_AUTH_MODE", "value": "token"},
+            {"name": "RAY_AUTH_MODE", "value": "{{workflow.parameters.auth}}"},
             {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
         ],
     }
     job = {"name": "job", "inputs": {"parameters": [{"name": "command"}]}, "container": container}
-    parameters = [{"name": "image", "value": IMAGE}, {"name": "cluster", "value": CLUSTER}]
+    defaults = {"image": IMAGE, "cluster": CLUSTER, "auth": AUTH}
+    parameters = [{"name": name, "value": value} for name, value in defaults.items()]
     workflow: dict[str, Any] = {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",

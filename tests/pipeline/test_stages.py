@@ -69,6 +69,17 @@ def test_a_gate_stops_the_pipeline_and_a_lower_limit_goes_on_from_there(tmp_path
     assert len(list((tmp_path / "out" / "release").glob("*/manifest.json"))) == 1
 
 
+def test_a_release_that_is_not_served_does_not_stay_the_latest(tmp_path, capsys):
+    given = {"output": str(tmp_path / "out"), "analyze": {"records": str(publish(tmp_path / "records"))}}
+    stages.run(PipelineSettings.from_mapping(given))
+    served = resolve(tmp_path / "out" / "release")
+    with pytest.raises(InputError, match=r"^serve: index=/none: "):
+        stages.run(PipelineSettings.from_mapping(given | {"serve": {"index": "/none"}}))
+    assert len(list((tmp_path / "out" / "release").glob("*/manifest.json"))) == 2
+    assert resolve(tmp_path / "out" / "release") == served
+    assert f"pipeline: release {served.name} stays the latest" in capsys.readouterr().out
+
+
 def test_bad_input_of_a_stage_names_the_stage(tmp_path):
     settings = PipelineSettings.from_mapping({"output": str(tmp_path), "analyze": {"records": str(tmp_path / "none")}})
     with pytest.raises(InputError, match=r"^analyze: records="):
@@ -93,9 +104,37 @@ def test_check_reports_the_stages_that_can_be_checked_and_those_that_wait(tmp_pa
     assert "infembed check: train.model=/m: " in said.err
 
 
+LATE_FAULTS = {
+    "train": {"model": "/backbone", "keep_best": 2},
+    "evaluate": {"records": "/heldout.jsonl", "gate": "trianed", "tasks": ["followri"]},
+    "index": {"corpus": "/corpus.jsonl", "metadata": {"text": "string"}},
+    "serve": {"host": "0.0.0.0"},
+}
+
+
+def test_faults_of_later_stages_are_found_before_the_first_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("INFEMBED_API_KEYS", raising=False)
+    settings = PipelineSettings.from_mapping(ALL | LATE_FAULTS | {"output": str(tmp_path / "out")})
+    with pytest.raises(InputError) as error:
+        stages.run(settings)
+    for fault in (
+        "train: keep_best=2: ",
+        "train: model=/backbone: ",
+        "evaluate: models.base.model=/backbone: ",
+        "evaluate: tasks=followri: ",
+        "evaluate: gate=trianed: ",
+        "index: metadata.text: ",
+        "index: corpus=/corpus.jsonl: ",
+        "serve: host=0.0.0.0: ",
+    ):
+        assert any(found.startswith(fault) for found in error.value.args), fault
+    assert not any(stages.NOT_MADE in found for found in error.value.args)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_waits_for_an_unfinished_one(tmp_path):
     settings = PipelineSettings.from_mapping(ALL | {"output": str(tmp_path)})
     (tmp_path / "train" / ".0123.partial").mkdir(parents=True)
     (tmp_path / "train" / ".0123.partial" / "data").write_text("half")
-    lines = list(stages.check_stages(settings, dict.fromkeys(settings.stages, lambda _: iter(()))))
+    lines = list(stages.check_stages(settings, lambda *_: iter(())))
     assert "index: waits for train; its other settings are valid" in lines

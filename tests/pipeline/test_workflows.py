@@ -3,6 +3,7 @@
 import ast
 import shlex
 
+import jinja2
 import pytest
 import yaml
 
@@ -27,12 +28,38 @@ def test_a_command_loads_the_settings_of_its_stage(settings):
         assert loaded.model_dump() == stages.section(settings, stage, {}).model_dump()
 
 
+def test_an_engine_finds_nothing_to_render_in_a_command():
+    texts = ["{{ds}}", "{{{query}}}", "{% raw %}", "{# {{inputs.parameters.command}} #}"]
+    given = {"model": "/m", "sources": {text: {"path": "/r"} for text in texts}}
+    settings = PipelineSettings.from_mapping(ALL | {"train": given})
+    command = workflows.commands(settings)["train"]
+    assert "{{" not in command
+    assert jinja2.Template(command).render() == command
+    assert list(VERBS["train"].settings.load(None, shlex.split(command)[6:]).sources) == texts
+
+
+def test_a_model_is_uploaded_after_the_gates_by_the_finished_training_again():
+    settings = PipelineSettings.from_mapping(ALL | {"train": {"model": "/m", "push_to_hub": "org/made"}})
+    commands = workflows.commands(settings)
+    assert list(commands) == [*settings.stages[:-1], "upload", "serve"]
+    loaded = [VERBS["train"].settings.load(None, shlex.split(commands[task])[6:]) for task in ("train", "upload")]
+    assert [each.push_to_hub for each in loaded] == [None, "org/made"]
+    assert loaded[0].model_dump() == loaded[1].model_copy(update={"push_to_hub": None}).model_dump()
+
+
 def test_an_argo_workflow_runs_the_commands_one_after_the_other(settings):
     workflow = yaml.safe_load(workflows.as_argo(settings))
     pipeline, job = workflow["spec"]["templates"]
     steps = {step["name"]: step["arguments"]["parameters"][0]["value"] for (step,) in pipeline["steps"]}
     assert steps == workflows.commands(settings)
     assert job["container"]["args"] == ["{{inputs.parameters.command}}"]
+
+
+def test_an_argo_workflow_reaches_a_cluster_with_or_without_a_token(settings):
+    spec = yaml.safe_load(workflows.as_argo(settings))["spec"]
+    assert {"name": "auth", "value": "token"} in spec["arguments"]["parameters"]
+    environment = {entry["name"]: entry.get("value") for entry in spec["templates"][1]["container"]["env"]}
+    assert environment["RAY_AUTH_MODE"] == "{{workflow.parameters.auth}}"
 
 
 def test_an_airflow_dag_has_the_commands_in_order(settings):
