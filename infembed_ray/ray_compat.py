@@ -84,6 +84,10 @@ PROXY_MIDDLEWARE_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Import path of a function that returns ASGI middleware for Serve's HTTP proxies."""
 SINGLE_EVENT_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """Environment with which a replica runs Serve's code and ours in one event loop: no thread hand-over per request."""
+GRPC_CALLS = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1)}
+"""Environment in which proxies and replicas call each other by gRPC instead of actor calls. A replica that answers an actor call
+waits until the caller has the answer, and answers nobody else meanwhile. If the caller is lost with its node, that takes until Ray
+declares the node dead: 10 s to a minute."""
 
 
 def tracing_environment(processors: str) -> dict[str, str]:

@@ -298,9 +298,7 @@ def _connect(plan: Plan) -> None:
     status = _status_without_leftovers()
     if replaces and APPLICATION not in status.applications:
         raise other_cluster(port)
-    if not replaces:
-        require_free_port(plan.settings.host, port, PORT_TIMEOUT_S)
-    if status.proxies:
+    if status.proxies:  # perhaps of a killed command, whose API has no release yet
         # Serve keeps its address, whatever a later `serve.start` asks for. Without this check, an API meant for loopback,
         # and so without keys, could become reachable from other machines.
         address = ray_compat.listening_address()
@@ -309,6 +307,8 @@ def _connect(plan: Plan) -> None:
                 f"port={port}: Serve already runs on this cluster and listens at {address[0]}:{address[1]}; "
                 "set that host and port, or stop it with `serve shutdown`"
             )
+    elif not replaces:
+        require_free_port(plan.settings.host, port, PORT_TIMEOUT_S)
     mode = os.environ.get("RAY_AUTH_MODE", "disabled")
     address_file(port).write_text(f"{ray.get_runtime_context().gcs_address} {mode}", encoding="utf-8")
 

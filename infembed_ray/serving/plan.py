@@ -46,10 +46,11 @@ from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.probes import Probe, read_probes
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
+from infembed_ray.telemetry import json_logs
 
 SLOW_BYTES_PER_S = 50e6
 """Least rate at which a node is expected to copy or read an index or a model; start-up time-outs grow with them at this rate."""
-LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "JSON"} if json_logs() else {})
 """Logging of Serve's processes."""
 
 
@@ -143,7 +144,7 @@ class Plan:
 
         RAY_SERVE_* variables of this process take precedence.
         """
-        environment = {
+        environment = ray_compat.GRPC_CALLS | {
             ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares",
             LIMIT_VARIABLE: str(self.settings.max_body_mib),
         }

@@ -44,6 +44,7 @@ def values(api: str, metric: str) -> set[float]:
 
 class Answered(NamedTuple):
     status: int
+    """0: the connection broke."""
     retry_after: str | None
     body: dict[str, Any]
 
@@ -57,11 +58,14 @@ def under_load(api: str, clients: int = 4) -> Iterator[list[Answered]]:
     async def client(session: aiohttp.ClientSession, number: int) -> None:
         while not ended.is_set():
             query = f"{list(PASSAGES.values())[number % len(PASSAGES)]} {len(answers)}"
-            async with session.post(f"{api}/v1/search", json={"query": query, "top_k": 5}) as answer:
-                body = await answer.json() if answer.content_type == "application/json" else {}
-                answers.append(Answered(answer.status, answer.headers.get("Retry-After"), body))
-                if answer.status != 200:
-                    await asyncio.sleep(0.1)
+            try:
+                async with session.post(f"{api}/v1/search", json={"query": query, "top_k": 5}) as answer:
+                    body = await answer.json() if answer.content_type == "application/json" else {}
+                    answers.append(Answered(answer.status, answer.headers.get("Retry-After"), body))
+            except aiohttp.ClientConnectionError:
+                answers.append(Answered(0, None, {}))
+            if answers[-1].status != 200:
+                await asyncio.sleep(0.1)
 
     async def all_clients() -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:

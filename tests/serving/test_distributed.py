@@ -41,7 +41,8 @@ from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import distributed
-from infembed_ray.serving.arguments import ENCODER, INGRESS
+from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS
+from infembed_ray.serving.deployments import api_over
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.routing.blue_green import Canary
@@ -60,8 +61,9 @@ INSTRUCTIONS = ("Only guidelines written for clinicians.", "For a lesson on nine
 
 @pytest.fixture(scope="module")
 def api(settings: ServeSettings, ray_cluster: None) -> Iterator[str]:
-    # As a killed job leaves it: Serve without an application, listening on the port.
-    serve.start(http_options={"host": settings.host, "port": settings.port})
+    # As a killed job leaves it: Serve listens on the port, and the API has no release.
+    distributed._start_serve(plan := Plan.resolve(settings))
+    serve.run(api_over(plan.api, None), name=APPLICATION, route_prefix="/")
     with serving(settings) as url:
         yield url
     distributed.stop()  # the release that replaced it
@@ -182,6 +184,9 @@ def test_the_proxy_rejects_a_body_above_the_limit(api: str) -> None:
     answer = connection.getresponse()
     assert (answer.status, json.load(answer)["error"]["code"]) == (413, "body_too_large")
     assert "nosniff" not in answer.headers.values()  # so no replica answered
+    padded = json.dumps({"query": QUERY}).ljust(4 * 2**20 - 1)
+    connection.request("POST", "/v1/search", body=padded, headers={"Content-Type": "application/json"})
+    assert connection.getresponse().status == 200  # though gRPC's own limit is 4 MiB with headers
 
 
 @pytest.mark.ray

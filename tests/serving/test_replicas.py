@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from fastapi.testclient import TestClient
@@ -31,6 +32,7 @@ from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving.arguments import ApiArguments, IndexArguments
+from infembed_ray.serving.distributed import serving
 from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySequence
 from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measured
 from infembed_ray.serving.encoder.engine import Facts
@@ -42,7 +44,9 @@ from infembed_ray.serving.service import Query
 from infembed_ray.storage import output_files
 from tests.retrieval.test_index import write_index
 from tests.retrieval.vectors import unit_vectors
+from tests.serving.http_client import under_load
 from tests.serving.indexes import PASSAGES
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 SETTINGS = ServeSettings(index="index")
@@ -261,6 +265,31 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
     nodes = [copied(tmp_path / f"node-{number}") for number in range(2)]
     assert [len(shards) for shards in nodes] == [1, 1]
     assert nodes[0] != nodes[1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_replicas_that_answer_a_proxy_of_a_lost_node_go_on(settings: ServeSettings) -> None:
+    store = {"object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **store})
+    try:
+        node = cluster.add_node(num_cpus=2, **store)
+        ray.init(cluster.address, log_to_driver=False)
+        twice = {"ingress_replicas": 2, "encoder_replicas": 2, "shard_replicas": 2, "cpus_per_shard": 0.1}
+        with serving(settings.model_copy(update={**twice, "port": free_port()})) as url, under_load(url, 16) as answers:
+            wait_until(lambda: len(answers) > 200)
+            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+            everything = raylet.children(recursive=True)
+            cluster.remove_node(node, allow_graceful=False)
+            for process in everything:
+                process.kill()
+            killed = len(answers)
+            wait_until(lambda: len(answers) > killed + 500)
+            assert sum(entry["Alive"] for entry in ray.nodes()) == 2, "Ray has noticed the loss only after 10 s"
+            assert Counter(answer.status for answer in answers[killed:])[200] > 400
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def copied(scratch: Path) -> list[str]:
