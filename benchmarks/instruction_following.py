@@ -151,7 +151,7 @@ def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
     """
     from infembed_ray.evaluation.obedience import Controls
     from infembed_ray.evaluation.scoring import means, score
-    from infembed_ray.evaluation.tasks import beir
+    from infembed_ray.evaluation.tasks import catalogue
     from infembed_ray.evaluation.tasks.infir import instruction_following
     from infembed_ray.records import Passage, Record, read
 
@@ -177,7 +177,7 @@ def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
             found[-1]["obedience"] = {name: means(values) for name, values in asked.measure(task, run).items()}
     if controls:
         with tempfile.TemporaryDirectory() as directory:
-            task = beir.read(str(cranfield(data / "cranfield", Path(directory))))
+            task = catalogue.load(str(cranfield(data / "cranfield", Path(directory))))
             vectors = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
             found[0]["cranfield"] = means(score(task, rankings(encoder, task, vectors)))["nDCG@10"]
     return found[0] | {"reworded": found[1]}

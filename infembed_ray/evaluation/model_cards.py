@@ -17,7 +17,7 @@ from infembed_ray.errors import in_one_line
 from infembed_ray.evaluation.obedience import AS_GIVEN, BM25, CONSTANT
 from infembed_ray.evaluation.paper import formats
 from infembed_ray.evaluation.paper.report import Report
-from infembed_ray.evaluation.paper.sheets import CONTROLLED, Sheet
+from infembed_ray.evaluation.paper.sheets import CONTROLLED, Line, Sheet
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.retrievers.runs import file_name
 from infembed_ray.modeling import model_card
@@ -94,8 +94,14 @@ def _sheets(report: Report, label: str) -> Iterator[Sheet]:
     shown = with_p_mrr <= found.obedience.get(label, {}).keys()
     for sheet in report.ours:
         kept = [number for number, (_, name) in enumerate(sheet.columns) if shown or P_MRR not in name]
-        labels, condition = ({label, BM25, CONSTANT}, f"{label}, ") if sheet.of == CONTROLLED else ({label}, "\n")
-        lines = [line for line in sheet.lines if line.label in labels or line.label.startswith(condition)]
+        lines = [line for line in sheet.lines if _is_about(label, line, sheet)]
         if lines and kept:
             numbered = tuple(replace(line, numbers=tuple(line.numbers[n] for n in kept)) for line in lines)
             yield replace(sheet, columns=tuple(sheet.columns[n] for n in kept), lines=numbered)
+
+
+def _is_about(label: str, line: Line, sheet: Sheet) -> bool:
+    """Whether a row is the model's, or that of a reference that is asked as given."""
+    if sheet.of != CONTROLLED:
+        return line.label == label
+    return line.section == label or (line.section in (BM25, CONSTANT) and line.label == AS_GIVEN)

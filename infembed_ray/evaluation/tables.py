@@ -36,8 +36,9 @@ class Column:
     decimals: int = 3
 
     def number(self, value: float, sign: bool = False) -> str:
-        """Format a value."""
-        return f"{value * self.scale:{'+' if sign else ''}.{self.decimals}f}"
+        """Format a value, without a sign of zero."""
+        shown = round(value * self.scale, self.decimals) + 0.0
+        return f"{shown:{'+' if sign else ''}.{self.decimals}f}"
 
 
 @dataclass(frozen=True)

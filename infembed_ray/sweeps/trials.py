@@ -130,7 +130,7 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
     Input that may differ by row is numbered in the order of the rows.
     """
     files: dict[str, Place] = {f"train.{name}": place for name, place in sources.locate(settings.train).items()}
-    for name in ("records", "distractors"):
+    for name in ("records", "reworded", "distractors"):
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
     names = {}
@@ -205,7 +205,7 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
         )
     tasks = registry.expand(settings.evaluate.tasks)
     evaluate: dict[str, Any] = {"tasks": tuple(t if t in registry.TASKS else _absolute(t) for t in tasks)}
-    for name in ("records", "distractors", "data", "embeddings"):
+    for name in ("records", "reworded", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
             if name != "embeddings":  # may not exist yet
                 find_input(path, f"evaluate.{name}")

@@ -110,3 +110,9 @@ def test_an_average_needs_all_tasks_of_its_benchmark():
 def test_a_figure_without_values_is_not_available():
     found = results({"records": FIGURES}, ["base", "other"], empty=["p-MRR"])
     assert as_text(found).splitlines()[4].split()[:2] == ["other", "n/a"]
+
+
+def test_a_value_that_rounds_to_zero_has_no_minus_sign():
+    column = tables.Column("p-MRR x100", (), 100, 1)
+    assert [column.number(value) for value in (-0.0004, 0.0004, -0.0006)] == ["0.0", "0.0", "-0.1"]
+    assert column.number(-0.0004, sign=True) == "+0.0"

@@ -11,7 +11,6 @@ import numpy as np
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import costs, tables
-from infembed_ray.evaluation.obedience import AS_GIVEN
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
 from infembed_ray.evaluation.retrievers import baselines
@@ -23,8 +22,9 @@ from infembed_ray.reporting import charts
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
-CONTROLLED = "model, condition"
-"""Kind of the rows of a table of controls."""
+CONTROLLED = "condition"
+"""Kind of the rows of a table of controls, whose sections are models."""
+_CONTROL_NOTE = "Means x100 and 95% intervals over queries, under control instructions; the end of this page explains conditions and figures"
 AS_PAPER = f"{MODE}paper"
 """Ends the names of tasks under the paper's protocol."""
 MODELS = ("2", "5")
@@ -139,17 +139,20 @@ def obedience(collection: Collection) -> list[Sheet]:
     found, sheets = collection.results, []
     for task, summary in found.tasks.items():
         asked = {
-            label if condition == AS_GIVEN else f"{label}, {condition}": scores
+            (label, condition): scores
             for label, of_tasks in found.obedience.items()
             for condition, scores in of_tasks.get(task, {}).items()
         }
         figures = list(dict.fromkeys(figure for scores in asked.values() for figure in scores))
         columns = [_controls(figure, asked, summary.groups) for figure in figures]
-        lines = [Line(label, True, "", tuple(column.get(label) for column in columns)) for label in asked]
+        lines = [
+            Line(condition, True, label, tuple(column.get((label, condition)) for column in columns))
+            for label, condition in asked
+        ]
         if lines:
-            headings = tuple(("", f"{figure} x100") for figure in figures)
-            title = "the same queries under control instructions"
-            sheets.append(Sheet(f"Obedience, {task}", title, CONTROLLED, headings, tuple(lines)))
+            headings = tuple(("", figure) for figure in figures)
+            title = "the same queries under control instructions, x100"
+            sheets.append(Sheet(f"Obedience, {task}", title, CONTROLLED, headings, tuple(lines), _CONTROL_NOTE))
     return sheets
 
 
@@ -169,9 +172,11 @@ def speed(collection: Collection) -> list[Sheet]:
     return [Sheet("Speed and cost", "", "model", headings, tuple(lines), costs.MEANING)] if lines else []
 
 
-def _controls(figure: str, asked: Mapping[str, Scores], groups: Mapping[str, str]) -> dict[str, Number]:
-    """Format the means of one figure, x100, with their intervals, by label; labels of the same queries share resamples."""
-    of_queries: dict[tuple[str, ...], list[str]] = {}
+def _controls(
+    figure: str, asked: Mapping[tuple[str, str], Scores], groups: Mapping[str, str]
+) -> dict[tuple[str, str], Number]:
+    """Format the means of one figure, x100, with their intervals; rows of the same queries share resamples."""
+    of_queries: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for label, scores in asked.items():
         if figure in scores:
             of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)

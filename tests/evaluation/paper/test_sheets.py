@@ -148,10 +148,16 @@ def test_obedience_tables_have_a_row_per_model_and_condition_with_references_las
     (sheet,) = obedience(collect({"one": one}))
     assert sheet.name == "Obedience, records"
     assert "- shuffled: both instructions of another query" in of_evaluation("x", one).as_markdown()
-    found = {line.label: line.numbers[0] for line in sheet.lines}
-    assert list(found) == ["base", "base, query only", "trained", "trained, query only", "constant"]
-    assert (found["trained"].value, found["trained"].low, found["trained"].high) == ("50.0", "40.0", "60.0")
-    assert (found["base, query only"].value, found["base, query only"].high) == ("0.0", "0.0")
+    found = {(line.section, line.label): line.numbers[0] for line in sheet.lines}
+    both = [(label, condition) for label in ("base", "trained") for condition in ("as given", "query only")]
+    assert list(found) == [*both, ("constant", "as given")]
+    given, plain = found["trained", "as given"], found["base", "query only"]
+    assert (given.value, given.low, given.high) == ("50.0", "40.0", "60.0")
+    assert (plain.value, plain.high) == ("0.0", "0.0")
+    assert [name for _, name in sheet.columns] == ["p-MRR"]
+    page = of_evaluation("x", one).as_html()
+    assert page.count("Means x100 and 95% intervals over queries, under control instructions") == 1
+    assert page.count("difference to &#39;base&#39;; *: significant at 5%.") == 1  # of the table with differences alone
     assert obedience(collect({"one": made.evaluation(tasks, models)})) == []
 
 
@@ -161,7 +167,7 @@ def test_the_controls_of_a_sweeps_seeds_are_averaged():
         label: {"records": {"as given": {"p-MRR": {"q": float(number)}}}} for number, label in enumerate(swept.models)
     }
     (sheet,) = obedience(collect({"sweep": replace(swept, obedience=of_models)}))
-    assert {line.label: line.numbers[0].value for line in sheet.lines} == {
+    assert {line.section: line.numbers[0].value for line in sheet.lines} == {
         "MiniLM, base": "0.0",
         "MiniLM, uni{P}": "150.0",
     }
