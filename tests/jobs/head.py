@@ -34,10 +34,11 @@ PORTS = (
 
 @dataclass(frozen=True)
 class Head:
-    """Address of the job API, and an environment with its token."""
+    """Address of the job API, an environment with its token, and the ports by the names of `PORTS`."""
 
     address: str
     environment: dict[str, str]
+    ports: dict[str, int]
 
     def submit(self, verb: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Submit a script of jobs/ and wait for its end; `environment` changes the submitter's environment only."""
@@ -73,7 +74,7 @@ def running_head(secrets: dict[str, str]) -> Iterator[Head]:
         try:
             address = f"http://127.0.0.1:{ports['dashboard-port']}"
             wait_until_up(address, head, log)
-            yield Head(address, environment)
+            yield Head(address, environment, ports)
         finally:
             os.killpg(head.pid, signal.SIGKILL)  # SIGTERM would first drain the node, for 30 s
             head.wait()

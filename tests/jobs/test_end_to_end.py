@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import grpc
 import pytest
 
 from infembed_ray import provenance, records, storage
@@ -29,6 +30,7 @@ from tests.jobs.head import Head, running_head
 from tests.support.files import read_jsonl, write_jsonl
 from tests.support.ports import free_port
 from tests.support.stand_in_llm import StandIn, stand_in
+from tests.support.strangers import ask_gcs, call_replica, ports_of_replicas, status
 
 pytestmark = [pytest.mark.ray, pytest.mark.end_to_end]
 
@@ -198,6 +200,18 @@ def test_a_submission_without_the_token_is_rejected(head, tmp_path, mode):
     assert "submitted successfully" not in refused.stdout
 
 
+def test_the_heads_ports_refuse_a_stranger(head, tmp_path):
+    gcs = f"127.0.0.1:{head.ports['port']}"
+    with_token = {name: head.environment[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+    assert "keys: " in ask_gcs(gcs, **with_token).stdout
+    refused = ask_gcs(gcs, RAY_AUTH_MODE="disabled")
+    assert refused.returncode != 0
+    assert "InvalidAuthToken" in refused.stderr
+    for port in ("dashboard-port", "dashboard-agent-listen-port"):
+        pages = ("/api/jobs/", "/api/job_agent/jobs/", "/api/v0/logs", "/logs", "/metrics")
+        assert {status(head.ports[port], page) for page in pages} == {401}
+
+
 def test_bad_input_ends_a_job_in_one_line(head, directory):
     failed = head.submit("train", "record=x", f"output={directory}")
     assert failed.returncode == 1
@@ -279,3 +293,9 @@ def test_the_api_finds_a_passage_and_requires_a_key(served, texts):
     assert hits[0]["text"] == wanted["text"]
     with pytest.raises(urllib.error.HTTPError, match="401"):
         search(served, question, "a guess")
+
+
+def test_the_replicas_of_the_api_refuse_a_stranger(served, head):
+    answers = {call_replica(port) for port in ports_of_replicas(head.ports["port"])}
+    own, of_ray = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED  # Ray's port has another service
+    assert answers == {own, of_ray}

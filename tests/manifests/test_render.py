@@ -168,6 +168,7 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -
         served.append({application.name for application in config.applications})
     assert served[0] < served[1]  # the second file keeps what the API uses until the switch
     assert served[2] < served[1]
+    assert service["spec"]["excludeHeadPodFromServeSvc"]
     cluster = service["spec"]["rayClusterConfig"]
     assert cluster["enableInTreeAutoscaling"]
     assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "infembed-redis:6379"

@@ -50,7 +50,12 @@ FIELDS: dict[str, Any] = {
         "submitterPodTemplate": POD,
         "rayClusterSpec": CLUSTER,
     },
-    "RayService": {"upgradeStrategy": {"type": str}, "serveConfigV2": str, "rayClusterConfig": CLUSTER},
+    "RayService": {
+        "upgradeStrategy": {"type": str},
+        "excludeHeadPodFromServeSvc": bool,
+        "serveConfigV2": str,
+        "rayClusterConfig": CLUSTER,
+    },
     "ServiceMonitor": {
         "selector": {"matchLabels": dict},
         "endpoints": [
