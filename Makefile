@@ -12,7 +12,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: quickstart check test test-all lint docs materials crds environment clean
+.PHONY: quickstart check test test-all lint docs materials audit crds environment clean
 
 quickstart: $(PRODUCT)
 	infembed quickstart $(ARGS)
@@ -47,6 +47,11 @@ materials: environment
 	python3 -m venv .cache/materials && .cache/materials/bin/pip install -q 'cyclonedx-bom>=7' 'pip-licenses>=5'
 	.cache/materials/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file .cache/materials/sbom.json $(BIN)/python
 	.cache/materials/bin/pip-licenses --python=$(BIN)/python --format=csv --with-urls --output-file=.cache/materials/licences.csv
+
+# Known vulnerabilities of the environment, except those that .ci/audit-allowed.txt accepts with a reason. Where the database cannot
+# be reached, it says that nothing was checked and ends with status 3.
+audit: environment
+	.ci/audit $(BIN)/python
 
 # The CRDs of KubeRay and of the Prometheus operator, in .cache/crds: tests/manifests validates against them if they are there.
 KUBERAY := https://raw.githubusercontent.com/ray-project/kuberay/v1.7.0/ray-operator/config/crd/bases

@@ -1,0 +1,79 @@
+"""`.ci/audit` before a server that answers as osv.dev: what fails, what is accepted, and what it says without a database."""
+
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.support.ports import free_port
+
+ROOT = Path(__file__).parents[1]
+
+
+class Database(BaseHTTPRequestHandler):
+    """Knows one vulnerability, of pip."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = {"id": "GHSA-aaaa-bbbb-cccc", "summary": "made up", "aliases": [], "affected": []}
+        self.answer(200, {"vulns": [found]} if asked["package"]["name"] == "pip" else {})
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A directory with the script and its list, so that the test may change the list."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".cache").mkdir()
+    for name in ("audit", "audit-allowed.txt"):
+        (tmp_path / ".ci" / name).write_bytes((ROOT / ".ci" / name).read_bytes())
+    (tmp_path / ".ci" / "audit").chmod(0o755)
+    return tmp_path
+
+
+def audit(checkout, port, **environment):
+    return subprocess.run(
+        [checkout / ".ci" / "audit", sys.executable],
+        env=os.environ | {"OSV_URL": f"http://127.0.0.1:{port}/v1/query"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_a_database_it_says_that_nothing_was_checked(checkout):
+    done = audit(checkout, free_port())
+    assert done.returncode == 3
+    assert "NOTHING WAS CHECKED: http://127.0.0.1:" in done.stderr
+    assert audit(checkout, free_port(), UNCHECKED="0").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_known_vulnerability_fails_unless_it_is_accepted_with_a_reason(checkout):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Database)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        found = audit(checkout, server.server_port)
+        assert found.returncode == 1
+        assert "GHSA-aaaa-bbbb-cccc" in found.stdout
+        allowed = checkout / ".ci" / "audit-allowed.txt"
+        allowed.write_text("GHSA-aaaa-bbbb-cccc\n")
+        assert audit(checkout, server.server_port).returncode == 2
+        allowed.write_text("GHSA-aaaa-bbbb-cccc only while packages are installed, until pip 27\n")
+        assert audit(checkout, server.server_port).returncode == 0
+    finally:
+        server.shutdown()
