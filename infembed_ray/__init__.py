@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from infembed_ray.storage import Published
     from infembed_ray.training.marginal_loss import MarginalLoss
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "api": ("build_index", "evaluate", "load_records", "synthesize", "train"),

@@ -8,10 +8,12 @@ import zipfile
 from collections.abc import Iterable
 from email.message import Message
 from email.parser import Parser
+from importlib import metadata as installed
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.integration
 
@@ -81,6 +83,28 @@ def test_every_faiss_is_pinned() -> None:
     versions = dict(re.findall(r"^(faiss-\w+)==(\S+)$", pins, re.MULTILINE))
     assert versions.keys() == {"faiss-cpu", "faiss-gpu"}
     assert len(set(versions.values())) == 1  # CPU and GPU nodes read the same indexes
+
+
+def pins() -> dict[str, Requirement]:
+    lines = (
+        line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    )
+    return {canonicalize_name(one.name): one for one in map(Requirement, filter(None, lines))}
+
+
+def test_what_users_install_is_pinned(requirements: list[Requirement]) -> None:
+    extras = ("", "cpu", "gpu", "onnx", "aws", "milvus", "trackers", "tracing", "mteb", "ir-datasets", "quickstart")
+    asked = {canonicalize_name(name) for extra in extras for name in required(requirements, extra)}
+    assert asked <= pins().keys()
+
+
+def test_the_tests_run_with_the_pinned_versions() -> None:
+    present = {canonicalize_name(found.metadata["Name"]): found.version for found in installed.distributions()}
+    chosen = [pin for name, pin in pins().items() if name in present and (not pin.marker or pin.marker.evaluate())]
+    assert len(chosen) > 40
+    assert not [
+        f"{pin}: {version}" for pin in chosen if (version := present[canonicalize_name(pin.name)]) not in pin.specifier
+    ]
 
 
 def test_the_wheel_contains_the_package_and_the_files_of_init(wheel: zipfile.ZipFile) -> None:

@@ -15,6 +15,7 @@ from infembed_ray.analysis import report
 from infembed_ray.cli import main
 from infembed_ray.errors import InputError
 from infembed_ray.ray_cluster import connect
+from tests.support.strangers import ask_gcs
 
 NO_TIME = "RAY_gcs_server_port_wait_time_s"
 """Ray's time limit for its first process; with 0 s every start fails and leaves that process running."""
@@ -121,3 +122,17 @@ def test_the_second_attempt_succeeds_and_a_job_shows_only_its_workers_errors(mon
     seen += "".join(capfd.readouterr())
     assert "will be retried" not in seen
     assert [line for line in seen.splitlines() if "logging.cc" in line and "(raylet)" not in line] == []
+
+
+@pytest.mark.ray
+def test_a_local_cluster_refuses_a_process_without_its_token(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    monkeypatch.delenv("RAY_AUTH_MODE")  # monkeypatch restores it: Ray sets it for this process
+    connect()
+    address = ray.get_runtime_context().gcs_address
+    assert "keys: " in ask_gcs(address).stdout
+    (tmp_path / "other").write_text("some-other-secret-of-at-least-thirty-two-characters")
+    for stranger in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")}):
+        refused = ask_gcs(address, **stranger)
+        assert refused.returncode != 0
+        assert "InvalidAuthToken" in refused.stderr

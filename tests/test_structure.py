@@ -29,8 +29,10 @@ TESTS_WITHOUT_A_MODULE = {
     "synthesis/test_canary.py": "whole runs with a canary",
     "synthesis/test_cheap_judge.py": "the pipeline with two judges",
     "synthesis/test_asking_again.py": "makes records with a journal",
+    "test_audit.py": "runs .ci/audit",
     "test_packaging.py": "builds the wheel",
     "test_structure.py": "this file",
+    "test_upgrade.py": "reads files of earlier versions",
     "view/test_pages.py": "opens the pages in a browser",
 }
 """Path below tests/ -> what it does instead of testing one module."""

@@ -257,7 +257,7 @@ def metrics_page() -> str:
             "# Metrics\n",
             "`GET /metrics` of a running API returns these metrics in Prometheus' text format, for every replica. "
             "Counters end in `_total` there, histograms in `_bucket`, `_sum` and `_count`. "
-            "[Monitoring](../operations/monitoring.md) says which of them to watch.\n",
+            "[Monitoring](../operations/monitoring.md) says which of them to watch, and lists the metrics of the other stages.\n",
             "| metric | meaning |",
             "|---|---|",
             *rows,

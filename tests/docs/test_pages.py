@@ -12,6 +12,7 @@ import pytest
 from infembed_ray import cli
 from infembed_ray.config.base import Settings, settings_classes
 from infembed_ray.serving import schema
+from infembed_ray.telemetry import METRICS
 from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]
@@ -113,7 +114,8 @@ def words() -> set[str]:
     """All identifiers of the source."""
     files = [f for top in SOURCES for f in (ROOT / top).rglob("*") if f.suffix in (".py", ".yaml", ".md", ".html")]
     files.append(ROOT / "pyproject.toml")
-    return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    found = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    return found | {f"infembed_{name}" for name in METRICS}
 
 
 @pytest.mark.parametrize("page", written())
@@ -146,7 +148,7 @@ def _is_module_or_member(name: str) -> bool:
 
 @pytest.mark.parametrize("page", written())
 def test_metrics_that_are_named_exist(page: str) -> None:
-    patterns = [name.replace("*", r"\w+") for name in hooks().metrics()]
+    patterns = [name.replace("*", r"\w+") for name in hooks().metrics()] + [f"infembed_{name}" for name in METRICS]
     named = {code for code in inline_code(page) if re.fullmatch(r"infembed_\w+", code)} - {"infembed_ray"}
     assert not [name for name in named if not any(re.fullmatch(pattern, name) for pattern in patterns)]
 

@@ -16,14 +16,15 @@ TOKEN = "hf_of_the_test"
 AGAIN = "import sys; from infembed_ray.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def train_again(finished, server, token=TOKEN):
-    """Run the command of a finished training with `push_to_hub` in a process whose hub is the stand-in."""
+def train_again(finished, server, token=TOKEN, pipeline=None):
+    """Run a finished training with `push_to_hub` in a process whose hub is the stand-in; alone, or in a pipeline's output."""
     given = finished.model_dump(mode="json", exclude_unset=True) | {"push_to_hub": "org/made"}
-    overrides = [f"{name}={value}" for name, value in given.items() if name != "deepspeed"]
-    overrides.append("deepspeed={zero_optimization: {reduce_bucket_size: 100000}}")
+    given["deepspeed"] = "{zero_optimization: {reduce_bucket_size: 100000}}"
+    words = ["train"] if pipeline is None else ["pipeline", f"output={pipeline}"]
+    words += [f"{'train.' if pipeline else ''}{name}={value}" for name, value in given.items()]
     environment = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-c", AGAIN, "train", *overrides]
+    command = [sys.executable, "-c", AGAIN, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -60,3 +61,14 @@ def test_a_finished_training_is_uploaded_and_loads_as_the_model(settings, in_one
     ours = InstructionEncoder.from_pretrained(in_one_process.path).encode_queries(texts, "For nurses .")
     uploaded = InstructionEncoder.from_pretrained(tmp_path / "org" / "made").encode_queries(texts, "For nurses .")
     assert (ours == uploaded).all()
+
+
+@pytest.mark.integration
+def test_a_pipeline_uploads_its_model_when_every_gate_is_passed(settings, in_one_process, tmp_path):  # noqa: F811
+    with hub.serving(tmp_path) as server:
+        server.token = TOKEN
+        done = train_again(settings, server, pipeline=tmp_path / "pipeline")
+    assert done.returncode == 0, done.stderr
+    assert len(server.commits) == 1
+    assert done.stdout.index("train: nothing to do") < done.stdout.index("every gate is passed; release")
+    assert done.stdout.index("every gate is passed; release") < done.stdout.index("uploaded the model to org/made")
