@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
 from infembed_ray.records import raw_rows
-from infembed_ray.serving.service import Found, Query
+from infembed_ray.serving.service import Found, Query, Search
 from infembed_ray.storage import resolve_input
 
 TOP_K = 100
@@ -50,7 +50,7 @@ class ProbeFigures(NamedTuple):
 class Searcher(Protocol):
     """The part of a `service.Service` that probes need."""
 
-    async def search(self, queries: Sequence[Query], top_k: int, filter: None, allow_partial: bool) -> Found:
+    async def search(self, search: Search) -> Found:
         """As `Service.search`."""
 
 
@@ -85,7 +85,7 @@ async def probe(searcher: Searcher, probes: Sequence[Probe]) -> ProbeFigures:
     run: dict[str, dict[str, float]] = {}
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[start : start + QUERIES_AT_ONCE]
-        found = await searcher.search([query for _, query in some], TOP_K, None, False)
+        found = await searcher.search(Search([query for _, query in some], TOP_K))
         for (name, _), hits in zip(some, found.results, strict=True):
             run[name] = {hit.id: hit.score for hit in hits}
     judged = {f"{n}": p.relevant for n, p in enumerate(probes)}

@@ -281,6 +281,7 @@ class SearchAnswer(BaseModel):
     timings: Timings
     partial: bool = Field(False, description="true: some shards did not answer, so hits may be missing")
     missing_shards: list[str] = []
+    notes: list[str] = Field([], description="what the answer lacks that was asked for, and why, a sentence each")
 
 
 class SearchResponse(SearchAnswer):

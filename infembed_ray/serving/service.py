@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from infembed_ray.serving.encoder.batching import Embedded
@@ -14,6 +15,25 @@ class Query(NamedTuple):
 
     text: str
     instruction: str | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search of one or several queries.
+
+    Attributes:
+        queries: at least one.
+        top_k: largest number of hits per query.
+        filter: as `retrieval.filters.parse` takes it; None: no condition.
+        allow_partial: answer even if some shards do not; the answer lists them.
+        min_sequence: wait until the answer reflects the changes up to this sequence number.
+    """
+
+    queries: Sequence[Query]
+    top_k: int
+    filter: Mapping[str, Any] | None = None
+    allow_partial: bool = False
+    min_sequence: int = 0
 
 
 class Document(NamedTuple):
@@ -37,6 +57,8 @@ class Found(NamedTuple):
     timings: Timings
     missing_shards: Sequence[str] = ()
     """Shards that did not answer; empty unless a partial answer was allowed."""
+    notes: Sequence[str] = ()
+    """What the answer lacks that was asked for, and why, a sentence each."""
 
 
 class ReplicaLost(Exception):
@@ -89,23 +111,8 @@ class Service(Protocol):
     ) -> Embedded:
         """Embed texts or token arrays."""
 
-    async def search(
-        self,
-        queries: Sequence[Query],
-        top_k: int,
-        filter: Mapping[str, Any] | None,
-        allow_partial: bool,
-        min_sequence: int = 0,
-    ) -> Found:
-        """Search up to `top_k` passages per query that satisfy the filter.
-
-        Args:
-            queries: at least one.
-            top_k: largest number of hits per query.
-            filter: as `retrieval.filters.parse` takes it; None: no condition.
-            allow_partial: answer even if some shards do not; the answer lists them.
-            min_sequence: wait until the answer reflects the changes up to this sequence number.
-        """
+    async def search(self, search: Search) -> Found:
+        """Search up to `top_k` passages per query that satisfy the filter."""
 
     async def put(self, documents: Sequence[Document]) -> int:
         """Add documents, or replace those with the same ids. The change is durable when the call returns.

@@ -6,9 +6,8 @@ import asyncio
 import hashlib
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
-from infembed_ray.serving.service import Document, Found, NotApplied, Query, ReplicaLost
+from infembed_ray.serving.service import Document, Found, NotApplied, ReplicaLost, Search
 
 DIMENSION = 16
 VOCABULARY = 256
@@ -84,18 +83,11 @@ class DebugService:
         tokens = [list(text.encode()) for text in texts]
         return Embedded(await self.engine.embed(tokens), sum(map(len, tokens)))
 
-    async def search(
-        self,
-        queries: Sequence[Query],
-        top_k: int,
-        filter: Mapping[str, Any] | None,
-        allow_partial: bool,
-        min_sequence: int = 0,
-    ) -> Found:
-        condition = filters.parse(filter, self.card.metadata)
-        if min_sequence > self.sequence:
-            raise NotApplied(min_sequence, "shard-1", self.sequence)
-        if self.missing_shards and not allow_partial:
+    async def search(self, search: Search) -> Found:
+        condition = filters.parse(search.filter, self.card.metadata)
+        if search.min_sequence > self.sequence:
+            raise NotApplied(search.min_sequence, "shard-1", self.sequence)
+        if self.missing_shards and not search.allow_partial:
             raise ReplicaLost
         found = list(self.documents.values())
         if condition is not None:
@@ -104,10 +96,12 @@ class DebugService:
             columns |= {f: columns[f].cast(pa.date32()) for f in fields if fields[f] == "date"}
             found = [d for d, kept in zip(found, condition.mask(pa.table(columns)), strict=True) if kept]
         vectors = debug_embed([d.text.encode() for d in found]) if found else np.zeros((0, DIMENSION), np.float32)
-        asked = await self.engine.embed([list(f"query: {q.instruction} {q.text}".encode()) for q in queries])
+        asked = await self.engine.embed([list(f"query: {q.instruction} {q.text}".encode()) for q in search.queries])
         results = []
         for scores in asked @ vectors.T:
-            best = sorted(zip(scores.tolist(), found, strict=True), key=lambda hit: (-hit[0], hit[1].id))[:top_k]
+            best = sorted(zip(scores.tolist(), found, strict=True), key=lambda hit: (-hit[0], hit[1].id))[
+                : search.top_k
+            ]
             results.append(
                 [schema.SearchHit(id=d.id, score=s, text=d.text, metadata=dict(d.metadata)) for s, d in best]
             )

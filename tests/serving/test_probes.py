@@ -12,7 +12,7 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.serving import schema
 from infembed_ray.serving.probes import Probe, probe, read_probes
-from infembed_ray.serving.service import Found, Query
+from infembed_ray.serving.service import Found, Search
 
 
 class Rankings:
@@ -22,11 +22,11 @@ class Rankings:
         self.rankings = rankings
         self.calls: list[int] = []
 
-    async def search(self, queries: Sequence[Query], top_k: int, filter: None, allow_partial: bool) -> Found:
-        self.calls.append(len(queries))
+    async def search(self, search: Search) -> Found:
+        self.calls.append(len(search.queries))
         results = [
             [schema.SearchHit(id=id, score=-rank, text="", metadata={}) for rank, id in enumerate(self.rankings[query])]
-            for query in queries
+            for query in search.queries
         ]
         return Found(results, "m", "v", 0, schema.Timings(encode_ms=0, search_ms=0))
 

@@ -17,7 +17,7 @@ from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.http.errors import ApiError, json_response
 from infembed_ray.serving.http.openapi import error_responses
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Service, Stuck
+from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Search, Service, Stuck
 
 TURN_BYTES = 2**17
 """Bytes of an answer that are serialised before other requests get a turn: about a millisecond's work."""
@@ -59,7 +59,7 @@ def add_query_routes(api: APIRouter, current: Callable[[], Service], choose: Cal
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
         found = await service.search(
-            queries, request.top_k, request.filter, request.allow_partial, request.min_sequence
+            Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence)
         )
         return json_response(_search_answer(found, isinstance(request.query, list)))
 
@@ -205,6 +205,7 @@ def _search_answer(found: Found, many: bool) -> schema.SearchResponse | schema.S
         "timings": found.timings,
         "partial": bool(found.missing_shards),
         "missing_shards": list(found.missing_shards),
+        "notes": list(found.notes),
     }
     if many:
         results = [schema.SearchResult(hits=list(hits)) for hits in found.results]

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,6 +34,7 @@ from infembed_ray.serving.service import (
     Query,
     ReadOnly,
     ReplicaLost,
+    Search,
     ShardState,
     Stuck,
     TooManyChanges,
@@ -174,23 +175,16 @@ class Release:
             tracing.note(tokens=embedded.tokens)
             return embedded
 
-    async def search(
-        self,
-        queries: Sequence[Query],
-        top_k: int,
-        filter: Mapping[str, Any] | None,
-        allow_partial: bool,
-        min_sequence: int = 0,
-    ) -> Found:
+    async def search(self, search: Search) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
         with self._counted():
-            filters.parse(filter, self.card.metadata)  # raises before any work is done
+            filters.parse(search.filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
-            with tracing.span("encode", queries=len(queries)):
-                vectors = await self.query_cache(queries, deadline)
+            with tracing.span("encode", queries=len(search.queries)):
+                vectors = await self.query_cache(search.queries, deadline)
             encoded = time.perf_counter()
-            query = ShardQuery(vectors, top_k, filter, min_sequence)
-            ranked = await self._fan_out.search(query, deadline, allow_partial)
+            query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
+            ranked = await self._fan_out.search(query, deadline, search.allow_partial)
             return Found(
                 results=ranked.results,
                 model=self.card.id,

@@ -94,6 +94,7 @@ def test_search_ranks_the_passages_under_the_instruction(client: TestClient) -> 
         "timings": {"encode_ms": 1.0, "search_ms": 2.0},
         "partial": False,
         "missing_shards": [],
+        "notes": [],
     }
     plain = client.post("/v1/search", json={"query": "q", "instruction": ""}).json()["hits"]
     assert [hit["id"] for hit in plain] == ranking("q", None)

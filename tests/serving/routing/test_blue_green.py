@@ -27,6 +27,7 @@ from infembed_ray.serving.service import (
     Query,
     ReadOnly,
     ReplicaLost,
+    Search,
     Service,
     ShardState,
     Stuck,
@@ -139,7 +140,7 @@ def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> No
     async def scenario(release: Release) -> None:
         async def search(i: int) -> None:
             queries = [Query(f"q{i}", "I"), Query(f"r{i}", None)][: 1 + i % 2]
-            found = await release.search(queries, 1 + i % 7, None, False)
+            found = await release.search(Search(queries, 1 + i % 7))
             assert [[hit.id for hit in hits] for hits in found.results] == [
                 best(f"{query.instruction} {query.text}", 1 + i % 7) for query in queries
             ]
@@ -154,7 +155,7 @@ def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> No
 
 def test_shards_apply_the_filter(world: World) -> None:
     async def scenario(release: Release) -> None:
-        found = await release.search([Query("q", "I")], 4, {"year": {"lt": 20}}, False)
+        found = await release.search(Search([Query("q", "I")], 4, {"year": {"lt": 20}}))
         assert [hit.id for hit in found.results[0]] == best("I q", 4, lambda id: int(id[1:]) < 20)
         assert found.results[0][0].metadata == {"year": int(found.results[0][0].id[1:])}
 
@@ -164,13 +165,13 @@ def test_shards_apply_the_filter(world: World) -> None:
 def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
     async def scenario(release: Release) -> None:
         sequence = await release.put([Document("new", "None fresh", {"year": 3}), Document("p1", "None fresh too")])
-        found = await release.search([Query("fresh")], 1, None, False)
+        found = await release.search(Search([Query("fresh")], 1))
         assert (found.results[0][0].id, found.sequence) == ("new", sequence)
         assert await release.document("new") == Document("new", "None fresh", {"year": 3})
         assert await release.document("p1") == Document("p1", "None fresh too", {"year": None})
         assert await release.delete(["new", "never was"]) > sequence
         assert await release.document("new") is None
-        found = await release.search([Query("fresh")], 60, None, False)
+        found = await release.search(Search([Query("fresh")], 60))
         assert "new" not in {hit.id for hit in found.results[0]}
 
     world.play(scenario)
@@ -190,11 +191,11 @@ def test_a_read_only_index_rejects_changes(tmp_path: Path) -> None:
 def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world: World) -> None:
     async def scenario(release: Release) -> None:
         world.shards[1].failing = [ReplicaLost()] * 3
-        found = await release.search([Query("q", "I")], 5, None, False)
+        found = await release.search(Search([Query("q", "I")], 5))
         assert [hit.id for hit in found.results[0]] == best("I q", 5)
         world.shards[1].failing = [QueueFull(2.0)]
         with pytest.raises(QueueFull):
-            await release.search([Query("q", "I")], 5, None, False)
+            await release.search(Search([Query("q", "I")], 5))
 
     world.play(scenario)
 
@@ -211,7 +212,7 @@ def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch:
 
     async def scenario() -> None:
         release = Release(world.spec, HalfSilent(), world.shards, world.encoder, timeout_s=20, encoder_replicas=2)
-        found = await asyncio.wait_for(release.search([Query("q", "I")], 3, None, False), 5)
+        found = await asyncio.wait_for(release.search(Search([Query("q", "I")], 3)), 5)
         assert [hit.id for hit in found.results[0]] == best("I q", 3)
 
     asyncio.run(scenario())
@@ -221,11 +222,11 @@ def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> N
     async def scenario() -> None:
         cached = Release(world.spec, world.encoder, world.shards, world.encoder, timeout_s=20, query_cache_bytes=2**20)
         for _ in range(3):
-            found = await cached.search([Query("q", "I")], 4, None, False)
+            found = await cached.search(Search([Query("q", "I")], 4))
             assert [hit.id for hit in found.results[0]] == best("I q", 4)
         assert world.encoder.calls == [1]
         await cached.put([Document("new", "I q")])
-        found = await cached.search([Query("q", "I")], 4, None, False)
+        found = await cached.search(Search([Query("q", "I")], 4))
         assert [hit.id for hit in found.results[0]] == ["new", *best("I q", 3)]
         assert len(world.encoder.calls) == 2  # the document's, and none for the query
         assert (cached.query_cache.hits, cached.query_cache.misses) == (3, 1)
@@ -239,12 +240,12 @@ def test_with_a_missing_shard_only_partial_searches_are_answered(world: World, m
     async def scenario(release: Release) -> None:
         world.shards[2].failing = [ReplicaLost()] * 1000
         with pytest.raises(ReplicaLost):
-            await release.search([Query("q", "I")], 5, None, False)
-        found = await release.search([Query("q", "I")], 5, None, True)
+            await release.search(Search([Query("q", "I")], 5))
+        found = await release.search(Search([Query("q", "I")], 5, allow_partial=True))
         assert list(found.missing_shards) == ["s2"]
         assert [hit.id for hit in found.results[0]] == best("I q", 5, lambda id: shard_of(id, SHARDS) != 2)
         world.shards[2].failing = []
-        found = await release.search([Query("q", "I")], 5, None, True)
+        found = await release.search(Search([Query("q", "I")], 5, allow_partial=True))
         assert list(found.missing_shards) == []
         assert [hit.id for hit in found.results[0]] == best("I q", 5)
 
@@ -265,8 +266,8 @@ def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.M
 def test_one_requests_error_does_not_affect_another(world: World) -> None:
     async def scenario(release: Release) -> None:
         good, bad = await asyncio.gather(
-            release.search([Query("q", "I")], 5, None, False),
-            release.search([Query("q", "I")], 5, {"color": "red"}, False),
+            release.search(Search([Query("q", "I")], 5)),
+            release.search(Search([Query("q", "I")], 5, {"color": "red"})),
             return_exceptions=True,
         )
         assert [hit.id for hit in good.results[0]] == best("I q", 5)
@@ -279,9 +280,9 @@ def test_a_call_gets_the_time_left_of_its_request(world: World) -> None:
     async def scenario(release: Release) -> None:
         release._embed._max_calls = 1
         world.encoder.held = asyncio.Event()
-        first = asyncio.ensure_future(release.search([Query("a", "I")], 1, None, False))
+        first = asyncio.ensure_future(release.search(Search([Query("a", "I")], 1)))
         await asyncio.sleep(0.01)
-        second = asyncio.ensure_future(release.search([Query("b", "I")], 1, None, False))
+        second = asyncio.ensure_future(release.search(Search([Query("b", "I")], 1)))
         await asyncio.sleep(0.3)
         world.encoder.held.set()
         await asyncio.gather(first, second)
@@ -296,7 +297,7 @@ def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch
     async def scenario(release: Release) -> None:
         world.encoder.held = asyncio.Event()
         text = "x" * (blue_green.MAX_BATCH_CHARACTERS // 2)
-        searches = [asyncio.ensure_future(release.search([Query(text)], 1, None, False)) for _ in range(100)]
+        searches = [asyncio.ensure_future(release.search(Search([Query(text)], 1))) for _ in range(100)]
         await asyncio.sleep(0.2)
         world.encoder.held.set()
         outcomes = await asyncio.gather(*searches, return_exceptions=True)
