@@ -102,6 +102,15 @@ class Model:
     writable: bool
 
 
+@dataclass(frozen=True)
+class Collection:
+    """A collection of an API with several indexes."""
+
+    name: str
+    model: Model
+    """Its model and its index."""
+
+
 class Error(Exception):
     """A call failed."""
 
@@ -212,6 +221,7 @@ def _search_many(
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
+    collection: str | None = None,
 ) -> _Request[list[Found]]:
     """Search for at most 64 queries at once, with one instruction for all or one each.
 
@@ -220,7 +230,7 @@ def _search_many(
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
     body |= _without_none({"instruction": each, "filter": filter, "min_sequence": min_sequence, "model": model})
-    return _Request("POST", "/v1/search", _read_results, body)
+    return _Request("POST", _path("search", collection), _read_results, body)
 
 
 def _search(
@@ -232,6 +242,7 @@ def _search(
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
+    collection: str | None = None,
 ) -> _Request[Found]:
     """Find the passages nearest to a query under an instruction.
 
@@ -243,17 +254,23 @@ def _search(
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         model: must be the name of the served model, if given.
+        collection: name of the collection; None means the default one.
 
     Raises:
         ApiError, Unreachable: as `embed`.
     """
     rest: dict[str, Any] = {"allow_partial": allow_partial, "min_sequence": min_sequence, "model": model}
+    rest["collection"] = collection
     many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
 
-def _put(documents: Iterable[Document]) -> _Request[int]:
+def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Request[int]:
     """Add at most 1,000 documents, or replace those with the same ids. The change is durable when this returns.
+
+    Args:
+        documents: with distinct ids.
+        collection: as `search`.
 
     Returns:
         The sequence number of the change. A search with `min_sequence` waits for it; others include it within a second.
@@ -262,23 +279,41 @@ def _put(documents: Iterable[Document]) -> _Request[int]:
         ApiError, Unreachable: as `embed`.
     """
     body = {"documents": [{"id": d.id, "text": d.text, "metadata": dict(d.metadata)} for d in documents]}
-    return _Request("PUT", "/v1/documents", lambda body: int(body["sequence"]), body)
+    return _Request("PUT", _path("documents", collection), lambda body: int(body["sequence"]), body)
 
 
-def _delete(ids: Iterable[str]) -> _Request[int]:
+def _delete(ids: Iterable[str], *, collection: str | None = None) -> _Request[int]:
     """Delete at most 1,000 documents; unknown ids are allowed. Returns the sequence number, as `put` does."""
-    return _Request("DELETE", "/v1/documents", lambda body: int(body["sequence"]), {"ids": list(ids)})
+    return _Request("DELETE", _path("documents", collection), lambda body: int(body["sequence"]), {"ids": list(ids)})
 
 
-def _document(id: str) -> _Request[Document | None]:
+def _document(id: str, *, collection: str | None = None) -> _Request[Document | None]:
     """Get a document as it is now; None if there is none with this id."""
-    path = f"/v1/documents/{quote(id, safe='').replace('.', '%2E')}"  # `..` as it is would mean the path above
+    path = f"{_path('documents', collection)}/{_quoted(id)}"
     return _Request("GET", path, lambda body: body and _pick(Document, body), none_code="document_not_found")
 
 
 def _models() -> _Request[list[Model]]:
-    """List the served models; the API serves one."""
+    """List the served models; the API serves one, or several if collections were built by several."""
     return _Request("GET", "/v1/models", lambda body: [_pick(Model, model) for model in body["data"]])
+
+
+def _collections() -> _Request[list[Collection]]:
+    """List the collections that the key may use, the default one first."""
+
+    def read(body: Any) -> list[Collection]:
+        return [Collection(one["name"], _pick(Model, one["model"])) for one in body["data"]]
+
+    return _Request("GET", "/v1/collections", read)
+
+
+def _path(what: str, collection: str | None) -> str:
+    return f"/v1/{what}" if collection is None else f"/v1/collections/{_quoted(collection)}/{what}"
+
+
+def _quoted(part: str) -> str:
+    """Return a part of a path; `..` as it is would mean the path above."""
+    return quote(part, safe="").replace(".", "%2E")
 
 
 def _read_results(body: Any) -> list[Found]:
@@ -385,6 +420,7 @@ class Client:
     delete = _blocking(_delete)
     document = _blocking(_document)
     models = _blocking(_models)
+    collections = _blocking(_collections)
 
     def __enter__(self) -> Client:
         return self
@@ -427,6 +463,7 @@ class AsyncClient:
     delete = _awaitable(_delete)
     document = _awaitable(_document)
     models = _awaitable(_models)
+    collections = _awaitable(_collections)
 
     async def __aenter__(self) -> AsyncClient:
         return self
