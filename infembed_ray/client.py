@@ -15,7 +15,6 @@ import asyncio
 import base64
 import functools
 import os
-import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -25,6 +24,10 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 
+from infembed_ray.client_errors import ApiError, Attempts, api_error
+from infembed_ray.client_errors import Error as Error
+from infembed_ray.client_errors import Unreachable as Unreachable
+
 Metadata = str | int | float | bool | None
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,9 +35,6 @@ T = TypeVar("T")
 KEY_VARIABLE = "INFEMBED_API_KEY"
 """Environment variable that holds the API key."""
 DEFAULT_URL = "http://127.0.0.1:8000"
-RETRIED_STATUS = frozenset({429, 502, 503, 504})
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 5.0
 
 
 # ------------------------------------------------------------------------------------------ answers and errors
@@ -111,38 +111,6 @@ class Collection:
     """Its model and its index."""
 
 
-class Error(Exception):
-    """A call failed."""
-
-
-@dataclass(eq=False)
-class ApiError(Error):
-    """The server answered with an error.
-
-    Attributes:
-        status: HTTP status.
-        message, type, param, code: fields of an OpenAI error object; `param` names the faulty field.
-        request_id: id of the request in the server's log.
-        retry_after_s: pause that the server asks for; 0 if it asks for none.
-    """
-
-    status: int
-    message: str
-    type: str | None = None
-    param: str | None = None
-    code: str | None = None
-    request_id: str | None = None
-    retry_after_s: float = 0.0
-
-    def __str__(self) -> str:
-        where = f" (request {self.request_id})" if self.request_id else ""
-        return f"{self.status} {self.code or self.type or 'error'}: {self.message}{where}"
-
-
-class Unreachable(Error):
-    """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
-
-
 # --------------------------------------------------------------------------------------- requests and their answers
 
 
@@ -160,7 +128,7 @@ class _Request(Generic[T]):
     def result(self, answer: httpx2.Response) -> T:
         """Read the answer; raise ApiError unless it is a success."""
         if not answer.is_success:
-            error = _api_error(answer)
+            error = api_error(answer)
             if error.code is not None and error.code == self.none_code:
                 return self.read(None)
             raise error
@@ -168,17 +136,6 @@ class _Request(Generic[T]):
             return self.read(answer.json())
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError(answer.status_code, f"{answer.url} does not answer as this API") from error
-
-
-def _api_error(answer: httpx2.Response) -> ApiError:
-    after = answer.headers.get("retry-after", "")
-    try:
-        error = answer.json()["error"]
-        values = {name: error[name] for name in ("message", "type", "param", "code")}
-    except (ValueError, TypeError, KeyError):  # the answer of another server, such as a proxy in between
-        values = {"message": " ".join(answer.text.split())[:200] or answer.reason_phrase}
-    values |= {"request_id": answer.headers.get("x-request-id")}
-    return ApiError(answer.status_code, **values, retry_after_s=float(after) if after.isdecimal() else 0.0)
 
 
 def _embed(
@@ -341,32 +298,6 @@ def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- clients
 
 
-class _Attempts:
-    """The attempts of one call within its time-out."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self._made = 0
-
-    def start(self) -> float:
-        """Count an attempt; return the seconds that it may take."""
-        self._made += 1
-        return max(self._deadline - time.monotonic(), 0.001)
-
-    def pause_after(self, error: httpx2.TransportError | ApiError) -> float:
-        """Return the seconds until the next attempt; raise if no attempt is left."""
-        least = error.retry_after_s if isinstance(error, ApiError) else 0.0
-        pause = least + random.uniform(0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._made - 1)))
-        retried = not isinstance(error, ApiError) or error.status in RETRIED_STATUS
-        if retried and time.monotonic() + pause < self._deadline:
-            return pause
-        if isinstance(error, ApiError):
-            raise error
-        reason = str(error) or type(error).__name__
-        raise Unreachable(f"no answer within {self._timeout_s:g} s (attempts: {self._made}): {reason}") from error
-
-
 def _headers(api_key: str | None) -> dict[str, str]:
     key = (api_key or os.environ.get(KEY_VARIABLE, "")).strip()  # of a file, with a line break
     return {"Authorization": f"Bearer {key}"} if key else {}
@@ -433,7 +364,7 @@ class Client:
         self._http.close()
 
     def _send(self, request: _Request[T]) -> T:
-        attempts = _Attempts(self._timeout_s)
+        attempts = Attempts(self._timeout_s)
         while True:
             try:
                 answer = self._http.request(request.method, request.path, json=request.body, timeout=attempts.start())
@@ -476,7 +407,7 @@ class AsyncClient:
         await self._http.aclose()
 
     async def _send(self, request: _Request[T]) -> T:
-        attempts = _Attempts(self._timeout_s)
+        attempts = Attempts(self._timeout_s)
         while True:
             try:
                 answer = await self._http.request(

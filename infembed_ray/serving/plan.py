@@ -96,34 +96,10 @@ class Plan:
                 _require_apart(index, indexes, name)
                 if index.facts.encoder not in encoders:
                     encoders[index.facts.encoder] = _encoder(settings, index, encoders.values())
-        created = int(time.time())
-
-        def spec(name: str, *more: str) -> CollectionSpec:
-            index, encoder = indexes[name], encoders[indexes[name].facts.encoder]
-            card = schema.Model(
-                id=encoder.name,
-                created=created,
-                dimension=index.facts.dimension,
-                encoder=index.facts.encoder,
-                index_version=index.arguments.version,
-                passages=index.facts.passages,
-                vocabulary=encoder.vocabulary,
-                metadata=dict(index.facts.metadata),
-                writable=settings.writable,
-                suggestions=suggestions if name == DEFAULT_COLLECTION else [],
-            )
-            applications = encoder.arguments.application, index.arguments.application
-            return CollectionSpec(
-                fingerprint=_fingerprint(settings, card, locked, *applications, *more),
-                encoder=applications[0],
-                index=applications[1],
-                shards=index.shards,
-                changes=index.changes,
-                card=card,
-            )
-
-        collections = {name: spec(name, name) for name in settings.collections}
-        default = spec(DEFAULT_COLLECTION, *(one.fingerprint for one in collections.values()))
+        parts = {name: (index, encoders[index.facts.encoder]) for name, index in indexes.items()}
+        collections = {name: _spec(settings, locked, *parts[name], [], name) for name in settings.collections}
+        others = [spec.fingerprint for spec in collections.values()]
+        default = _spec(settings, locked, *parts[DEFAULT_COLLECTION], suggestions, *others)
         return cls(
             settings,
             {encoder.arguments.application: encoder.arguments for encoder in encoders.values()},
@@ -252,6 +228,13 @@ class _Index(NamedTuple):
     shards: tuple[str, ...]
     changes: str | None
 
+    @property
+    def changed_at(self) -> str:
+        """Where changes of its documents are kept: equal for two names of one index."""
+        if self.changes is None:
+            return self.arguments.index
+        return self.changes if is_uri(self.changes) else str(Path(self.changes).resolve())
+
 
 class _Encoder(NamedTuple):
     """An encoder that is not loaded."""
@@ -303,7 +286,7 @@ def _describe(settings: ServeSettings, place: str) -> _Index:
 def _require_apart(index: _Index, indexes: Mapping[str, _Index], name: str) -> None:
     """InputError if another collection has the same index: a document put in one would be found in both."""
     for other, known in indexes.items():
-        if other != name and (index.changes or index.arguments.index) == (known.changes or known.arguments.index):
+        if other != name and index.changed_at == known.changed_at:
             raise InputError(
                 f"index={index.arguments.index}: is the index of the collection {other!r} too, and both would change "
                 "the same documents; give each collection an index of its own"
@@ -356,6 +339,38 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
                 "give every row a query and an instruction"
             ) from None
     return read
+
+
+def _spec(
+    settings: ServeSettings,
+    locked: bool,
+    index: _Index,
+    encoder: _Encoder,
+    suggestions: list[schema.Suggestion],
+    *more: str,
+) -> CollectionSpec:
+    """Return the parts of a collection; its fingerprint changes with `more` too."""
+    card = schema.Model(
+        id=encoder.name,
+        created=int(time.time()),
+        dimension=index.facts.dimension,
+        encoder=index.facts.encoder,
+        index_version=index.arguments.version,
+        passages=index.facts.passages,
+        vocabulary=encoder.vocabulary,
+        metadata=dict(index.facts.metadata),
+        writable=settings.writable,
+        suggestions=suggestions,
+    )
+    applications = encoder.arguments.application, index.arguments.application
+    return CollectionSpec(
+        fingerprint=_fingerprint(settings, card, locked, *applications, *more),
+        encoder=applications[0],
+        index=applications[1],
+        shards=index.shards,
+        changes=index.changes,
+        card=card,
+    )
 
 
 def _model_name(given: str, path: str) -> str:

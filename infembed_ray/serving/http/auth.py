@@ -203,7 +203,10 @@ def read_keys(file: Path) -> dict[str, ApiKey]:
         rate = None if key["rate"] is None else _rate(float(key["rate"]), f"{where}: rate")
         collections = _collections(key["collections"], scopes, f"{where}: collections")
         keys[key["name"]] = ApiKey(
-            bytes.fromhex(key["digest"]), frozenset(scopes), rate, collections and frozenset(collections)
+            bytes.fromhex(key["digest"]),
+            frozenset(scopes),
+            rate,
+            None if collections is None else frozenset(collections),
         )
     return keys
 
