@@ -27,27 +27,27 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
 
     @api.post(f"{one}/search", response_model=routes.SearchAnswer, responses=error_responses(404))
     async def search_collection(request: schema.SearchRequest, collection: str) -> Response:
-        """Search a collection, as `POST /v1/search`."""
+        """Search a collection, as POST /v1/search."""
         return await routes.answer_search(collections[collection], request)
 
     @api.put(f"{one}/documents", response_model=schema.ChangeResponse, responses=error_responses(404, 507))
     async def put_into_collection(request: schema.PutRequest, collection: str) -> Response:
-        """Put documents into a collection, as `PUT /v1/documents`."""
+        """Put documents into a collection, as PUT /v1/documents."""
         return await routes.answer_put(collections[collection], request)
 
     @api.delete(f"{one}/documents", response_model=schema.ChangeResponse, responses=error_responses(404))
     async def delete_from_collection(request: schema.DeleteRequest, collection: str) -> Response:
-        """Delete documents of a collection, as `DELETE /v1/documents`."""
+        """Delete documents of a collection, as DELETE /v1/documents."""
         return await routes.answer_delete(collections[collection], request.ids)
 
     @api.delete(
         f"{one}/documents/{{id:any}}", response_model=schema.ChangeResponse, responses=error_responses(400, 404)
     )
     async def delete_one_of_collection(id: str, collection: str) -> Response:
-        """Delete one document of a collection, as `DELETE /v1/documents/{id}`."""
+        """Delete one document of a collection, as DELETE /v1/documents/{id}."""
         return await routes.answer_delete(collections[collection], [routes.checked_id(id)])
 
     @api.get(f"{one}/documents/{{id:any}}", response_model=schema.DocumentResponse, responses=error_responses(400, 404))
     async def document_of_collection(id: str, collection: str) -> Response:
-        """Return the current state of one document of a collection, as `GET /v1/documents/{id}`."""
+        """Return the current state of one document of a collection, as GET /v1/documents/{id}."""
         return await routes.answer_document(collections[collection], routes.checked_id(id))
