@@ -379,7 +379,8 @@ def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
     arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return spec and (arguments, spec)
+    # An API of an earlier version answers without the fields that are newer.
+    return spec and (arguments, ReleaseSpec.model_validate(spec.model_dump()))
 
 
 def _used_applications() -> set[str]:
