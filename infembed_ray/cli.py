@@ -217,9 +217,9 @@ def _following() -> dict[str, list[str]]:
     return found
 
 
-def create_key(name: str, file: str, scopes: str, rate: float | None) -> None:
+def create_key(name: str, file: str, scopes: str, rate: float | None, collections: str | None) -> None:
     """Print a new API key; its hash goes to a file."""
-    print(load("serving.http.auth:new_key")(name, file, scopes, rate))
+    print(load("serving.http.auth:new_key")(name, file, scopes, rate, collections))
     print(
         f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
     )
@@ -338,6 +338,7 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     key.add_argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; created if missing")
     key.add_argument("--scopes", default="read", help="some of read,write,admin; default: read")
     key.add_argument("--rate", type=float, metavar="N", help="most requests per second; default: no limit")
+    key.add_argument("--collections", metavar="NAMES", help="those that it may use, such as news,law; default: all")
     mteb = add("mteb", "evaluation.mteb_adapter:run", "run mteb's tasks: mteb run -m CHECKPOINT -t TASK")
     mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help")
     schema = add("schema", "cli:print_schema", "print the JSON Schema of a verb's settings file, for editors")
@@ -380,6 +381,7 @@ def _add_operations(add: Callable[..., argparse.ArgumentParser]) -> None:
     lineage.add_argument(
         "--root", metavar="DIR", help="directory or URI with the outputs, of which an API's index is found"
     )
+    lineage.add_argument("--collection", metavar="NAME", help="of an API with several: whose index; default: `index`")
 
 
 def _add_settings(verbs: Any, name: str, verb: Verb) -> argparse.ArgumentParser:

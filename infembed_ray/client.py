@@ -15,7 +15,6 @@ import asyncio
 import base64
 import functools
 import os
-import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -25,6 +24,10 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 
+from infembed_ray.client_errors import ApiError, Attempts, api_error
+from infembed_ray.client_errors import Error as Error
+from infembed_ray.client_errors import Unreachable as Unreachable
+
 Metadata = str | int | float | bool | None
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,9 +35,6 @@ T = TypeVar("T")
 KEY_VARIABLE = "INFEMBED_API_KEY"
 """Environment variable that holds the API key."""
 DEFAULT_URL = "http://127.0.0.1:8000"
-RETRIED_STATUS = frozenset({429, 502, 503, 504})
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 5.0
 
 
 # ------------------------------------------------------------------------------------------ answers and errors
@@ -102,36 +102,13 @@ class Model:
     writable: bool
 
 
-class Error(Exception):
-    """A call failed."""
+@dataclass(frozen=True)
+class Collection:
+    """A collection of an API with several indexes."""
 
-
-@dataclass(eq=False)
-class ApiError(Error):
-    """The server answered with an error.
-
-    Attributes:
-        status: HTTP status.
-        message, type, param, code: fields of an OpenAI error object; `param` names the faulty field.
-        request_id: id of the request in the server's log.
-        retry_after_s: pause that the server asks for; 0 if it asks for none.
-    """
-
-    status: int
-    message: str
-    type: str | None = None
-    param: str | None = None
-    code: str | None = None
-    request_id: str | None = None
-    retry_after_s: float = 0.0
-
-    def __str__(self) -> str:
-        where = f" (request {self.request_id})" if self.request_id else ""
-        return f"{self.status} {self.code or self.type or 'error'}: {self.message}{where}"
-
-
-class Unreachable(Error):
-    """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
+    name: str
+    model: Model
+    """Its model and its index."""
 
 
 # --------------------------------------------------------------------------------------- requests and their answers
@@ -151,7 +128,7 @@ class _Request(Generic[T]):
     def result(self, answer: httpx2.Response) -> T:
         """Read the answer; raise ApiError unless it is a success."""
         if not answer.is_success:
-            error = _api_error(answer)
+            error = api_error(answer)
             if error.code is not None and error.code == self.none_code:
                 return self.read(None)
             raise error
@@ -159,17 +136,6 @@ class _Request(Generic[T]):
             return self.read(answer.json())
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError(answer.status_code, f"{answer.url} does not answer as this API") from error
-
-
-def _api_error(answer: httpx2.Response) -> ApiError:
-    after = answer.headers.get("retry-after", "")
-    try:
-        error = answer.json()["error"]
-        values = {name: error[name] for name in ("message", "type", "param", "code")}
-    except (ValueError, TypeError, KeyError):  # the answer of another server, such as a proxy in between
-        values = {"message": " ".join(answer.text.split())[:200] or answer.reason_phrase}
-    values |= {"request_id": answer.headers.get("x-request-id")}
-    return ApiError(answer.status_code, **values, retry_after_s=float(after) if after.isdecimal() else 0.0)
 
 
 def _embed(
@@ -212,6 +178,7 @@ def _search_many(
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
+    collection: str | None = None,
 ) -> _Request[list[Found]]:
     """Search for at most 64 queries at once, with one instruction for all or one each.
 
@@ -220,7 +187,7 @@ def _search_many(
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
     body |= _without_none({"instruction": each, "filter": filter, "min_sequence": min_sequence, "model": model})
-    return _Request("POST", "/v1/search", _read_results, body)
+    return _Request("POST", _path("search", collection), _read_results, body)
 
 
 def _search(
@@ -232,6 +199,7 @@ def _search(
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
+    collection: str | None = None,
 ) -> _Request[Found]:
     """Find the passages nearest to a query under an instruction.
 
@@ -243,17 +211,23 @@ def _search(
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         model: must be the name of the served model, if given.
+        collection: name of the collection; None means the default one.
 
     Raises:
         ApiError, Unreachable: as `embed`.
     """
     rest: dict[str, Any] = {"allow_partial": allow_partial, "min_sequence": min_sequence, "model": model}
+    rest["collection"] = collection
     many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
 
-def _put(documents: Iterable[Document]) -> _Request[int]:
+def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Request[int]:
     """Add at most 1,000 documents, or replace those with the same ids. The change is durable when this returns.
+
+    Args:
+        documents: with distinct ids.
+        collection: as `search`.
 
     Returns:
         The sequence number of the change. A search with `min_sequence` waits for it; others include it within a second.
@@ -262,23 +236,41 @@ def _put(documents: Iterable[Document]) -> _Request[int]:
         ApiError, Unreachable: as `embed`.
     """
     body = {"documents": [{"id": d.id, "text": d.text, "metadata": dict(d.metadata)} for d in documents]}
-    return _Request("PUT", "/v1/documents", lambda body: int(body["sequence"]), body)
+    return _Request("PUT", _path("documents", collection), lambda body: int(body["sequence"]), body)
 
 
-def _delete(ids: Iterable[str]) -> _Request[int]:
+def _delete(ids: Iterable[str], *, collection: str | None = None) -> _Request[int]:
     """Delete at most 1,000 documents; unknown ids are allowed. Returns the sequence number, as `put` does."""
-    return _Request("DELETE", "/v1/documents", lambda body: int(body["sequence"]), {"ids": list(ids)})
+    return _Request("DELETE", _path("documents", collection), lambda body: int(body["sequence"]), {"ids": list(ids)})
 
 
-def _document(id: str) -> _Request[Document | None]:
+def _document(id: str, *, collection: str | None = None) -> _Request[Document | None]:
     """Get a document as it is now; None if there is none with this id."""
-    path = f"/v1/documents/{quote(id, safe='').replace('.', '%2E')}"  # `..` as it is would mean the path above
+    path = f"{_path('documents', collection)}/{_quoted(id)}"
     return _Request("GET", path, lambda body: body and _pick(Document, body), none_code="document_not_found")
 
 
 def _models() -> _Request[list[Model]]:
-    """List the served models; the API serves one."""
+    """List the served models; the API serves one, or several if collections were built by several."""
     return _Request("GET", "/v1/models", lambda body: [_pick(Model, model) for model in body["data"]])
+
+
+def _collections() -> _Request[list[Collection]]:
+    """List the collections that the key may use, the default one first."""
+
+    def read(body: Any) -> list[Collection]:
+        return [Collection(one["name"], _pick(Model, one["model"])) for one in body["data"]]
+
+    return _Request("GET", "/v1/collections", read)
+
+
+def _path(what: str, collection: str | None) -> str:
+    return f"/v1/{what}" if collection is None else f"/v1/collections/{_quoted(collection)}/{what}"
+
+
+def _quoted(part: str) -> str:
+    """Return a part of a path; `..` as it is would mean the path above."""
+    return quote(part, safe="").replace(".", "%2E")
 
 
 def _read_results(body: Any) -> list[Found]:
@@ -304,32 +296,6 @@ def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------- clients
-
-
-class _Attempts:
-    """The attempts of one call within its time-out."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self._made = 0
-
-    def start(self) -> float:
-        """Count an attempt; return the seconds that it may take."""
-        self._made += 1
-        return max(self._deadline - time.monotonic(), 0.001)
-
-    def pause_after(self, error: httpx2.TransportError | ApiError) -> float:
-        """Return the seconds until the next attempt; raise if no attempt is left."""
-        least = error.retry_after_s if isinstance(error, ApiError) else 0.0
-        pause = least + random.uniform(0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._made - 1)))
-        retried = not isinstance(error, ApiError) or error.status in RETRIED_STATUS
-        if retried and time.monotonic() + pause < self._deadline:
-            return pause
-        if isinstance(error, ApiError):
-            raise error
-        reason = str(error) or type(error).__name__
-        raise Unreachable(f"no answer within {self._timeout_s:g} s (attempts: {self._made}): {reason}") from error
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
@@ -385,6 +351,7 @@ class Client:
     delete = _blocking(_delete)
     document = _blocking(_document)
     models = _blocking(_models)
+    collections = _blocking(_collections)
 
     def __enter__(self) -> Client:
         return self
@@ -397,7 +364,7 @@ class Client:
         self._http.close()
 
     def _send(self, request: _Request[T]) -> T:
-        attempts = _Attempts(self._timeout_s)
+        attempts = Attempts(self._timeout_s)
         while True:
             try:
                 answer = self._http.request(request.method, request.path, json=request.body, timeout=attempts.start())
@@ -427,6 +394,7 @@ class AsyncClient:
     delete = _awaitable(_delete)
     document = _awaitable(_document)
     models = _awaitable(_models)
+    collections = _awaitable(_collections)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -439,7 +407,7 @@ class AsyncClient:
         await self._http.aclose()
 
     async def _send(self, request: _Request[T]) -> T:
-        attempts = _Attempts(self._timeout_s)
+        attempts = Attempts(self._timeout_s)
         while True:
             try:
                 answer = await self._http.request(

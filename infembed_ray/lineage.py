@@ -125,17 +125,21 @@ def _print_unfinished(file: Place) -> None:
         say(f"  next: {state['command']}  resumes it")
 
 
-def print_lineage(output: str, root: str | None) -> None:
+def print_lineage(output: str, root: str | None, collection: str | None = None) -> None:
     """Print what an output was made from, back to the first inputs.
 
     Args:
         output: an output, its directory with a `latest`, or the URL of an API of `infembed serve`.
         root: directory or URI with the outputs, of which the API's index is found; only for a URL.
+        collection: of the API, whose index it is; None: the default one. Only for a URL.
 
     Raises:
         InputError: there is no such output, or the API's index is not below the root.
     """
-    start = _served(output, root) if output.startswith(("http://", "https://")) else _run_at(output)
+    is_api = output.startswith(("http://", "https://"))
+    if collection is not None and not is_api:
+        raise InputError(f"--collection={collection}: RUN={output} is no API; give its URL, or leave out the option")
+    start = _served(output, root, collection) if is_api else _run_at(output)
     if start is None:
         raise InputError(f"RUN={output}: not a published output (no {MANIFEST}); list them with `infembed runs DIR`")
     for line in lines(start):
@@ -188,24 +192,32 @@ def _run_at(value: str) -> Run | None:
         return _read(place)
 
 
-def _served(url: str, root: str | None) -> Run | None:
-    """Find the index that an API serves."""
+def _served(url: str, root: str | None, collection: str | None) -> Run | None:
+    """Find the index of a collection that an API serves."""
     if root is None:
         raise InputError(
             "--root is missing: give the directory or URI with the outputs; an API does not tell where it is"
         )
     key = os.environ.get(KEY_VARIABLE)
     request = urllib.request.Request(
-        f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+        f"{url.rstrip('/')}/v1/{'models' if collection is None else 'collections'}",
+        headers={"Authorization": f"Bearer {key}"} if key else {},
     )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(request, timeout=HTTP_TIMEOUT_S) as answer:
-            version = json.load(answer)["data"][0]["index_version"]
-    except (OSError, LookupError, ValueError) as error:
+            data = json.load(answer)["data"]
+            if collection is None:
+                version = data[0]["index_version"]
+            else:
+                versions = {entry["name"]: entry["model"]["index_version"] for entry in data}
+                version = versions.get(collection)
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"RUN={url}: does not answer as `infembed serve` does ({error}); check the URL, and the key in {KEY_VARIABLE}"
         ) from None
+    if version is None:
+        raise InputError(f"--collection={collection}: {url} has {', '.join(versions)}; give one of them")
     place = open_place(root, "--root")
     with errors_at(place, "--root"):
         runs = list(_runs(place, listing(place)))

@@ -329,6 +329,13 @@ def test_serving_shows_the_index_and_checks_the_port(shown, minilm: str, tmp_pat
     assert (status, err) == (0, [])
     assert "3 passages in 2 shards" in out
     assert f"API http://127.0.0.1:{port}: new" in out
+    assert "collection" not in out
+    news = publish_index(tmp_path / "news", minilm, {"a": "one"}, shards=1)
+    given = [f"index={index}", f"collections.news={news}", f"port={port}", "api_keys_env=null"]
+    status, out, err = shown("serve", *given)
+    assert (status, err) == (0, [])
+    assert f"collection news: index {news.name}: 1 passages in 1 shard, model " in out
+    assert "encoders" not in out
 
 
 def test_dry_run_is_the_same_as_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

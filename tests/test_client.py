@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from infembed_ray import client as client_module
+from infembed_ray import client_errors
 from infembed_ray.client import ApiError, AsyncClient, Client, Document, Unreachable
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
@@ -128,8 +129,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The client's pauses, on a clock that only sleeping advances; the jitter is always the maximum."""
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(client_module, "time", clock)  # only for the client; the server uses the real clock
-    monkeypatch.setattr(client_module.random, "uniform", lambda low, high: high)
+    for module in (client_module, client_errors):
+        monkeypatch.setattr(module, "time", clock)  # only for the client; the server uses the real clock
+    monkeypatch.setattr(client_errors.random, "uniform", lambda low, high: high)
     return slept
 
 
@@ -202,7 +204,7 @@ def test_retries_of_an_unreachable_server_end_within_the_timeout_with_the_reason
 
 
 def test_the_backoff_doubles_up_to_a_maximum(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 1.0)
+    monkeypatch.setattr(client_errors, "MAX_BACKOFF_S", 1.0)
     client, _ = answering(full(), full(), full(), full(), full(), full(), models())
     client.models()
     np.testing.assert_allclose(pauses, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
@@ -243,3 +245,29 @@ def test_both_clients_have_the_same_methods_and_arguments() -> None:
         return {name: list(inspect.signature(method).parameters.values()) for name, method in public.items()}
 
     assert methods(Client) == methods(AsyncClient)
+
+
+@pytest.mark.parametrize("kind", [Client, Blocking])
+def test_collections(kind: Any) -> None:
+    services = {name: DebugService(card=CARD.model_copy(update={"index_version": name})) for name in ("index", "news")}
+    app = create_app(services["index"], "f", ApiKeys(), collections=lambda: services)
+    with listening(app) as url:
+        client = kind(url)
+        assert [(one.name, one.model.index_version) for one in client.collections()] == [
+            ("index", "index"),
+            ("news", "news"),
+        ]
+        sequence = client.put([Document("new/1", "text")], collection="news")
+        assert client.document("new/1", collection="news") == Document("new/1", "text", {})
+        assert client.document("new/1") is None
+        found = client.search("q", top_k=100, min_sequence=sequence, collection="news")
+        assert (found.index_version, "new/1" in {hit.id for hit in found.hits}) == ("news", True)
+        (many,) = client.search_many(["q"], top_k=100)
+        assert (many.index_version, "new/1" in {hit.id for hit in many.hits}) == ("index", False)
+        client.delete(["new/1"], collection="news")
+        assert client.document("new/1", collection="news") is None
+        for name in ("law", "../models", "a/b"):
+            with pytest.raises(ApiError) as refusal:
+                client.search("q", collection=name)
+            assert refusal.value.status == 404
+        client.close()

@@ -88,8 +88,9 @@ def test_outputs_in_an_object_store_are_read_there(bucket, tmp_path, capsys):
 def test_the_index_of_an_api_is_found_below_the_root(made, tmp_path, capsys):
     class Api(BaseHTTPRequestHandler):
         def do_GET(self):
-            assert self.path == "/v1/models"
-            body = json.dumps({"data": [{"index_version": made["index"].rpartition("/")[2]}]}).encode()
+            card = {"index_version": made["index"].rpartition("/")[2]}
+            news = {"name": "news", "model": card}
+            body = json.dumps({"data": {"/v1/models": [card], "/v1/collections": [news]}[self.path]}).encode()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
@@ -104,6 +105,12 @@ def test_the_index_of_an_api_is_found_below_the_root(made, tmp_path, capsys):
         assert lines(capsys, "lineage", url, "--root", str(tmp_path / "runs")) == lines(
             capsys, "lineage", made["index"]
         )
+        named = ["lineage", url, "--root", str(tmp_path / "runs"), "--collection"]
+        assert lines(capsys, *named, "news") == lines(capsys, "lineage", made["index"])
+        assert main([*named, "law"]) == 2
+        assert f"--collection=law: {url} has news; give one of them" in capsys.readouterr().err
+        assert main(["lineage", made["index"], "--collection", "news"]) == 2
+        assert "is no API; give its URL" in capsys.readouterr().err
         assert main(["lineage", url]) == 2
         assert "--root is missing" in capsys.readouterr().err
         assert main(["lineage", url, "--root", made["records"]]) == 2

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infembed_ray.config.base import Settings, runtime_field
+
+DEFAULT_COLLECTION = "index"
+"""Name of the collection that `index` names; requests without a collection go to it."""
+
+
+def collection_name(name: str) -> str:
+    """Return the name of a collection; ValueError if it is none."""
+    if not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
+        raise ValueError(f"{name!r} is no name of a collection; give 1 to 64 lower-case letters, digits, - or _")
+    return name
 
 
 class CanarySettings(Settings):
@@ -32,6 +43,9 @@ class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
     index: str = runtime_field(description="a published index, or milvus+http://HOST:PORT/ALIAS")
+    collections: dict[str, str] = runtime_field(
+        {}, description="further collections behind the same API: name -> their index, as for `index`"
+    )
     store_token_env: str | None = Field(
         "INFEMBED_STORE_TOKEN",
         description="environment variable with the token of an external engine: user:password or an API key; unset: none",
@@ -112,3 +126,15 @@ class ServeSettings(Settings):
     wait: bool = runtime_field(
         True, description="stay in the foreground until interrupted; false: leave the API running and return"
     )
+
+    @field_validator("collections")
+    @classmethod
+    def _are_named(cls, collections: dict[str, str]) -> dict[str, str]:
+        if DEFAULT_COLLECTION in map(collection_name, collections):
+            raise ValueError(f"{DEFAULT_COLLECTION!r} is the collection of the setting `index`; choose another name")
+        return collections
+
+    @property
+    def indexes(self) -> dict[str, str]:
+        """Collection -> its index; the first is the default collection."""
+        return {DEFAULT_COLLECTION: self.index, **self.collections}

@@ -100,6 +100,8 @@ class ServePlan:
     device: str
     options: tuple[ServeOption, ...]
     chosen: int | None
+    others: tuple[str, ...] = ()
+    """Further collections of the API, which are not planned."""
 
 
 def plan(settings: PlanServeSettings) -> ServePlan:
@@ -127,7 +129,14 @@ def plan(settings: PlanServeSettings) -> ServePlan:
             found += [_option(settings, shard, (front, encoder, search), node, device) for encoder in encoders[busy]]
     options = tuple(min(found, key=lambda option: _rank(option, settings.p99_ms)) for found in by_kind.values())
     return ServePlan(
-        model, settings.passages, settings.qps, settings.p99_ms, settings.device, options, cheapest(options)
+        model,
+        settings.passages,
+        settings.qps,
+        settings.p99_ms,
+        settings.device,
+        options,
+        cheapest(options),
+        tuple(settings.collections),
     )
 
 
@@ -271,6 +280,11 @@ def as_text(made: ServePlan) -> str:
         f"> the cheapest that fits. GiB: memory of one shard replica; vCPU: of all replicas; GPUs: {made.device}.",
         "Recall, rates and prices are assumptions (planning/hardware.yaml): measure one shard and one replica, then plan again.",
     ]
+    if made.others:
+        lines.append(
+            f"Not planned: the collections {', '.join(made.others)}. Plan each with its index=...: its shards come on top; qps "
+            "of the ingress and the encoder is that of all collections."
+        )
     if made.chosen is None:
         nearest = min(made.options, key=lambda option: (len(option.obstacles), option.p99))
         lines.append(

@@ -38,7 +38,8 @@ class _Arguments(BaseModel):
 
     def digest(self) -> str:
         """Return 8 hex digits that change with the arguments and with the version of this package."""
-        content = {**self.model_dump(mode="json"), "code_version": __version__}
+        relevant = self.settings.model_dump(mode="json", include=self.relevant)
+        content = {**self.model_dump(mode="json"), "settings": relevant, "code_version": __version__}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 

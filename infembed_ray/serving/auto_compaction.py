@@ -1,7 +1,7 @@
-"""Automatic compaction: `infembed serve` compacts the index that it serves when many documents have changed.
+"""Automatic compaction: `infembed serve` compacts an index that it serves when many of its documents have changed.
 
-The compaction runs in the background, as tasks of the cluster, while the API serves. Then the API switches to the next version
-(blue/green), without a canary. Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
+The compaction runs in the background, as tasks of the cluster, while the API serves: one collection at a time, the one with the
+most changes first. Then the API switches to the next version (blue/green), without a canary. Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
 left alone.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.config.serving import CanarySettings
+from infembed_ray.config.serving import DEFAULT_COLLECTION, CanarySettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.places import address, place_of
 from infembed_ray.progress import say
@@ -37,11 +37,11 @@ def compacted(settings: CompactSettings) -> str:
 
 
 class AutoCompaction:
-    """Compacts the index of a plan, and of the plans that follow from it.
+    """Compacts the indexes of a plan, and of the plans that follow from it.
 
     Args:
         plan: what is served.
-        changed: returns the mean number of documents per shard that differ from the served version.
+        changed: returns for each collection the mean number of documents per shard that differ from the served version.
         switch: switches the API to another plan.
         compact: publishes the next version and returns its place.
 
@@ -52,7 +52,7 @@ class AutoCompaction:
     def __init__(
         self,
         plan: Plan,
-        changed: Callable[[], float],
+        changed: Callable[[], Mapping[str, float]],
         switch: Callable[[Plan], None],
         compact: Callable[[CompactSettings], str] = compacted,
     ) -> None:
@@ -61,6 +61,8 @@ class AutoCompaction:
         self._compact = compact
         self._switch = switch
         self._next_look = time.monotonic() + LOOK_S
+        self._not_before: dict[str, float] = {}  # collection -> time of its next attempt, after one that failed
+        self._collection: str | None = None  # that is being compacted
         self._running: threading.Thread | None = None
         self._published: str | None = None
 
@@ -73,20 +75,28 @@ class AutoCompaction:
                 self._running = None
                 self._switch_to_published()
         except Exception as error:  # any: the API goes on as it is
-            self._failed("the API was not switched", error)
+            self._failed("the API was not switched to a compacted version", error)
 
     def _start_if_due(self) -> None:
-        limit = self.plan.settings.compact_at
-        if limit is None or time.monotonic() < self._next_look:
+        limit, now = self.plan.settings.compact_at, time.monotonic()
+        if limit is None or now < self._next_look:
             return
-        self._next_look = time.monotonic() + LOOK_S
-        if not self._serves() or (changed := self._changed()) < limit:
+        self._next_look, self._collection = now + LOOK_S, None
+        if not self._serves():
             return
-        base = self.plan.index.index
+        changed = self._changed()
+        due = [name for name, n in changed.items() if n >= limit and now >= self._not_before.get(name, 0.0)]
+        if not due:
+            return
+        self._collection = name = max(due, key=changed.__getitem__)
+        base = self.plan.indexes[self.plan.release.by_name[name].index].index
         latest = find_input(address(place_of(base).parent), "index")
         if latest.name != place_of(base).name:  # publishing the next version would replace it
             raise InputError(f"index={base}: {latest.name} is the latest; run `infembed serve` to switch to it")
-        say(f"serve: {changed:.0f} documents per shard have changed: compacting the index (compact_at={limit})")
+        say(
+            f"serve: {changed[name]:.0f} documents per shard of {_named(name)} have changed: compacting it "
+            f"(compact_at={limit})"
+        )
         self._running = threading.Thread(target=self._run, args=(base,), name="compaction", daemon=True)
         self._running.start()
 
@@ -104,8 +114,11 @@ class AutoCompaction:
         published, self._published = self._published, None
         if published is None or not self._serves():
             return
+        settings = self.plan.settings
+        indexes = {**settings.indexes, str(self._collection): published}
+        changed = {"index": indexes.pop(DEFAULT_COLLECTION), "collections": indexes}
         # Without a canary: both versions give the same answers, and Ctrl-C would wait for its end.
-        settings = self.plan.settings.model_copy(update={"index": published, "canary": CanarySettings()})
+        settings = settings.model_copy(update={**changed, "canary": CanarySettings()})
         plan = startup.in_background(lambda: Plan.resolve(settings))
         self._switch(plan)
         self.plan = plan
@@ -115,9 +128,17 @@ class AutoCompaction:
         return served_fingerprint(self.plan.url) == self.plan.release.fingerprint
 
     def _failed(self, what: str, error: Exception) -> None:
-        self._next_look = time.monotonic() + RETRY_S
+        if self._collection is None:
+            self._next_look = time.monotonic() + RETRY_S
+        else:
+            self._not_before[self._collection] = time.monotonic() + RETRY_S
+            what = f"{_named(self._collection)}: {what}" if self.plan.settings.collections else what
         reason = str(error) if isinstance(error, InputError) else in_one_line(error)
         say(f"serve: {what} ({reason}); the API goes on with the served version, next attempt in {RETRY_S:.0f} s")
+
+
+def _named(collection: str) -> str:
+    return "the index" if collection == DEFAULT_COLLECTION else f"the collection {collection}"
 
 
 def wait_for_interrupt(each_second: Callable[[], None]) -> None:

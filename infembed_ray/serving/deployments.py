@@ -1,4 +1,4 @@
-"""The Ray Serve applications: an encoder, the shards of an index, and the API over a release of both.
+"""The Ray Serve applications: an encoder, the shards of an index, and the API over a release of them.
 
 `infembed-encoder-*` and `infembed-index-*` are named after their content, so several can run at a time. `infembed` is the
 HTTP API. Its `user_config` names the encoder and the index that it uses, so a new release does not restart it (blue/green).
@@ -113,7 +113,7 @@ def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Applica
                 "env_vars": ray_compat.SINGLE_EVENT_LOOP | _environment(startup.import_modules, INGRESS_CPUS)
             },
         },
-        user_config=spec and spec.model_dump(mode="json"),
+        user_config=spec and spec.as_json(),
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),

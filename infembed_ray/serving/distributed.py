@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import ray
 from ray import serve
 from ray.serve.config import ControllerOptions
@@ -40,9 +41,9 @@ from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interr
 from infembed_ray.serving.deployments import api_over, encoder_application, index_application, require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.probes import Probe, ProbeFigures, probe
-from infembed_ray.serving.replicas import open_release
 from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.served import open_encoder, open_release
 from infembed_ray.serving.service import Query
 
 START_TIMEOUT_S = 600.0
@@ -136,10 +137,13 @@ def _deploy(plan: Plan) -> None:
     require_resources(plan)
     _start_serve(plan)
     previous = _served()
+    specs = plan.release.by_name
+    models = dict.fromkeys(spec.card.id for spec in specs.values())
     say(
-        f"serve: starting {counted(len(plan.release.shards), 'shard')}, encoder {plan.release.card.id} and the HTTP API"
+        f"serve: starting {counted(sum(len(spec.shards) for spec in specs.values()), 'shard')}, "
+        f"{'encoder' if len(models) == 1 else 'encoders'} {', '.join(models)} and the HTTP API"
     )
-    missing = {plan.release.encoder, plan.release.index} - _running_applications()
+    missing = plan.release.applications - _running_applications()
     try:
         if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
             ray_compat.start_application(api_over(plan.api, None), APPLICATION, "/", LoggingConfig(**LOGGING))
@@ -155,27 +159,30 @@ def _deploy(plan: Plan) -> None:
         _roll_back(plan, previous, missing)
         raise
     if previous is not None:
-        say(f"serve: switched: every answer now comes from index {plan.release.card.index_version}")
-        _, old = previous
-        unused = {old.encoder, old.index} - {plan.release.encoder, plan.release.index}
+        versions = [
+            f"{'index' if spec is plan.release else f'{name}: index'} {spec.card.index_version}"
+            for name, spec in specs.items()
+        ]
+        say(f"serve: switched: every answer now comes from {', '.join(versions)}")
+        unused = previous[1].applications - plan.release.applications
         _delete_after_drain(unused, plan.settings.request_timeout_s)
 
 
 def _start_applications(plan: Plan, missing: set[str]) -> None:
-    """Start the missing ones of the release's encoder and index, and wait until they run."""
-    applications = {
-        plan.release.encoder: lambda: encoder_application(plan.encoder),
-        plan.release.index: lambda: index_application(plan.index),
-    }
-    names = [name for name in applications if name in missing]
+    """Start the missing ones of the release's encoders and indexes, and wait until they run."""
+    names = [name for name in (*plan.encoders, *plan.indexes) if name in missing]
     for name in names:
-        ray_compat.start_application(applications[name](), name, None, LoggingConfig(**LOGGING))
+        if name in plan.encoders:
+            application = encoder_application(plan.encoders[name])
+        else:
+            application = index_application(plan.indexes[name])
+        ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
     for name in names:
         _wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
 
 
 def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) -> None:
-    """Compare the plan's release with the current one on the probe set and on a share of the queries, as configured.
+    """Compare the default collection of the plan's release with the current one: on the probe set and a share of the queries.
 
     Raises:
         StartError: the new release failed a check.
@@ -209,7 +216,7 @@ def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) ->
 def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) -> ProbeFigures:
     async def run() -> ProbeFigures:
         metrics = RemoteDeployment.named(METRICS, APPLICATION)
-        return await probe(open_release(spec, settings, metrics), probes)
+        return await probe(open_release(spec, open_encoder(spec.encoder, settings), settings, metrics), probes)
 
     try:
         return asyncio.run(run())
@@ -239,7 +246,7 @@ def _roll_back(plan: Plan, previous: tuple[ApiArguments, ReleaseSpec] | None, st
     if served_fingerprint(plan.url) in (plan.release.fingerprint, release.fingerprint, None):
         # Without effect if the API was not switched yet. A killed command may have left a canary in `release`.
         _switch_to(arguments, release.model_copy(update={"canary": None}))
-        used = {release.encoder, release.index}
+        used = release.applications
     else:
         used = _used_applications()
     for name in started - used:
@@ -266,10 +273,10 @@ def _start_serve(plan: Plan) -> None:
                 ) from error
 
 
-def _changed_documents() -> float:
-    """Return how many documents differ from the served version, on average per shard."""
+def _changed_documents() -> dict[str, float]:
+    """Return how many documents differ from the served version of each collection, on average per shard."""
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    changed: float = ingress.changed_documents.remote().result(timeout_s=READY_TIMEOUT_S)
+    changed: dict[str, float] = ingress.changed_documents.remote().result(timeout_s=READY_TIMEOUT_S)
     return changed
 
 
@@ -336,19 +343,26 @@ def _status_without_leftovers() -> ServeStatus:
 
 
 def _check_with_query(plan: Plan) -> None:
-    """Send a query through the new encoder and every new shard before the API is switched."""
-    release = plan.release
-    encoder = serve.get_deployment_handle(ENCODER, app_name=release.encoder)
+    """Send a query through every new encoder and every new shard before the API is switched."""
+    vectors = {name: _check_encoder(plan, name) for name in plan.encoders}
+    for spec in plan.release.by_name.values():
+        handles = [serve.get_deployment_handle(shard, app_name=spec.index) for shard in spec.shards]
+        calls = [handle.search_many.remote([ShardQuery(vectors[spec.encoder], 1)]) for handle in handles]
+        for shard, call in zip(spec.shards, calls, strict=True):
+            (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
+            if isinstance(answer, BaseException):
+                raise StartError(f"{spec.index}: {shard} does not answer: {in_one_line(answer)}") from answer
+
+
+def _check_encoder(plan: Plan, name: str) -> np.ndarray:
+    """Return the vector of a query; StartError if the encoder's application does not answer."""
+    encoder = serve.get_deployment_handle(ENCODER, app_name=name)
     call = encoder.embed_many.remote([[Query(CHECK_QUERY)]], plan.settings.request_timeout_s)
     (embedded,) = call.result(timeout_s=READY_TIMEOUT_S)
     if isinstance(embedded, BaseException):
-        raise StartError(f"{release.encoder} does not answer: {in_one_line(embedded)}") from embedded
-    handles = [serve.get_deployment_handle(shard, app_name=release.index) for shard in release.shards]
-    calls = [handle.search_many.remote([ShardQuery(embedded.vectors, 1)]) for handle in handles]
-    for shard, call in zip(release.shards, calls, strict=True):
-        (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
-        if isinstance(answer, BaseException):
-            raise StartError(f"{release.index}: {shard} does not answer: {in_one_line(answer)}") from answer
+        raise StartError(f"{name} does not answer: {in_one_line(embedded)}") from embedded
+    vectors: np.ndarray = embedded.vectors
+    return vectors
 
 
 # ---------------------------------------------------------------------------------------------------------- status
@@ -365,15 +379,16 @@ def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
     arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return spec and (arguments, spec)
+    # An API of an earlier version answers without the fields that are newer.
+    return spec and (arguments, ReleaseSpec.model_validate(spec.model_dump()))
 
 
 def _used_applications() -> set[str]:
     """Return the encoders and indexes that the API uses now; another command may have chosen them."""
     if (served := _served()) is None:
         return set()
-    releases = (served[1], *([served[1].canary.release] if served[1].canary else []))
-    return {name for release in releases for name in (release.encoder, release.index)}
+    canary = served[1].canary
+    return served[1].applications | (canary.release.applications if canary else set())
 
 
 def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:

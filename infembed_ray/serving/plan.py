@@ -6,17 +6,18 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__, ray_compat
-from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import find, is_weights, local
 from infembed_ray.object_store import is_uri
@@ -44,7 +45,7 @@ from infembed_ray.serving.encoder.known import describe
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.probes import Probe, read_probes
-from infembed_ray.serving.routing.blue_green import ReleaseSpec
+from infembed_ray.serving.routing.blue_green import CollectionSpec, ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 from infembed_ray.telemetry import json_logs
 
@@ -59,8 +60,10 @@ class Plan:
     """What `infembed serve` starts."""
 
     settings: ServeSettings
-    encoder: EncoderArguments
-    index: IndexArguments
+    encoders: Mapping[str, EncoderArguments]
+    """Application -> its arguments: an encoder for each distinct fingerprint of the indexes."""
+    indexes: Mapping[str, IndexArguments]
+    """Application -> its arguments: the index of each collection."""
     api: ApiArguments
     release: ReleaseSpec
     index_bytes: int
@@ -78,44 +81,40 @@ class Plan:
             locked: the API keys are known to the nodes only, which refuse to start without them.
 
         Raises:
-            InputError: there is no such index or model, the index is damaged or another encoder built it, or the API would
-                be open to other machines.
+            InputError: there is no such index or model, an index is damaged or another encoder built it, two collections
+                have one index, or the API would be open to other machines.
         """
         locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
         _require_safe(settings, locked)
         probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
-        index = _describe(settings)
-        found = find(settings.model or index.facts.model, "model")
-        path = local(found.path)
-        known = describe(path, index.facts.dimensions)
-        index.facts.require_encoder(known.fingerprint, index.place)
-        _require_runnable(settings, path)
-        card = schema.Model(
-            id=settings.model_name or _model_name(settings.model or index.facts.model, path),
-            created=int(time.time()),
-            dimension=index.facts.dimension,
-            encoder=known.fingerprint,
-            index_version=index.version,
-            passages=index.facts.passages,
-            vocabulary=known.vocabulary,
-            metadata=dict(index.facts.metadata),
-            writable=settings.writable,
-            suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
+        suggestions = [] if settings.suggestions is None else read_suggestions(settings.suggestions)
+        indexes: dict[str, _Index] = {}
+        encoders: dict[str, _Encoder] = {}
+        for name, place in settings.indexes.items():
+            with _errors_of(name):
+                indexes[name] = index = _describe(settings, place)
+                _require_apart(index, indexes, name)
+                if index.facts.encoder not in encoders:
+                    encoders[index.facts.encoder] = _encoder(settings, index, encoders.values())
+        parts = {name: (index, encoders[index.facts.encoder]) for name, index in indexes.items()}
+        collections = {name: _spec(settings, locked, *parts[name], [], name) for name in settings.collections}
+        others = [spec.fingerprint for spec in collections.values()]
+        default = _spec(settings, locked, *parts[DEFAULT_COLLECTION], suggestions, *others)
+        return cls(
+            settings,
+            {encoder.arguments.application: encoder.arguments for encoder in encoders.values()},
+            {index.arguments.application: index.arguments for index in indexes.values()},
+            ApiArguments(locked=locked, settings=settings),
+            ReleaseSpec(**dict(default), collections=collections),
+            sum(index.facts.bytes for index in indexes.values()),
+            sum(_model_bytes(encoder.arguments.model) for encoder in encoders.values()),
+            probes,
         )
-        encoder = EncoderArguments(
-            model=found.path, fingerprint=known.fingerprint, dimensions=index.facts.dimensions, settings=settings
-        )
-        shards = IndexArguments(index=index.place, version=index.version, settings=settings)
-        api = ApiArguments(locked=locked, settings=settings)
-        release = ReleaseSpec(
-            fingerprint=_fingerprint(settings, card, api.locked, encoder.application, shards.application),
-            encoder=encoder.application,
-            index=shards.application,
-            shards=index.shards,
-            changes=index.changes,
-            card=card,
-        )
-        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path), probes)
+
+    @property
+    def index(self) -> IndexArguments:
+        """Arguments of the default collection's index."""
+        return self.indexes[self.release.index]
 
     @property
     def reading_s(self) -> float:
@@ -130,8 +129,9 @@ class Plan:
 
     def reservations(self) -> Iterator[tuple[str, str, int, float]]:
         """Yield (Ray resource, setting, replicas, amount per replica) of everything that the replicas reserve."""
-        settings, shards = self.settings, len(self.release.shards) * self.settings.shard_replicas
-        encoders = settings.encoder_replicas
+        settings = self.settings
+        shards = sum(len(spec.shards) for spec in self.release.by_name.values()) * settings.shard_replicas
+        encoders = len(self.encoders) * settings.encoder_replicas
         yield "CPU", f"cpus_per_encoder={settings.cpus_per_encoder:g}", encoders, settings.cpus_per_encoder
         yield "CPU", f"cpus_per_shard={settings.cpus_per_shard:g}", shards, settings.cpus_per_shard
         yield "CPU", f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, INGRESS_CPUS
@@ -156,11 +156,11 @@ class Plan:
 
     def config(self) -> dict[str, Any]:
         """Return the config of `serve deploy`."""
-        builders = (
-            (self.release.encoder, "encoder_application", self.encoder),
-            (self.release.index, "index_application", self.index),
+        builders: list[tuple[str, str, BaseModel]] = [
+            *((name, "encoder_application", arguments) for name, arguments in self.encoders.items()),
+            *((name, "index_application", arguments) for name, arguments in self.indexes.items()),
             (APPLICATION, "api_application", self.api),
-        )
+        ]
         applications: list[dict[str, Any]] = [
             {
                 "name": name,
@@ -170,7 +170,7 @@ class Plan:
             }
             for name, builder, arguments in builders
         ]
-        applications[-1]["deployments"] = [{"name": INGRESS, "user_config": self.release.model_dump(mode="json")}]
+        applications[-1]["deployments"] = [{"name": INGRESS, "user_config": self.release.as_json()}]
         return {
             "proxy_location": "EveryNode",
             "http_options": {"host": self.settings.host, "port": self.settings.port},
@@ -182,8 +182,8 @@ class Plan:
     def write_config(self, file: Path) -> None:
         """Write the config file of `serve deploy`; an existing file describes what is served until then.
 
-        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the encoder
-        and the index of the previous release; writing it once more removes them.
+        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the encoders
+        and the indexes of the previous release; writing it once more removes them.
 
         Raises:
             InputError: the file exists and is not a config file of `infembed serve`.
@@ -198,16 +198,21 @@ class Plan:
                 raise InputError(
                     f"config_file={file}: exists and is not a config file of `infembed serve`; choose another name"
                 ) from error
-            kept = {release.encoder, release.index} - {app["name"] for app in config["applications"]}
+            kept = release.applications - {app["name"] for app in config["applications"]}
             config["applications"] += [app for app in previous["applications"] if app["name"] in kept]
         file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
-        """Return where the API is and an example request."""
+        """Return where the API is, what it serves, and an example request."""
         card = self.release.card
         key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
+        others = [
+            f"  collection {name}: {spec.card.passages} passages, model {spec.card.id}, at {self.url}/v1/collections/{name}\n"
+            for name, spec in self.release.collections.items()
+        ]
         return (
             f"serve: {card.passages} passages, model {card.id}, at {self.url}\n"
+            f"{''.join(others)}"
             f"  playground: {self.url}/   reference: {self.url}/docs\n"
             f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
@@ -215,38 +220,99 @@ class Plan:
         )
 
 
-class _Described(NamedTuple):
+class _Index(NamedTuple):
     """An index that is not open: of files, or in an external engine."""
 
-    place: str
-    version: str
+    arguments: IndexArguments
     facts: IndexFacts
     shards: tuple[str, ...]
     changes: str | None
 
+    @property
+    def changed_at(self) -> str:
+        """Where changes of its documents are kept: equal for two names of one index."""
+        if self.changes is None:
+            return self.arguments.index
+        return self.changes if is_uri(self.changes) else str(Path(self.changes).resolve())
 
-def _describe(settings: ServeSettings) -> _Described:
-    """Read the facts of the index, and check the files of its shards.
+
+class _Encoder(NamedTuple):
+    """An encoder that is not loaded."""
+
+    arguments: EncoderArguments
+    name: str
+    """Of the model, in the API."""
+    vocabulary: int
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Let an InputError of the block name the setting of a collection in place of `index`."""
+    try:
+        yield
+    except InputError as error:
+        if name == DEFAULT_COLLECTION:
+            raise
+        setting, text = f"collections.{name}", str(error)
+        raise InputError(f"{setting}{text[5:] if text.startswith('index=') else f': {text}'}") from error
+
+
+def _describe(settings: ServeSettings, place: str) -> _Index:
+    """Read the facts of an index, and check the files of its shards.
 
     Raises:
         InputError: there is no such index, it is damaged, or the external engine cannot be used.
     """
-    if is_address(settings.index):
-        engine = Milvus(Address.parse(settings.index, "index", settings.store_token_env))
+    if is_address(place):
+        engine = Milvus(Address.parse(place, "index", settings.store_token_env))
         version = engine.current()
         if engine.one_writer and settings.shard_replicas > 1:
             raise InputError(
-                f"shard_replicas={settings.shard_replicas}: {settings.index} takes one writer at a time; set 1, or use a "
+                f"shard_replicas={settings.shard_replicas}: {place} takes one writer at a time; set 1, or use a "
                 "server of several nodes"
             )
         facts = IndexFacts.of_manifest(version.manifest, engine.address)
-        return _Described(str(engine.address), version.id, facts, (STORE,), None)
-    index = Index.describe(settings.index)
+        arguments = IndexArguments(index=str(engine.address), version=version.id, settings=settings)
+        return _Index(arguments, facts, (STORE,), None)
+    index = Index.describe(place)
     if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
         for shard in index.facts.shards:
             local_directory(index.path, shard)
     names = tuple(shard.name for shard in index.facts.shards)
-    return _Described(address(index.path), index.version, index.facts, names, address(index.changes))
+    arguments = IndexArguments(index=address(index.path), version=index.version, settings=settings)
+    return _Index(arguments, index.facts, names, address(index.changes))
+
+
+def _require_apart(index: _Index, indexes: Mapping[str, _Index], name: str) -> None:
+    """InputError if another collection has the same index: a document put in one would be found in both."""
+    for other, known in indexes.items():
+        if other != name and index.changed_at == known.changed_at:
+            raise InputError(
+                f"index={index.arguments.index}: is the index of the collection {other!r} too, and both would change "
+                "the same documents; give each collection an index of its own"
+            )
+
+
+def _encoder(settings: ServeSettings, index: _Index, others: Collection[_Encoder]) -> _Encoder:
+    """Describe the encoder of an index; InputError unless it built the index, can run, and has a name of its own."""
+    found = find(settings.model or index.facts.model, "model")
+    path = local(found.path)
+    known = describe(path, index.facts.dimensions)
+    index.facts.require_encoder(known.fingerprint, index.arguments.index)
+    _require_runnable(settings, path)
+    name = _model_name(settings.model or index.facts.model, path)
+    if not others:
+        name = settings.model_name or name
+    elif taken := [other.arguments for other in others if other.name == name]:
+        raise InputError(
+            f"index={index.arguments.index}: its encoder {known.fingerprint} has the same name in the API, {name}, as "
+            f"another one, {taken[0].fingerprint}; build both indexes with one encoder, or give one of the two directories "
+            "another name"
+        )
+    arguments = EncoderArguments(
+        model=found.path, fingerprint=known.fingerprint, dimensions=index.facts.dimensions, settings=settings
+    )
+    return _Encoder(arguments, name, known.vocabulary)
 
 
 def read_suggestions(value: str) -> list[schema.Suggestion]:
@@ -273,6 +339,38 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
                 "give every row a query and an instruction"
             ) from None
     return read
+
+
+def _spec(
+    settings: ServeSettings,
+    locked: bool,
+    index: _Index,
+    encoder: _Encoder,
+    suggestions: list[schema.Suggestion],
+    *more: str,
+) -> CollectionSpec:
+    """Return the parts of a collection; its fingerprint changes with `more` too."""
+    card = schema.Model(
+        id=encoder.name,
+        created=int(time.time()),
+        dimension=index.facts.dimension,
+        encoder=index.facts.encoder,
+        index_version=index.arguments.version,
+        passages=index.facts.passages,
+        vocabulary=encoder.vocabulary,
+        metadata=dict(index.facts.metadata),
+        writable=settings.writable,
+        suggestions=suggestions,
+    )
+    applications = encoder.arguments.application, index.arguments.application
+    return CollectionSpec(
+        fingerprint=_fingerprint(settings, card, locked, *applications, *more),
+        encoder=applications[0],
+        index=applications[1],
+        shards=index.shards,
+        changes=index.changes,
+        card=card,
+    )
 
 
 def _model_name(given: str, path: str) -> str:

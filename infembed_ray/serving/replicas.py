@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
 from infembed_ray.retrieval.answers import Key, ShardAnswer, ShardQuery, ShardRanking
@@ -36,7 +36,6 @@ from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from infembed_ray.serving import startup
 from infembed_ray.serving.arguments import (
     APPLICATION,
-    ENCODER,
     METRICS,
     ApiArguments,
     EncoderArguments,
@@ -47,9 +46,11 @@ from infembed_ray.serving.http.app import Limits, create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
-from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
+from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
+from infembed_ray.serving.routing.encoder_calls import Inputs
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
+from infembed_ray.serving.served import Served, ServedMetrics
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
 from infembed_ray.storage import resolve_input
 
@@ -274,39 +275,6 @@ class MetricsReporter:
             await asyncio.sleep(PUSH_S)
 
 
-def open_release(
-    spec: ReleaseSpec, settings: ServeSettings, metrics: RemoteDeployment, outcomes: Outcomes | None = None
-) -> Release:
-    """Return a release whose parts are the Serve deployments that a spec names."""
-    return Release(
-        spec,
-        RemoteDeployment.named(ENCODER, spec.encoder),
-        [RemoteDeployment.named(shard, spec.index) for shard in spec.shards],
-        metrics,
-        timeout_s=settings.request_timeout_s,
-        encoder_replicas=settings.max_encoder_replicas or settings.encoder_replicas,
-        shard_replicas=settings.shard_replicas,
-        query_cache_bytes=settings.query_cache_mib * 2**20,
-        max_changed_documents=settings.max_changed_documents,
-        outcomes=outcomes,
-    )
-
-
-class CacheMetrics:
-    """Metrics of the query cache of the current release, as a collector of `prometheus_client`."""
-
-    def __init__(self, release: Callable[[], Release | None]) -> None:
-        self._release = release
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current values; they start again with a new release."""
-        if release := self._release():
-            cache = release.query_cache
-            yield GaugeMetricFamily("infembed_query_cache_bytes", "Memory of cached queries.", cache.bytes)
-            yield CounterMetricFamily("infembed_query_cache_hits", "Queries that were not encoded.", cache.hits)
-            yield CounterMetricFamily("infembed_query_cache_misses", "Queries that were encoded.", cache.misses)
-
-
 @serve.ingress()
 class Ingress:
     """A replica of the HTTP API, which answers each request from the current release."""
@@ -330,21 +298,21 @@ class Ingress:
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._outcomes = Outcomes(self._registry)
-        self._current: Release | None = None
-        self._canary: Release | None = None
-        self._registry.register(CacheMetrics(lambda: self._current))
+        self._served: Served | None = None
+        self._registry.register(ServedMetrics(lambda: self._served))
         self._switching: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._arguments.settings
         return create_app(
-            lambda: self._release,
-            lambda: self._release.spec.fingerprint,
+            lambda: self._now.releases[DEFAULT_COLLECTION],
+            lambda: self._now.spec.fingerprint,
             self._keys,
             Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
             searches=self._choose,
+            collections=lambda: self._now.releases,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -356,41 +324,43 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         spec = ReleaseSpec.model_validate(user_config)
-        release, canary = self._open(spec), self._open(spec.canary.release) if spec.canary else None
-        self._switching = asyncio.get_running_loop().create_task(self._switch_to(release, canary))
+        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes)
+        self._switching = asyncio.get_running_loop().create_task(self._switch_to(new))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
-        if self._current is None:
-            raise RuntimeError(f"{release.spec.encoder} and {release.spec.index} do not answer")
+        if self._served is None:
+            raise RuntimeError(f"{' and '.join(sorted(spec.applications))} do not answer")
 
-    async def _switch_to(self, release: Release, canary: Release | None) -> None:
-        for opened in filter(None, (release, canary)):
+    async def _switch_to(self, new: Served) -> None:
+        for opened in filter(None, (*new.releases.values(), new.canary)):
             while not await opened.ready():
                 await asyncio.sleep(POLL_S)
-        self._current, self._canary = release, canary
-        if canary is None:
+        self._served = new
+        if new.canary is None:
             self._outcomes.clear()  # the series of releases that serve no more would add up
 
-    def _open(self, spec: ReleaseSpec) -> Release:
-        return open_release(spec, self._arguments.settings, self._metrics_page, self._outcomes)
-
     def _choose(self, model: str | None) -> Release:
-        """Return the release that answers a new search: the canary for its share, unless the search names another model."""
-        current, canary = self._release, self._canary
-        terms = current.spec.canary
+        """Return what answers a new search of the default collection.
+
+        That is the canary for its share, unless the search names another model.
+        """
+        served = self._now
+        terms, canary, current = served.spec.canary, served.canary, served.releases[DEFAULT_COLLECTION]
         if canary is None or terms is None or model not in (None, canary.card.id):
             return current
         return canary if time.time() < terms.until and random.random() < terms.share else current
 
     @property
-    def _release(self) -> Release:
-        if self._current is None:
+    def _now(self) -> Served:
+        if self._served is None:
             raise ReplicaLost(RETRY_AFTER_S)
-        return self._current
+        return self._served
 
     async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:
         """Return the arguments of this replica and the release that it answers from; None: it has none yet."""
-        return self._arguments, self._current.spec if self._current else None
+        return self._arguments, self._served.spec if self._served else None
 
-    async def changed_documents(self) -> float:
-        """As `Release.changed_documents`."""
-        return await self._release.changed_documents()
+    async def changed_documents(self) -> dict[str, float]:
+        """As `Release.changed_documents`, by collection."""
+        releases = self._now.releases
+        changed = await asyncio.gather(*(release.changed_documents() for release in releases.values()))
+        return dict(zip(releases, changed, strict=True))

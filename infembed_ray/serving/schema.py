@@ -394,10 +394,25 @@ class Model(BaseModel):
 
 
 class ModelsResponse(BaseModel):
-    """OpenAI's list of models; it always holds one."""
+    """OpenAI's list of models. It holds one, or several if collections were built by several."""
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class Collection(BaseModel):
+    """A collection: its name in paths, and the model and index that answer its requests."""
+
+    object: Literal["collection"] = "collection"
+    name: str
+    model: Model
+
+
+class CollectionsResponse(BaseModel):
+    """The list of collections."""
+
+    object: Literal["list"] = "list"
+    data: list[Collection]
 
 
 class HealthResponse(BaseModel):

@@ -117,3 +117,16 @@ def test_overrides_give_a_model_as_a_name_or_a_mapping():
     assert by_name.models == {"x": "bm25"}
     assert by_mapping.models["x"].bm25 == {"b": 0.4}
     assert by_mapping.model_dump(mode="json")["models"]["x"]["bm25"]["b"] == 0.4
+
+
+def test_collections_are_named_and_the_default_one_comes_first():
+    served = ServeSettings.load(None, ["index=runs/a", "collections.news=runs/news", "collections.law_2-x=runs/law"])
+    assert list(served.indexes.items()) == [("index", "runs/a"), ("news", "runs/news"), ("law_2-x", "runs/law")]
+    assert served.identity() == ServeSettings(index="").identity()
+    assert ServeSettings(index="runs/a").indexes == {"index": "runs/a"}
+
+
+@pytest.mark.parametrize("name", ["", "News", "a b", "a/b", "..", "ü", "a" * 65, "index", "a\n"])
+def test_other_names_of_collections_are_refused(name):
+    with pytest.raises(InputError, match=r"^settings: collections: .* (give 1 to 64 lower-case|choose another name)"):
+        ServeSettings.from_mapping({"index": "a", "collections": {name: "runs/b"}})

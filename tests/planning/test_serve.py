@@ -85,6 +85,9 @@ def test_text_and_json_agree(capsys):
     assert main([*arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     best = values["options"][values["chosen"]]
+    assert "collections" not in text
+    assert main([*arguments, "collections.news=runs/news"]) == 0
+    assert "Not planned: the collections news." in capsys.readouterr().out
     assert f"Cheapest that fits: shards=2 dimensions=768 factory={best['shard']['factory']}; ingress_replicas=" in text
     assert f"{best['usd_month']:,.0f} USD a month; p99 {1e3 * best['p99']:.0f} ms" in text
     for tier in best["tiers"]:

@@ -25,6 +25,7 @@ class Api:
     def __init__(self, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.output = output
         self.changed = 0.0
+        self.changed_others: dict[str, float] = {}
         self.compacted: list[CompactSettings] = []
         self.fault: Exception | None = None
         first = self.publish("one")
@@ -33,11 +34,19 @@ class Api:
         monkeypatch.setattr(Plan, "resolve", lambda settings: plan_of(settings))
         monkeypatch.setattr(auto_compaction, "LOOK_S", 0.0)
         self.automatic = AutoCompaction(
-            plan_of(ServeSettings(index=str(first), compact_at=10)), lambda: self.changed, self.switch, self.compact
+            plan_of(ServeSettings(index=str(first), compact_at=10)),
+            lambda: {"index": self.changed, **self.changed_others},
+            self.switch,
+            self.compact,
         )
 
-    def publish(self, content: str) -> Path:
-        step = Step("index", ServeSettings(index=""), str(self.output), {}, {"content": content})
+    def add_collections(self, *names: str) -> None:
+        places = {name: str(self.publish(name, name)) for name in names}
+        self.automatic.plan = plan_of(self.automatic.plan.settings.model_copy(update={"collections": places}))
+
+    def publish(self, content: str, collection: str = "index") -> Path:
+        output = str(self.output.with_name(collection))
+        step = Step("index", ServeSettings(index=""), output, {}, {"content": content})
         with step.publish():
             pass
         return step.path
@@ -46,11 +55,11 @@ class Api:
         self.compacted.append(settings)
         if self.fault is not None:
             raise self.fault
-        return str(self.publish(f"compacted {len(self.compacted)}"))
+        return str(self.publish(f"compacted {len(self.compacted)}", Path(settings.index).parent.name))
 
     def switch(self, plan: Any) -> None:
         self.served = plan.release.fingerprint
-        self.changed = 0
+        self.changed, self.changed_others = 0, {}
 
     def look_until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
@@ -61,11 +70,13 @@ class Api:
 
 
 def plan_of(settings: ServeSettings) -> Any:
-    name = Path(settings.index).name
+    indexes = {name: SimpleNamespace(index=place) for name, place in settings.indexes.items()}
     return SimpleNamespace(
         settings=settings,
-        index=SimpleNamespace(index=settings.index),
-        release=SimpleNamespace(fingerprint=name),
+        indexes=indexes,
+        release=SimpleNamespace(
+            fingerprint=Path(settings.index).name, by_name={name: SimpleNamespace(index=name) for name in indexes}
+        ),
         url="http://127.0.0.1:1",
     )
 
@@ -145,3 +156,28 @@ def test_null_turns_it_off(api: Api) -> None:
     for _ in range(3):
         api.automatic.look()
     assert api.compacted == []
+
+
+def test_the_collection_with_the_most_changes_is_compacted_and_the_others_stay_as_they_are(api: Api) -> None:
+    api.add_collections("news", "law")
+    before = api.automatic.plan.settings.indexes
+    api.changed, api.changed_others = 11, {"news": 9.0, "law": 30.0}
+    api.look_until(lambda: api.automatic.plan.settings.indexes != before)
+    (asked,) = api.compacted
+    assert asked.index == before["law"]
+    after = api.automatic.plan.settings.indexes
+    assert {name for name in before if after[name] != before[name]} == {"law"}
+    assert Path(after["law"]).parent == Path(before["law"]).parent
+    assert list(after) == ["index", "news", "law"]
+
+
+def test_a_collection_whose_compaction_fails_does_not_keep_the_others_from_theirs(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.add_collections("news")
+    api.publish("another corpus", "news")
+    api.changed, api.changed_others = 11, {"news": 30.0}
+    first = api.served
+    api.look_until(lambda: api.served != first)
+    assert [Path(asked.index).name for asked in api.compacted] == [first]
+    assert "serve: the collection news: the API was not switched" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -445,3 +446,18 @@ def test_a_failed_upgrade_keeps_an_encoder_of_the_current_release_that_it_starte
     switches.serves = current
     distributed._roll_back(plan, (plan.api, current), {plan.release.encoder, plan.release.index})  # it was unhealthy
     assert switches.deleted == [plan.release.index]
+
+
+def test_the_release_of_an_api_of_an_earlier_version_is_read(
+    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.resolve(settings)
+    earlier = plan.release.model_copy()
+    del earlier.__dict__["collections"]  # as it is unpickled
+    assert not hasattr(earlier, "collections")
+    answer = SimpleNamespace(result=lambda timeout_s: (plan.api, earlier))
+    ingress = SimpleNamespace(served=SimpleNamespace(remote=lambda: answer))
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={APPLICATION}))
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *names, **options: ingress)
+    assert distributed._served() == (plan.api, plan.release)
+    assert distributed._used_applications() == plan.release.applications

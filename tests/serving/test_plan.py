@@ -31,6 +31,20 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
+def news(root: Path, minilm: str) -> str:
+    return str(publish_index(root / "news", minilm, AGAIN, shards=1))
+
+
+@pytest.fixture(scope="module")
+def foreign(root: Path, minilm: str) -> tuple[str, str]:
+    """Another encoder, and an index that it built."""
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    next(encoder.backbone.parameters()).data.mul_(1.01)
+    encoder.save_pretrained(root / "foreign")
+    return str(root / "foreign"), str(publish_index(root / "law", str(root / "foreign"), AGAIN, shards=1))
+
+
+@pytest.fixture(scope="module")
 def config(settings: ServeSettings, root: Path) -> dict[str, Any]:
     file = root / "serve.yaml"
     run(settings.model_copy(update={"config_file": str(file), "model_name": "from-a-file"}))
@@ -220,3 +234,99 @@ def test_the_startup_message_names_the_playground_and_the_api_docs(settings: Ser
     url = f"http://127.0.0.1:{settings.port}"
     assert f"playground: {url}/ " in Plan.resolve(settings).startup_message()
     assert f"reference: {url}/docs\n" in Plan.resolve(settings).startup_message()
+
+
+# ------------------------------------------------------------------------------------------------------ collections
+
+
+def with_collections(settings: ServeSettings, **places: str) -> ServeSettings:
+    return ServeSettings.model_validate({**settings.model_dump(), "collections": places})
+
+
+def test_collections_change_nothing_of_the_default_one(settings: ServeSettings, news: str) -> None:
+    alone, both = Plan.resolve(settings).release, Plan.resolve(with_collections(settings, news=news)).release
+    assert both.fingerprint != alone.fingerprint
+    same = {"fingerprint", "collections", "card"}
+    assert both.model_dump(exclude=same) == alone.model_dump(exclude=same)
+    assert "collections" not in alone.as_json()
+    assert list(both.by_name) == ["index", "news"]
+    assert both.applications - alone.applications == {both.collections["news"].index}
+    assert both.collections["news"].encoder == both.encoder  # one for all
+    assert both.collections["news"].card.passages == len(AGAIN)
+    assert type(both).model_validate(both.as_json()) == both
+
+
+def test_the_fingerprint_changes_with_each_collection_and_its_name(
+    settings: ServeSettings, news: str, foreign: tuple[str, str]
+) -> None:
+    def fingerprint(**places: str) -> str:
+        return Plan.resolve(with_collections(settings, **places)).release.fingerprint
+
+    assert fingerprint(news=news) == fingerprint(news=news)
+    found = {
+        fingerprint(),
+        fingerprint(news=news),
+        fingerprint(sport=news),
+        fingerprint(news=foreign[1]),
+        fingerprint(news=news, law=foreign[1]),
+        fingerprint(news=foreign[1], law=news),
+    }
+    assert len(found) == 6
+
+
+def test_the_config_file_has_all_collections_and_keeps_those_of_the_previous_release(
+    settings: ServeSettings, news: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    applications = []
+    for places in ({"news": news}, {}, {}):
+        run(with_collections(settings, **places).model_copy(update={"config_file": str(file)}))
+        written = yaml.safe_load(file.read_text())
+        schema = ServeDeploySchema.model_validate(written)
+        applications.append({application.name for application in schema.applications})
+    both = Plan.resolve(with_collections(settings, news=news)).release
+    assert applications[0] == applications[1] == {*both.applications, "infembed"}
+    assert applications[2] == applications[0] - {both.collections["news"].index}
+
+
+def test_every_encoder_is_started_once_and_reserves_resources(
+    settings: ServeSettings, news: str, foreign: tuple[str, str], minilm: str
+) -> None:
+    model, law = foreign
+    plan = Plan.resolve(with_collections(settings, news=news, law=law))
+    assert [arguments.model for arguments in plan.encoders.values()] == [minilm, model]
+    assert len(plan.indexes) == 3
+    cards = {name: spec.card for name, spec in plan.release.by_name.items()}
+    assert {name: card.id for name, card in cards.items()} == {"index": "minilm", "news": "minilm", "law": "foreign"}
+    assert cards["law"].encoder != cards["news"].encoder == cards["index"].encoder
+    reserved = {setting.partition("=")[0]: replicas for _, setting, replicas, _ in plan.reservations()}
+    assert (reserved["cpus_per_encoder"], reserved["cpus_per_shard"]) == (2, 4)
+    assert plan.model_bytes == _model_bytes(minilm) + _model_bytes(model)
+    assert plan.index_bytes == sum(Index.open(place).facts.bytes for place in (settings.index, news, law))
+    assert "collection law: " in plan.startup_message()
+
+
+def test_a_collection_of_another_encoder_is_refused_where_one_model_is_asked_for(
+    settings: ServeSettings, foreign: tuple[str, str], minilm: str
+) -> None:
+    law = foreign[1]
+    facts = Index.describe(law).facts
+    known = Index.describe(settings.index).facts.encoder
+    with pytest.raises(InputError, match=f"^collections.law={law}: built by another encoder ") as refusal:
+        Plan.resolve(with_collections(settings.model_copy(update={"model": minilm}), law=law))
+    assert {facts.encoder, known} <= set(re.findall(r"[0-9a-f]{16}", str(refusal.value)))
+    assert "build it again with this encoder" in str(refusal.value)
+    with pytest.raises(InputError, match=r"^collections.law=.* has the same name in the API, foreign, as another one"):
+        Plan.resolve(with_collections(settings.model_copy(update={"model_name": "foreign"}), law=law))
+
+
+def test_two_collections_of_one_index_and_missing_indexes_are_refused(
+    settings: ServeSettings, news: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=rf"^collections.copy={news}: is the index of the collection 'news' too"):
+        Plan.resolve(with_collections(settings, news=news, copy=str(Path(news).parent)))
+    (tmp_path / "link").symlink_to(Path(settings.index).parent)
+    with pytest.raises(InputError, match=r"^collections.again=.*: is the index of the collection 'index' too"):
+        Plan.resolve(with_collections(settings, again=str(tmp_path / "link")))
+    with pytest.raises(InputError, match=r"^collections.law=nowhere: no such file or directory"):
+        Plan.resolve(with_collections(settings, law="nowhere"))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -37,9 +37,8 @@ from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySeque
 from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measured
 from infembed_ray.serving.encoder.engine import Facts
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.replicas import CacheMetrics, Encoder, EngineMetrics, Ingress, ShardSearch
-from infembed_ray.serving.routing.blue_green import Inputs
-from infembed_ray.serving.routing.query_cache import QueryCache
+from infembed_ray.serving.replicas import Encoder, EngineMetrics, Ingress, ShardSearch
+from infembed_ray.serving.routing.encoder_calls import Inputs
 from infembed_ray.serving.service import Query
 from infembed_ray.storage import output_files
 from tests.retrieval.test_index import write_index
@@ -210,23 +209,16 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
         ShardSearch(IndexArguments(index=stored.uri, version="other", settings=SETTINGS), 0)
 
 
-def test_metrics_show_what_runs_the_encoder_and_what_the_query_cache_saves() -> None:
+def test_metrics_show_what_runs_the_encoder() -> None:
     measured = {REFERENCE: Measured(0.08, 1.0), Candidate("onnx", "float32"): Measured(0.05, 0.9999)}
     engine: Any = SimpleNamespace(facts=Facts(Candidate("onnx", "float32"), measured, 0, Counters(), 0, 0, 0))
-    cache: Any = QueryCache(lambda queries, deadline: asyncio.sleep(0, Embedded(np.ones((len(queries), 2)), 1)), 2**20)
-    asyncio.run(cache([Query("q"), Query("q"), Query("r")], 0.0))
-    registry, release = CollectorRegistry(), cast(Any, None)
+    registry = CollectorRegistry()
     registry.register(EngineMetrics(engine))
-    registry.register(CacheMetrics(lambda: release))
     onnx = {"runtime": "onnx", "dtype": "float32"}
     assert registry.get_sample_value("infembed_encoder_runtime", onnx) == 1
     assert registry.get_sample_value("infembed_encoder_runtime", onnx | {"runtime": "torch"}) is None
     assert registry.get_sample_value("infembed_encoder_calibration_seconds", onnx | {"runtime": "torch"}) == 0.08
     assert registry.get_sample_value("infembed_encoder_calibration_cosine", onnx) == 0.9999
-    assert registry.get_sample_value("infembed_query_cache_hits_total") is None  # no release yet
-    release = SimpleNamespace(query_cache=cache)
-    assert registry.get_sample_value("infembed_query_cache_hits_total") == 1
-    assert registry.get_sample_value("infembed_query_cache_misses_total") == 2
 
 
 @pytest.mark.ray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,11 +15,14 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__
+from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.http.collection_routes import add_collection_routes
+from infembed_ray.serving.http.collections import Collections
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid, too_large
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.serving.http.openapi import openapi_document
@@ -29,7 +32,8 @@ from infembed_ray.serving.service import Service
 DESCRIPTION = f"""
 Instruction-following retrieval. `POST /v1/embeddings` is OpenAI's endpoint, so OpenAI's clients work with `base_url` set to
 this server; it also takes `instruction` and `input_type`. `POST /v1/search` finds passages for a query under an instruction.
-`/v1/documents` adds, replaces and deletes passages; searches show a change within a second.
+`/v1/documents` adds, replaces and deletes passages; searches show a change within a second. Both mean the default collection;
+`/v1/collections` lists all, and `/v1/collections/NAME/...` names one.
 
 Limits: {schema.MAX_INPUTS} inputs or {schema.MAX_QUERIES} queries per request, {schema.MAX_CHARACTERS} characters per text,
 {schema.MAX_TOP_K} hits per query and {schema.MAX_HITS} per request, {schema.MAX_DOCUMENTS} documents per change. A text longer
@@ -57,17 +61,21 @@ def create_app(
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
     searches: Callable[[str | None], Service] | None = None,
+    collections: Callable[[], Mapping[str, Service]] | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
     Args:
-        service: answers the requests; a function returns the service of a new request.
+        service: answers the requests to the default collection; a function returns the service of a new request.
         deployment: fingerprint of what is served, for `GET /healthz`.
         keys: the accepted API keys; without any, the API serves its own machine only.
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
-        searches: returns the service of a new search that names this model or none; None: `service`.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
+        searches: returns the service of a new search of the default collection that names this model or none; None:
+            `service`.
+        collections: returns the services of all collections for a new request, the default one first; None: `service`
+            alone.
     """
     app = FastAPI(
         title="infembed_ray",
@@ -83,12 +91,14 @@ def create_app(
     for error, as_api_error in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(error, _handler(as_api_error))
     current = service if callable(service) else lambda: service
+    served = Collections(collections or (lambda: {DEFAULT_COLLECTION: current()}))
     fingerprint = deployment if callable(deployment) else lambda: deployment
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
-    add_query_routes(app.router, current, searches or (lambda _: current()))
-    add_document_routes(app.router, current)
-    add_status_routes(app.router, current, fingerprint)
+    add_query_routes(app.router, served, searches or (lambda _: current()))
+    add_document_routes(app.router, served)
+    add_collection_routes(app.router, served)
+    add_status_routes(app.router, served, fingerprint)
     app.include_router(playground_routes.router())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
     docs_page = functools.cache(lambda: api_docs_page(app.openapi()))
@@ -117,7 +127,7 @@ class Route(APIRoute):
                     parsed = model.model_validate_json(body)
                 except ValidationError as error:
                     raise invalid(error) from None  # the error's text contains the body's
-                response: Response = await self.endpoint(parsed)
+                response: Response = await self.endpoint(parsed, **request.path_params)
                 return response
 
         async def answer_in_time(request: Request) -> Response:

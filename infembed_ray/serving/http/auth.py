@@ -1,4 +1,4 @@
-"""API keys: bearer tokens with scopes and rate limits, stored as hashes and compared in constant time."""
+"""API keys: bearer tokens with scopes, rate limits and collections, stored as hashes and compared in constant time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from infembed_ray.config.serving import collection_name
 from infembed_ray.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -25,11 +26,15 @@ PREFIX = "ifr-"
 RECHECK_S = 1.0
 """Seconds between two checks whether the key file has changed: keys are added and revoked without a restart."""
 HEADER = (
-    "# API keys: SHA-256 of a key, its name, its scopes, its requests per second. To revoke a key, delete its line.\n"
+    "# API keys: SHA-256 of a key, its name, its scopes, its requests per second, its collections. To revoke a key, delete "
+    "its line.\n"
 )
 SCOPES = ("read", "write", "admin")
 """What a key may do: read searches, embeds and reads documents; write puts and deletes documents; admin reads `/metrics`."""
-_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) +(?P<name>\S+)(?: +(?P<scopes>[a-z,]+))?(?: +(?P<rate>\d+(?:\.\d+)?)/s)?")
+_LINE = re.compile(
+    r"(?P<digest>[0-9a-f]{64}) +(?P<name>\S+)(?: +(?P<scopes>[a-z,]+))?(?: +(?P<rate>\d+(?:\.\d+)?)/s)?"
+    r"(?: +collections=(?P<collections>\S+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,13 @@ class ApiKey:
         digest: SHA-256 of the key.
         scopes: some of `SCOPES`.
         rate: most requests per second; None: no limit.
+        collections: that it may use; None: all, also those of later releases.
     """
 
     digest: bytes
     scopes: frozenset[str] = frozenset(SCOPES)
     rate: float | None = None
+    collections: frozenset[str] | None = None
 
 
 class ApiKeys:
@@ -164,7 +171,7 @@ class TokenBucket:
 
 
 def read_keys(file: Path) -> dict[str, ApiKey]:
-    """Read a key file; returns name -> key. A line without scopes has all of them.
+    """Read a key file; returns name -> key. A line without scopes has all of them, one without collections too.
 
     Raises:
         InputError: the file cannot be read or has an invalid line. The message does not show the line.
@@ -187,13 +194,20 @@ def read_keys(file: Path) -> dict[str, ApiKey]:
         key = _LINE.fullmatch(line.strip())
         if key is None:
             raise InputError(
-                f"{where} is not `SHA-256 NAME [SCOPES] [RATE/s]`; correct it, or add keys with `infembed key`"
+                f"{where} is not `SHA-256 NAME [SCOPES] [RATE/s] [collections=NAMES]`; correct it, or add keys with "
+                "`infembed key`"
             )
         if key["name"] in keys:
             raise InputError(f"{where}: the name {key['name']!r} appears twice; rename one of the two")
         scopes = _scopes(key["scopes"] or ",".join(SCOPES), f"{where}: scopes")
         rate = None if key["rate"] is None else _rate(float(key["rate"]), f"{where}: rate")
-        keys[key["name"]] = ApiKey(bytes.fromhex(key["digest"]), frozenset(scopes), rate)
+        collections = _collections(key["collections"], scopes, f"{where}: collections")
+        keys[key["name"]] = ApiKey(
+            bytes.fromhex(key["digest"]),
+            frozenset(scopes),
+            rate,
+            None if collections is None else frozenset(collections),
+        )
     return keys
 
 
@@ -210,12 +224,30 @@ def _rate(value: float, where: str) -> float:
     return value
 
 
-def new_key(name: str, file: str | Path, scopes: str = "read", rate: float | None = None) -> str:
+def _collections(text: str | None, scopes: Collection[str], where: str) -> list[str] | None:
+    """Return the names of collections; None for None, which means all."""
+    if text is None:
+        return None
+    if "admin" in scopes:
+        raise InputError(
+            f"{where}={text}: a key with the scope admin reads the metrics of all collections; leave out that scope, or the "
+            "collections"
+        )
+    try:
+        return [collection_name(name) for name in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"{where}={text}: {error}") from None
+
+
+def new_key(
+    name: str, file: str | Path, scopes: str = "read", rate: float | None = None, collections: str | None = None
+) -> str:
     """Create a key and append its hash to a file. A new file is readable by its owner only.
 
     Args:
         scopes: some of `SCOPES`, comma-separated.
         rate: most requests per second; None: no limit.
+        collections: that the key may use, comma-separated; they need not be served yet. None: all.
 
     Returns:
         The key. It is stored nowhere; a lost key cannot be recovered.
@@ -224,9 +256,12 @@ def new_key(name: str, file: str | Path, scopes: str = "read", rate: float | Non
         InputError: the name is taken, an argument is invalid, or the file cannot be written or is not a key file.
     """
     path = Path(file)
-    facts = [name, ",".join(_scopes(scopes, f"scopes={scopes}"))]
+    given = _scopes(scopes, f"scopes={scopes}")
+    facts = [name, ",".join(given)]
     if rate is not None:
         facts.append(f"{_rate(round(rate, 6), 'rate'):.6f}".rstrip("0").rstrip(".") + "/s")
+    if names := _collections(collections, given, "collections"):
+        facts.append(f"collections={','.join(names)}")
     if not re.fullmatch(r"[\w.@-]{1,100}", name):
         raise InputError(f"name={name!r}: must be 1 to 100 letters, digits or any of . _ - @")
     key = PREFIX + secrets.token_urlsafe(32)

@@ -27,8 +27,8 @@ _MAX_DETAILED_ERRORS = 1000
 STATUSES: Mapping[int, str] = {
     400: "The request is invalid; `param` names the field",
     401: "No valid API key",
-    403: "The API key lacks the scope, the index is read-only, or an API without keys is called under a foreign host name",
-    404: "No such model, document or path",
+    403: "The API key lacks the scope or the collection, the index is read-only, or an API without keys is called under a foreign host name",
+    404: "No such model, collection, document or path",
     405: "The path does not support the method; `Allow` lists those it supports",
     408: "The body did not arrive in time",
     413: "The body is too large; it was not read",

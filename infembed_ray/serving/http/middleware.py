@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
+from infembed_ray.serving.http.collections import ALLOWED
 from infembed_ray.serving.http.errors import ApiError, key_rate_limited
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class HttpMetrics:
 class ApiMiddleware:
     """Checks keys before the body is read, adds the response headers and counts the requests.
 
-    Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. An API without keys
+    Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. The routes learn which
+    collections the key may use (`collections.ALLOWED`). An API without keys
     serves its own machine only: a request with a foreign Host header gets 403. Otherwise a web page in a browser of that
     machine could send requests under a host name that resolves to 127.0.0.1 (DNS rebinding).
 
@@ -124,7 +126,8 @@ class ApiMiddleware:
             self._metrics.end(_route(scope), status, time.perf_counter() - start)
 
     def _check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
-        """Return the error for a request that is not allowed."""
+        """Return the error for a request that is not allowed; note which collections its key may use."""
+        ALLOWED.set(None)
         if not self._keys:
             host = headers.get(b"host", b"").decode("latin-1")
             if is_loopback(_hostname(host)):
@@ -152,6 +155,7 @@ class ApiMiddleware:
             return ApiError(403, message, code="missing_scope")
         if wait_s := self._keys.wait_s(key):
             return key_rate_limited(key.rate or 0.0, wait_s)
+        ALLOWED.set(key.collections)
         return None
 
 

@@ -1,24 +1,27 @@
 """Routes of the HTTP API: embeddings, search, documents, models and status.
 
-Each request reads the current `Service` once, so it is answered by one release even if another one takes over meanwhile.
+Each request reads the current `Service` of its collection once, so it is answered by one release even if another one takes over meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.convertors import PathConvertor, register_url_convertor
 
+from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
+from infembed_ray.serving.http.collections import Collections
 from infembed_ray.serving.http.errors import ApiError, json_response
 from infembed_ray.serving.http.openapi import error_responses
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Search, Service, Stuck
 
+SearchAnswer = schema.SearchResponse | schema.SearchManyResponse
 TURN_BYTES = 2**17
 """Bytes of an answer that are serialised before other requests get a turn: about a millisecond's work."""
 
@@ -32,76 +35,49 @@ class AnyId(PathConvertor):
 register_url_convertor("any", AnyId())
 
 
-def add_query_routes(api: APIRouter, current: Callable[[], Service], choose: Callable[[str | None], Service]) -> None:
-    """Add the routes that encode: embeddings and search. `choose` returns the service of a search that names a model or none."""
+def add_query_routes(api: APIRouter, collections: Collections, choose: Callable[[str | None], Service]) -> None:
+    """Add the routes that encode: embeddings and search.
+
+    Args:
+        choose: returns the service of a search of the default collection that names a model or none.
+    """
 
     @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
     async def embeddings(request: schema.EmbeddingsRequest) -> Response:
         """Embed texts or token arrays: one unit vector per input, in order."""
-        service = current()  # never a canary's: its vectors must not be stored beside another encoder's
-        card = _require_model(service, request.model)
+        service = collections.encoding(request.model)
+        card = require_model(service, request.model)
         inputs = request.inputs()
         _require_possible(request, inputs, card)
         embedded = await service.embed(inputs, request.kind(), request.instruction)
         pieces = schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, request)
         return Response(await _join(pieces), media_type="application/json")
 
-    @api.post(
-        "/v1/search",
-        response_model=schema.SearchResponse | schema.SearchManyResponse,
-        responses=error_responses(404),
-    )
+    @api.post("/v1/search", response_model=SearchAnswer, responses=error_responses(404))
     async def search(request: schema.SearchRequest) -> Response:
         """Search the nearest passages to one query or several queries, each under an instruction, best first."""
+        service = collections[DEFAULT_COLLECTION]
         # Another index may have another log, in which a sequence number means nothing.
-        service = current() if request.min_sequence else choose(request.model)
-        card = _require_model(service, request.model)
-        filters.parse(request.filter, card.metadata)  # raises before anything is encoded
-        queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
-        found = await service.search(
-            Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence)
-        )
-        return json_response(_search_answer(found, isinstance(request.query, list)))
+        return await answer_search(service if request.min_sequence else choose(request.model), request)
 
 
-def add_document_routes(api: APIRouter, current: Callable[[], Service]) -> None:
-    """Add the routes that read and change documents."""
-
-    def writable() -> Service:
-        service = current()
-        if not service.card.writable:
-            raise ReadOnly
-        return service
-
-    async def delete(ids: list[str]) -> Response:
-        ids = list(dict.fromkeys(ids))
-        sequence = await writable().delete(ids)
-        return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
+def add_document_routes(api: APIRouter, collections: Collections) -> None:
+    """Add the routes that read and change documents of the default collection."""
 
     @api.put("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(507))
     async def put_documents(request: schema.PutRequest) -> Response:
         """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
-        service = writable()
-        documents = [
-            Document(
-                document.id,
-                document.text,
-                _checked_metadata(document.metadata, service.card, f"documents.{i}.metadata"),
-            )
-            for i, document in enumerate(request.documents)
-        ]
-        sequence = await service.put(documents)
-        return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
+        return await answer_put(collections[DEFAULT_COLLECTION], request)
 
     @api.delete("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses())
     async def delete_documents(request: schema.DeleteRequest) -> Response:
         """Delete documents. Durable when answered, gone from search results within a second."""
-        return await delete(request.ids)
+        return await answer_delete(collections[DEFAULT_COLLECTION], request.ids)
 
     @api.delete("/v1/documents/{id:any}", response_model=schema.ChangeResponse, responses=error_responses(400))
     async def delete_document(id: str) -> Response:
         """Delete one document; its id may contain slashes."""
-        return await delete([_checked_id(id)])
+        return await answer_delete(collections[DEFAULT_COLLECTION], [checked_id(id)])
 
     @api.get(
         "/v1/documents/{id:any}",
@@ -110,13 +86,10 @@ def add_document_routes(api: APIRouter, current: Callable[[], Service]) -> None:
     )
     async def document(id: str) -> Response:
         """Return the current state of one document; its id may contain slashes."""
-        found = await current().document(_checked_id(id))
-        if found is None:
-            raise ApiError(404, f"there is no document {id!r}", param="id", code="document_not_found")
-        return json_response(schema.DocumentResponse(id=found.id, text=found.text, metadata=dict(found.metadata)))
+        return await answer_document(collections[DEFAULT_COLLECTION], checked_id(id))
 
 
-def add_status_routes(api: APIRouter, current: Callable[[], Service], deployment: Callable[[], str]) -> None:
+def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
     """Add the routes that describe the server: models, health and metrics."""
 
     def health() -> Response:
@@ -124,13 +97,14 @@ def add_status_routes(api: APIRouter, current: Callable[[], Service], deployment
 
     @api.get("/v1/models", response_model=schema.ModelsResponse, responses=error_responses())
     async def models() -> Response:
-        """Return the served model and index."""
-        return json_response(schema.ModelsResponse(data=[current().card]))
+        """Return the served model and index; of several models each, with the first collection that it serves."""
+        return json_response(schema.ModelsResponse(data=collections.models()))
 
     @api.get("/v1/models/{model:path}", response_model=schema.Model, responses=error_responses(404))
     async def model(model: str) -> Response:
         """Return the served model and index, by the model's name."""
-        return json_response(_require_model(current(), model))
+        cards = collections.models()
+        return json_response(next((card for card in cards if card.id == model), None) or _other_model(model, cards))
 
     @api.get("/healthz", response_model=schema.HealthResponse, responses=error_responses())
     async def healthz() -> Response:
@@ -139,12 +113,16 @@ def add_status_routes(api: APIRouter, current: Callable[[], Service], deployment
 
     @api.get("/readyz", response_model=schema.HealthResponse, responses=error_responses())
     async def readyz() -> Response:
-        """Readiness: the encoder and all shards answer, and the shards apply changes."""
-        service = current()
-        if not await service.ready():
+        """Readiness: the encoder and all shards of all collections answer, and the shards apply changes."""
+        services = collections.all()
+        if not all(await asyncio.gather(*(service.ready() for service in services.values()))):
             raise ApiError.later(503, "encoder or shards do not answer yet", code="not_ready")
-        if fault := await service.fault():
-            raise Stuck(fault)
+        faults = await asyncio.gather(*(service.fault() for service in services.values()))
+        for (name, service), fault in zip(services.items(), faults, strict=True):
+            if fault:
+                # The path needs no key, so the answer names the index version and not the collection.
+                version = "" if name == DEFAULT_COLLECTION else f"index {service.card.index_version}: "
+                raise Stuck(version + fault)
         return health()
 
     @api.get(
@@ -157,16 +135,76 @@ def add_status_routes(api: APIRouter, current: Callable[[], Service], deployment
     )
     async def metrics() -> Response:
         """Return the metrics of all replicas for Prometheus. It needs an API key if the API does."""
-        return Response(await current().metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await collections.all()[DEFAULT_COLLECTION].metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _require_model(service: Service, name: str | None) -> schema.Model:
+# ------------------------------------------------------------------------------------- answers of one collection
+
+
+async def answer_search(service: Service, request: schema.SearchRequest) -> Response:
+    """Answer a search."""
+    card = require_model(service, request.model)
+    filters.parse(request.filter, card.metadata)  # raises before anything is encoded
+    queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
+    found = await service.search(
+        Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence)
+    )
+    return json_response(_search_answer(found, isinstance(request.query, list)))
+
+
+async def answer_put(service: Service, request: schema.PutRequest) -> Response:
+    """Put documents."""
+    _require_writable(service)
+    documents = [
+        Document(
+            document.id,
+            document.text,
+            _checked_metadata(document.metadata, service.card, f"documents.{i}.metadata"),
+        )
+        for i, document in enumerate(request.documents)
+    ]
+    sequence = await service.put(documents)
+    return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
+
+
+async def answer_delete(service: Service, ids: list[str]) -> Response:
+    """Delete documents."""
+    _require_writable(service)
+    ids = list(dict.fromkeys(ids))
+    sequence = await service.delete(ids)
+    return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
+
+
+async def answer_document(service: Service, id: str) -> Response:
+    """Return a document."""
+    found = await service.document(id)
+    if found is None:
+        raise ApiError(404, f"there is no document {id!r}", param="id", code="document_not_found")
+    return json_response(schema.DocumentResponse(id=found.id, text=found.text, metadata=dict(found.metadata)))
+
+
+def checked_id(id: str) -> str:
+    """Return the id of a document in a path; ApiError if it is none."""
+    if not 1 <= len(id) <= schema.MAX_ID_CHARACTERS:
+        raise ApiError(400, f"id: must have 1 to {schema.MAX_ID_CHARACTERS} characters", param="id")
+    return id
+
+
+def _require_writable(service: Service) -> None:
+    if not service.card.writable:
+        raise ReadOnly
+
+
+def require_model(service: Service, name: str | None) -> schema.Model:
     """Return the card of the served model; ApiError if a request names another model."""
     card = service.card
-    if name is not None and name != card.id:
-        message = f"the model {name!r} is not served here; the served model is {card.id!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return card
+    return card if name in (None, card.id) else _other_model(str(name), [card])
+
+
+def _other_model(name: str, cards: Sequence[schema.Model]) -> NoReturn:
+    known = ", ".join(repr(card.id) for card in cards)
+    message = f"the model {name!r} is not served here; the served model is {known}"
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _require_possible(
@@ -211,12 +249,6 @@ def _search_answer(found: Found, many: bool) -> schema.SearchResponse | schema.S
         results = [schema.SearchResult(hits=list(hits)) for hits in found.results]
         return schema.SearchManyResponse(results=results, **common)
     return schema.SearchResponse(hits=list(found.results[0]), **common)
-
-
-def _checked_id(id: str) -> str:
-    if not 1 <= len(id) <= schema.MAX_ID_CHARACTERS:
-        raise ApiError(400, f"id: must have 1 to {schema.MAX_ID_CHARACTERS} characters", param="id")
-    return id
 
 
 def _checked_metadata(metadata: dict[str, Any], card: schema.Model, where: str) -> dict[str, schema.Metadata]:

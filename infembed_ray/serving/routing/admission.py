@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infembed_ray.serving.http.errors import KEY_LIMIT_HEADER, too_many_requests
 
 LIMITED_PATHS = ("/v1/search", "/v1/embeddings", "/v1/documents")
-"""Paths that use the encoder or the shards; each has its own limit."""
+"""Paths that use the encoder or the shards; each has its own limit, which the same paths of all collections share."""
 MAX_LIMIT = 256
 """Maximum limit: by Little's law enough for 1,000 requests/s that each take 250 ms."""
 MIN_LIMIT = 8
@@ -67,7 +67,7 @@ class AdmissionControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on or reject it."""
-        limit = self._limits.get(scope["path"]) if scope["type"] == "http" else None
+        limit = self._limits.get(_without_collection(scope["path"])) if scope["type"] == "http" else None
         if limit is None:
             return await self._app(scope, receive, send)
         if limit.full:
@@ -88,6 +88,12 @@ class AdmissionControl:
             await self._app(scope, receive, observed_send)
         finally:
             limit.in_flight -= not answered
+
+
+def _without_collection(path: str) -> str:
+    """Return the path of the default collection for that of another one: any client can make up names of collections."""
+    parts = path.split("/")
+    return f"/v1/{parts[4]}" if parts[:3] == ["", "v1", "collections"] and len(parts) == 5 else path
 
 
 def has_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:

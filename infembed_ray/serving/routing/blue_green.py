@@ -1,6 +1,6 @@
-"""Blue/green releases: one encoder and one version of the index, which answer together. No Ray.
+"""Blue/green releases: one encoder and one version of the index of each collection, which answer together. No Ray.
 
-The API switches from one release to the next in one step, and a request stays with the release it began with. So no
+The API switches all collections from one release to the next in one step, and a request stays with the release it began with. So no
 answer mixes the vectors of one model with the passages of another model's index.
 """
 
@@ -10,28 +10,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import schema, tracing
-from infembed_ray.serving.encoder.batching import Embedded, QueueFull
+from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
-from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.routing.outcomes import Outcomes
-from infembed_ray.serving.routing.query_cache import QueryCache
 from infembed_ray.serving.service import (
     Document,
     Found,
-    Query,
     ReadOnly,
     ReplicaLost,
     Search,
@@ -40,27 +39,17 @@ from infembed_ray.serving.service import (
     TooManyChanges,
 )
 
-MAX_BATCH_CHARACTERS = 4_096
-"""Characters of the texts in one call to the encoder: one or two batches of its engine. Larger calls would return all their
-answers at once and leave the encoder idle. A larger request gets a call of its own, so that short ones do not wait for it.
-"""
-CALLS_PER_ENCODER = 4
-"""Calls in flight per encoder replica: it works on one or two, and the next are there when those are done."""
-DEADLINE_SHARE = 0.9
-"""Calls end at this share of the request time-out, so that the loss of a replica is reported as such (503, not 504)."""
 PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
-MAX_WAIT_S = 2.0
-"""Longest wait in a micro-batch queue, at most half of the request time-out; a longer one is rejected with 429."""
 ALMOST_FULL = 0.5
 """Share of `max_changed_documents` from which a warning is logged."""
 
 log = logging.getLogger(__name__)
 
 
-class ReleaseSpec(BaseModel):
-    """The parts of a release, in plain JSON: the `user_config` of the ingress."""
+class CollectionSpec(BaseModel):
+    """The parts of what answers the requests to one collection, in plain JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,12 +65,32 @@ class ReleaseSpec(BaseModel):
     """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
     card: schema.Model
 
+
+class ReleaseSpec(CollectionSpec):
+    """The parts of a release: those of the default collection and of the others. The `user_config` of the ingress."""
+
+    collections: dict[str, CollectionSpec] = {}
+    """The other collections by name; `fingerprint` changes with them."""
     canary: Canary | None = None
-    """Another release that answers a share of the searches."""
+    """Another release that answers a share of the default collection's searches."""
+
+    @property
+    def by_name(self) -> dict[str, CollectionSpec]:
+        """All collections, the default one first."""
+        return {DEFAULT_COLLECTION: self, **self.collections}
+
+    @property
+    def applications(self) -> set[str]:
+        """The encoders and indexes of all collections, without those of the canary."""
+        return {name for spec in self.by_name.values() for name in (spec.encoder, spec.index)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain JSON values; those of one collection do not mention collections."""
+        return self.model_dump(mode="json", exclude=None if self.collections else {"collections"})
 
 
 class Canary(BaseModel):
-    """A new release that answers a share of the searches before the API is switched to it."""
+    """A new release that answers a share of the default collection's searches before the API is switched to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,43 +100,29 @@ class Canary(BaseModel):
     """Unix time from which the current release answers all searches again, whatever became of the driver."""
 
 
-class Inputs(NamedTuple):
-    """Texts or token arrays of one request."""
-
-    inputs: list[str] | list[list[int]]
-    input_type: schema.InputType
-    instruction: str | None
-
-
 class Release:
-    """A `service.Service` from one encoder and one index version. All calls come from one event loop.
+    """A `service.Service` of one collection: one encoder and one index version. All calls come from one event loop.
 
     Args:
         spec: its parts.
-        encoder: has `embed_many(list[Inputs | list[Query]], timeout_s) -> list[Embedded | Exception]` and `ready()`.
+        encoder: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `page() -> bytes`.
         timeout_s: request time-out.
-        encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
-        query_cache_bytes: size of the query cache; 0: none.
+        shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
         outcomes: counts the searches.
-
-    Attributes:
-        query_cache: vectors of recent searches.
     """
 
     def __init__(
         self,
-        spec: ReleaseSpec,
-        encoder: Deployment,
+        spec: CollectionSpec,
+        encoder: EncoderCalls,
         shards: Sequence[Deployment],
         metrics: Deployment,
         *,
         timeout_s: float,
-        encoder_replicas: int = 1,
         shard_replicas: int = 1,
-        query_cache_bytes: int = 0,
         max_changed_documents: int | None = None,
         outcomes: Outcomes | None = None,
     ) -> None:
@@ -145,16 +140,6 @@ class Release:
         self._states = [ShardState()] * len(shards)
         self._state_query: asyncio.Future[None] | None = None
         self._states_known_at = 0.0
-        # A lost machine stays silent for seconds before Ray notices it; hedged calls do not wait for it.
-        self._encoder_calls = HedgedCalls(is_lost, hedged=encoder_replicas > 1, rejected=_has_rejection)
-        self._embed = MicroBatcher(
-            self._call_encoder,
-            max_calls=CALLS_PER_ENCODER * encoder_replicas,
-            max_weight=MAX_BATCH_CHARACTERS,
-            weigh=_characters,
-            max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
-        )
-        self.query_cache = QueryCache(self._embed, query_cache_bytes)
         self._fan_out = FanOut(
             dict(zip(spec.shards, shards, strict=True)),
             replicas=shard_replicas,
@@ -171,7 +156,7 @@ class Release:
     ) -> Embedded:
         """As `Service.embed`."""
         with tracing.span("encode", texts=len(inputs)):
-            embedded = await self._embed(Inputs(inputs, input_type, instruction), self._deadline())
+            embedded = await self._encoder.embed(Inputs(inputs, input_type, instruction), self._deadline())
             tracing.note(tokens=embedded.tokens)
             return embedded
 
@@ -181,7 +166,7 @@ class Release:
             filters.parse(search.filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
             with tracing.span("encode", queries=len(search.queries)):
-                vectors = await self.query_cache(search.queries, deadline)
+                vectors = await self._encoder.query_cache(search.queries, deadline)
             encoded = time.perf_counter()
             query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
             ranked = await self._fan_out.search(query, deadline, search.allow_partial)
@@ -201,7 +186,7 @@ class Release:
         """As `Service.put`."""
         await self._require_writable()
         self._require_room()
-        embedded = await self._embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
+        embedded = await self._encoder.embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
         return await self._append(
             [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
         )
@@ -219,7 +204,7 @@ class Release:
 
     async def ready(self) -> bool:
         """Return whether the encoder and every shard answer."""
-        probes = asyncio.gather(*(deployment("ready") for deployment in (self._encoder, *self._shards)))
+        probes = asyncio.gather(self._encoder.ready(), *(shard("ready") for shard in self._shards))
         try:
             await asyncio.wait_for(probes, PROBE_TIMEOUT_S)
         except (asyncio.TimeoutError, ReplicaLost):
@@ -294,18 +279,3 @@ class Release:
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""
         return now() + self._timeout_s
-
-    async def _call_encoder(
-        self, items: Sequence[Inputs | list[Query]], deadline: float
-    ) -> Sequence[Embedded | Exception]:
-        return await self._encoder_calls(lambda: self._encoder("embed_many", items, deadline - now()), deadline - now())
-
-
-def _has_rejection(answers: Iterable[Embedded | Exception]) -> bool:
-    return any(isinstance(answer, QueueFull) for answer in answers)
-
-
-def _characters(item: Inputs | list[Query]) -> int:
-    if isinstance(item, Inputs):
-        return sum(map(len, item.inputs))
-    return sum(len(query.text) + len(query.instruction or "") for query in item)

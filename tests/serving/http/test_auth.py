@@ -257,6 +257,41 @@ def test_the_command_prints_the_key_alone(tmp_path: Path, capsys: pytest.Capture
     assert main(["key", "bob", str(tmp_path / "no" / "keys")]) == 2
 
 
+def test_keys_have_the_collections_of_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    everything, one = new_key("all", file), new_key("one", file, "read,write", 2.5, "news,law-2")
+    assert main(["key", "two", str(file), "--scopes", "read", "--collections", "index"]) == 0
+    two = capsys.readouterr().out.strip()
+    line = next(line for line in file.read_text().splitlines() if " one " in line)
+    assert line.split()[1:] == ["one", "read,write", "2.5/s", "collections=news,law-2"]
+    keys = ApiKeys(["from-the-environment"], file)
+    found = [keys.find(bearer(key)) for key in (everything, one, two, "from-the-environment")]
+    assert [key.collections for key in found if key] == [None, {"news", "law-2"}, {"index"}, None]
+    assert [key.rate for key in found if key] == [None, 2.5, None, None]
+
+
+@pytest.mark.parametrize(
+    ("scopes", "collections", "message"),
+    [
+        ("read,admin", "news", "collections=news: a key with the scope admin reads the metrics of all collections"),
+        ("read", "", "collections=: '' is no name of a collection"),
+        ("read", "news,", "collections=news,: '' is no name of a collection"),
+        ("read", "../news", "collections=../news: '../news' is no name of a collection; give 1 to 64 lower-case"),
+    ],
+)
+def test_other_collections_of_a_key_are_refused(tmp_path: Path, scopes: str, collections: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        new_key("a", tmp_path / "keys", scopes, collections=collections)
+    assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize("facts", ["collections=news", "read,admin collections=news"])
+def test_a_written_line_cannot_give_admin_over_some_collections(tmp_path: Path, facts: str) -> None:
+    (tmp_path / "keys").write_text(f"{'0' * 64} by-hand {facts}\n")  # without scopes it has all
+    with pytest.raises(InputError, match=r"line 1: collections=news: a key with the scope admin"):
+        read_keys(tmp_path / "keys")
+
+
 # ------------------------------------------------------------------------------------------------------ loopback
 
 

@@ -235,3 +235,18 @@ def test_the_rate_limit_of_a_key_is_no_overload() -> None:
         assert admission._limits["/v1/search"].limit == MAX_LIMIT
 
     asyncio.run(scenario())
+
+
+def test_collections_share_the_limits_of_the_default_one() -> None:
+    async def scenario() -> None:
+        service = Service(room=0)
+        admission = AdmissionControl(service)
+        await storm(admission, clients=MAX_LIMIT, requests=4, path="/v1/collections/news/search")
+        assert admission._limits["/v1/search"].limit < MAX_LIMIT / 2
+        assert admission._limits["/v1/documents"].limit == MAX_LIMIT
+        asked = service.asked
+        await storm(admission, clients=4, requests=1, path="/v1/collections/news/documents/search")  # an id
+        assert service.asked == asked + 4
+        assert set(admission._limits) == {"/v1/search", "/v1/embeddings", "/v1/documents"}
+
+    asyncio.run(scenario())

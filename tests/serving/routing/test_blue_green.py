@@ -20,8 +20,9 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.routing import blue_green, fan_out, hedging
-from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
+from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hedging
+from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
+from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
 from infembed_ray.serving.service import (
     Document,
     Query,
@@ -116,11 +117,22 @@ class World:
             fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card
         )
 
+    def calls(self, encoder: Encoder | None = None, timeout_s: float = 20, **options: Any) -> EncoderCalls:
+        return EncoderCalls(encoder or self.encoder, timeout_s=timeout_s, **options)
+
+    def release(self, calls: EncoderCalls, timeout_s: float = 20, **options: Any) -> Release:
+        return Release(self.spec, calls, self.shards, self.encoder, timeout_s=timeout_s, **options)
+
     def play(
-        self, scenario: Callable[[Release], Coroutine[Any, Any, None]], timeout_s: float = 20, **options: Any
+        self,
+        scenario: Callable[[Release], Coroutine[Any, Any, None]],
+        timeout_s: float = 20,
+        query_cache_bytes: int = 0,
+        **options: Any,
     ) -> None:
         async def run() -> None:
-            await scenario(Release(self.spec, self.encoder, self.shards, self.encoder, timeout_s=timeout_s, **options))
+            calls = self.calls(timeout_s=timeout_s, query_cache_bytes=query_cache_bytes)
+            await scenario(self.release(calls, timeout_s, **options))
 
         asyncio.run(run())
 
@@ -211,7 +223,7 @@ def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch:
             return answer
 
     async def scenario() -> None:
-        release = Release(world.spec, HalfSilent(), world.shards, world.encoder, timeout_s=20, encoder_replicas=2)
+        release = world.release(world.calls(HalfSilent(), replicas=2))
         found = await asyncio.wait_for(release.search(Search([Query("q", "I")], 3)), 5)
         assert [hit.id for hit in found.results[0]] == best("I q", 3)
 
@@ -220,7 +232,8 @@ def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch:
 
 def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> None:
     async def scenario() -> None:
-        cached = Release(world.spec, world.encoder, world.shards, world.encoder, timeout_s=20, query_cache_bytes=2**20)
+        calls = world.calls(query_cache_bytes=2**20)
+        cached = world.release(calls)
         for _ in range(3):
             found = await cached.search(Search([Query("q", "I")], 4))
             assert [hit.id for hit in found.results[0]] == best("I q", 4)
@@ -229,7 +242,7 @@ def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> N
         found = await cached.search(Search([Query("q", "I")], 4))
         assert [hit.id for hit in found.results[0]] == ["new", *best("I q", 3)]
         assert len(world.encoder.calls) == 2  # the document's, and none for the query
-        assert (cached.query_cache.hits, cached.query_cache.misses) == (3, 1)
+        assert (calls.query_cache.hits, calls.query_cache.misses) == (3, 1)
 
     asyncio.run(scenario())
 
@@ -278,7 +291,7 @@ def test_one_requests_error_does_not_affect_another(world: World) -> None:
 
 def test_a_call_gets_the_time_left_of_its_request(world: World) -> None:
     async def scenario(release: Release) -> None:
-        release._embed._max_calls = 1
+        release._encoder.embed._max_calls = 1
         world.encoder.held = asyncio.Event()
         first = asyncio.ensure_future(release.search(Search([Query("a", "I")], 1)))
         await asyncio.sleep(0.01)
@@ -292,11 +305,11 @@ def test_a_call_gets_the_time_left_of_its_request(world: World) -> None:
 
 
 def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blue_green, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(encoder_calls, "MAX_WAIT_S", 0.1)
 
     async def scenario(release: Release) -> None:
         world.encoder.held = asyncio.Event()
-        text = "x" * (blue_green.MAX_BATCH_CHARACTERS // 2)
+        text = "x" * (encoder_calls.MAX_BATCH_CHARACTERS // 2)
         searches = [asyncio.ensure_future(release.search(Search([Query(text)], 1))) for _ in range(100)]
         await asyncio.sleep(0.2)
         world.encoder.held.set()

@@ -4,16 +4,22 @@
 // The API key is kept in `apiKey` only: neither in the URL nor in storage.
 
 import { $, choose, chosen, element, stateOf } from "./page.js";
-import { SIDES, layout, reveal, setLayout, show, single } from "./results.js";
+import { SIDES, layout, reveal, searched, setLayout, show, single } from "./results.js";
 import { SNIPPETS, toClipboard } from "./snippets.js";
 
 const MOST_RETRIES = 5;
+const DEFAULT_COLLECTION = "index";
 
 let apiKey = "";
+let cards = []; // name and model of each collection that the key may use
+let collection = DEFAULT_COLLECTION; // that is searched
 let running = null; // AbortController of the request in flight
 let retry = null; // timer of the next attempt
 
 // ------------------------------------------------------------------------------------------------ the request
+
+const path = () => (collection === DEFAULT_COLLECTION ? "v1/search"
+  : `v1/collections/${encodeURIComponent(collection)}/search`);
 
 const two = () => chosen("compare") === "two";
 
@@ -21,17 +27,19 @@ const two = () => chosen("compare") === "two";
 function question() {
   return {
     q: $("query").value, ...(two() && { a: $("instruction-a").value }), b: $("instruction-b").value,
-    filter: $("filter").value, k: $("top-k").value, ...layout(),
+    filter: $("filter").value, k: $("top-k").value, ...(collection !== DEFAULT_COLLECTION && { c: collection }),
+    ...layout(),
   };
 }
 
-function fill({ q = "", a, b = "", filter = "", k = "10", ...look }) {
+function fill({ q = "", a, b = "", filter = "", k = "10", c = DEFAULT_COLLECTION, ...look }) {
   choose("compare", a === undefined ? "one" : "two");
   const values = { query: q, "instruction-a": a ?? "", "instruction-b": b, filter, "top-k": k };
   for (const [id, value] of Object.entries(values)) $(id).value = value;
   $("filters").open = Boolean(filter);
   setLayout(look);
   compare();
+  if (c !== collection) chooseCollection(c);
 }
 
 const titled = (query) => `${query && `${query} · `}infembed playground`;
@@ -103,16 +111,31 @@ function seconds(value) {
   return Number.isFinite(wait) ? Math.max(1, Math.ceil(wait)) : null;
 }
 
-/** Tell what is served, which searches to try, and which fields a filter may name. */
+/** Offer the collections that the key may use, and present the one that is searched. */
 async function introduce() {
-  let card;
   try {
-    card = (await call("v1/models")).data[0];
+    cards = (await call("v1/collections")).data;
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
     if (error.status === 401) askForKey(apiKey && error.message);
     return; // a search reports any other error
   }
+  if (!cards.length) return; // the key is for collections that are not served
+  $("collections").hidden = cards.length < 2;
+  $("collection").replaceChildren(...cards.map(({ name }) => new Option(name, name)));
+  chooseCollection(cards.some(({ name }) => name === collection) ? collection : cards[0].name);
+}
+
+function chooseCollection(name) {
+  collection = name;
+  const card = cards.find((one) => one.name === name)?.model;
+  if (!card) return; // not known yet, or unknown to the server too: a search reports it
+  $("collection").value = name;
+  present(card);
+}
+
+/** Tell what is served, which searches to try, and which fields a filter may name. */
+function present(card) {
   $("served").textContent = `${card.id} · ${card.passages.toLocaleString("en")} passages`;
   $("suggestions").replaceChildren(...card.suggestions.map(({ query, instruction }) => {
     const chip = element("button", "chip", element("b", "", query), element("span", "", instruction));
@@ -157,13 +180,14 @@ async function search({ attempt = 0, address = true } = {}) {
   const fragment = `#${new URLSearchParams(Object.entries(asked).filter(([name, value]) => value || name === "a"))}`;
   if (address && fragment !== location.hash) history.pushState(null, "", fragment);
   document.title = titled(asked.q);
+  const to = path();
   running?.abort();
   const mine = running = new AbortController();
   busy(true);
   const began = performance.now();
   try {
-    const found = await call("v1/search", { method: "POST", body: JSON.stringify(request), signal: mine.signal });
-    show({ request, found, roundTrip: performance.now() - began });
+    const found = await call(to, { method: "POST", body: JSON.stringify(request), signal: mine.signal });
+    show({ request, path: to, found, roundTrip: performance.now() - began });
   } catch (error) {
     if (mine.signal.aborted) return;
     if (!(error instanceof Refusal)) throw error;
@@ -222,7 +246,7 @@ function askForKey(message) {
 
 async function copy(button) {
   const side = button.closest(".ranking").classList.contains("a") ? "a" : "b";
-  const text = SNIPPETS[button.dataset.copy](single(side), Boolean(apiKey));
+  const text = SNIPPETS[button.dataset.copy](single(side), Boolean(apiKey), searched());
   button.dataset.label ??= button.textContent;
   button.textContent = (await toClipboard(text)) ? "Copied" : "Not copied";
   setTimeout(() => { button.textContent = button.dataset.label; }, 1500);
@@ -244,6 +268,10 @@ document.addEventListener("keydown", (event) => {
   search();
 });
 $("compare").addEventListener("change", compare);
+$("collection").addEventListener("change", ({ target }) => {
+  chooseCollection(target.value);
+  if ($("query").value) search();
+});
 $("ask").addEventListener("input", forget);
 $("again").addEventListener("click", () => search());
 $("key-form").addEventListener("submit", async (event) => {

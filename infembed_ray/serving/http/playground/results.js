@@ -11,7 +11,7 @@ const MOVED = "Moved: the result has another rank than in the first ranking, or 
 const narrow = matchMedia("(max-width: 52rem)"); // as in the stylesheet: one ranking at a time
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
-let shown = null; // {request, moves} of the answer that the page shows
+let shown = null; // {request, path, moves} of the answer that the page shows
 
 const share = (score, best) => (best > 0 ? Math.max(0, score / best) : 0);
 const ms = (value) => `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`;
@@ -23,6 +23,9 @@ export function single(side) {
   const i = SIDES.indexOf(side);
   return { query: query[i], ...(instruction[i] && { instruction: instruction[i] }), ...rest };
 }
+
+/** The path that the answer came from. */
+export const searched = () => shown.path;
 
 /** Where every passage of either ranking stands in both: id -> {a, b}, from 1, undefined where it is not found. */
 function places([a, b]) {
@@ -43,12 +46,12 @@ function move({ a, b }) {
   return b < a ? { kind: "up", mark: `▲ ${by}`, words } : { kind: "down", mark: `▼ ${by}`, words };
 }
 
-/** Show an answer; `roundTrip` is the time in ms that it took. */
-export function show({ request, found, roundTrip }) {
+/** Show an answer from a path; `roundTrip` is the time in ms that it took. */
+export function show({ request, path, found, roundTrip }) {
   const rankings = found.results.map(({ hits }) => hits);
   const moves = new Map([...places(rankings)].map(([id, place]) => [id, { ...place, ...move(place) }]));
   const best = Math.max(0, ...rankings.flat().map(({ score }) => score));
-  shown = { request, moves };
+  shown = { request, path, moves };
   const [sentence, detail] = summary(request.instruction, [...moves.values()]);
   $("summary").replaceChildren(sentence, ...(detail ? [" ", element("span", "hint", detail)] : []));
   $("summary").title = detail && MOVED;

@@ -6,20 +6,20 @@ const KEY_VARIABLE = "INFEMBED_API_KEY";
 const absolute = (path) => new URL(path, document.baseURI).href;
 const quoted = (text) => `'${text.replaceAll("'", String.raw`'\''`)}'`;
 
-/** Language -> code that sends a request; `locked`: the server needs a key, which the code reads from a variable. */
+/** Language -> code that sends a request to a path; `locked`: the server needs a key, which the code reads from a variable. */
 export const SNIPPETS = {
-  curl: (request, locked) => [
-    `curl -s ${quoted(absolute("v1/search"))}`,
+  curl: (request, locked, path) => [
+    `curl -s ${quoted(absolute(path))}`,
     ...(locked ? [`-H "Authorization: Bearer $${KEY_VARIABLE}"`] : []),
     "-H 'Content-Type: application/json'",
     `-d ${quoted(JSON.stringify(request))}`,
   ].join(" \\\n  "),
-  python: (request, locked) => [
+  python: (request, locked, path) => [
     ...(locked ? ["import os", ""] : []),
     "from openai import OpenAI",
     "",
     `client = OpenAI(base_url=${python(absolute("v1"))}, api_key=${locked ? `os.environ["${KEY_VARIABLE}"]` : '"-"'})`,
-    `found = client.post("/search", cast_to=object, body=${python(request)})`,
+    `found = client.post(${python(path.replace("v1", ""))}, cast_to=object, body=${python(request)})`,
     'for hit in found["hits"]:',
     `    print(f"{hit['score']:.3f}  {hit['id']}  {hit['text']}")`,
     "",

@@ -9,13 +9,14 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from email.message import Message
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.schema import Suggestion
-from infembed_ray.serving.service import Document, Found
+from infembed_ray.serving.service import Document, Found, Service
 from tests.serving.debug import CARD, DebugService, listening
 
 KEY = "sk-only-for-this-test"
@@ -83,9 +84,11 @@ class Server:
 
 
 @contextmanager
-def served(service: Search, *keys: str) -> Iterator[Server]:
-    """The API at a free port of this machine while the block runs."""
-    with listening(create_app(service, "playground", ApiKeys(keys))) as url:
+def served(service: Search, *keys: str, file: Path | None = None, **others: Search) -> Iterator[Server]:
+    """The API at a free port of this machine while the block runs; `others` are further collections."""
+    services: dict[str, Service] = {"index": service, **others}
+    app = create_app(service, "playground", ApiKeys(keys, file), collections=lambda: services)
+    with listening(app) as url:
         yield Server(service, f"{url}/")
 
 

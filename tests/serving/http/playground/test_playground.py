@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.error
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infembed_ray.serving.encoder.batching import QueueFull
-from infembed_ray.serving.service import ReplicaLost
+from infembed_ray.serving.http.auth import new_key
+from infembed_ray.serving.service import Document, ReplicaLost
+from tests.serving.debug import CARD
 from tests.serving.http.playground.pages import (
     KEY,
     LEAVE_OUT,
@@ -328,3 +333,58 @@ def test_axe_finds_no_fault(server: Server, open_page: Any) -> None:
     page.keyboard.press("Enter")
     page.get_by_text("Trying again").wait_for()
     assert faults(("light", 1440), ("dark", 390)) == []
+
+
+def other_collection() -> Search:
+    other = Search(suggestions=())
+    other.card = CARD.model_copy(update={"passages": 2, "metadata": {"court": "string"}})
+    other.documents = {id: Document(id, f"text of {id}", {"court": "high"}) for id in ("law/1", "law/2")}
+    return other
+
+
+def test_one_collection_has_no_selector(server: Server, open_page: Any) -> None:
+    page = open_page(server.url)
+    page.locator("#served", has_text="passages").wait_for()
+    assert not page.locator("#collection").is_visible()
+
+
+def test_a_collection_is_chosen_and_stays_in_the_address_and_in_copied_requests(open_page: Any) -> None:
+    with served(Search(), law=other_collection()) as both:
+        page = open_page(both.address(q="drag", b=PREFER))
+        assert shown(page, "b") == ids(both.search("drag", PREFER))
+        assert page.locator("#suggestions button").count() == 2
+        page.get_by_label("Collection").select_option("law")
+        until(page, "document.querySelectorAll('#hits-b > li[data-id]').length === 2")
+        assert set(shown(page, "a")) == set(shown(page, "b")) == {"law/1", "law/2"}
+        assert page.locator("#served").inner_text() == "debug · 2 passages"
+        assert page.locator("#suggestions button").count() == 0
+        assert page.locator("#fields button").all_text_contents() == ["court string"]
+        assert "c=law" in page.url
+        ranking = shown(page, "b")
+        for language, run in (("curl", ["bash", "-c"]), ("python", [sys.executable, "-c"])):
+            printed = subprocess.run([*run, copied(page, "b", language)], capture_output=True, check=True, timeout=60)
+            positions = [printed.stdout.decode().index(id) for id in ranking]
+            assert positions == sorted(positions)
+        page.reload()
+        assert shown(page, "b") == ranking
+        page.locator("#served", has_text="2 passages").wait_for()
+        assert page.get_by_label("Collection").input_value() == "law"
+        page.get_by_label("Collection").select_option("index")
+        until(page, "document.querySelectorAll('#hits-b > li[data-id]').length > 2")
+        assert "c=" not in page.url
+        page.go_back()
+        until(page, "document.querySelectorAll('#hits-b > li[data-id]').length === 2")
+        assert page.get_by_label("Collection").input_value() == "law"
+
+
+def test_a_key_of_one_collection_searches_that_one(open_page: Any, tmp_path: Path) -> None:
+    key = new_key("law", tmp_path / "keys", collections="law")
+    with served(Search(), file=tmp_path / "keys", law=other_collection()) as both:
+        page = open_page(both.url)
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Use this key").click()
+        page.locator("#served", has_text="2 passages").wait_for()
+        page.locator("#query").fill("drag")
+        page.keyboard.press("Enter")
+        assert set(shown(page, "b")) == {"law/1", "law/2"}
+        assert not page.locator("#collection").is_visible()
