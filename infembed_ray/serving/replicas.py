@@ -288,6 +288,7 @@ def open_release(
         shard_replicas=settings.shard_replicas,
         query_cache_bytes=settings.query_cache_mib * 2**20,
         max_changed_documents=settings.max_changed_documents,
+        ranking=settings.ranking,
         outcomes=outcomes,
     )
 

@@ -25,6 +25,8 @@ from pydantic_core import to_json
 from infembed_ray.config.retrieval import FieldType
 
 InputType = Literal["query", "passage"]
+Channel = Literal["exclude", "hybrid"]
+"""A scoring channel of a search, by the field of its request."""
 Metadata = str | int | float | bool | None
 """A value of a metadata field; dates are ISO 8601 strings."""
 
@@ -232,6 +234,16 @@ class SearchRequest(Request):
         description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
         "it does not within the request's time-out",
     )
+    exclude: StrictBool | None = Field(
+        None,
+        description="lower passages that resemble what the instruction excludes (`not ...`, `except ...`, `leave out "
+        "...`); null: as the server is set",
+    )
+    hybrid: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
+        None,
+        description="share of BM25 in the score, 0: none; needs the channel `hybrid` (GET /v1/models); null: as the "
+        "server is set",
+    )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
     @model_validator(mode="after")
@@ -259,7 +271,10 @@ class SearchHit(BaseModel):
     """A hit of a search: a passage and its score."""
 
     id: str
-    score: float = Field(description="cosine of query and passage")
+    score: float = Field(
+        description="cosine of query and passage; with `exclude` lowered by the excluded part, and with `hybrid` its "
+        "weighted mean with BM25, so it compares hits of one answer only"
+    )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
 
@@ -390,7 +405,15 @@ class Model(BaseModel):
     vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
     writable: bool = Field(False, description="whether documents can be put and deleted")
+    channels: list[Channel] = Field([], description="scoring channels besides the query's vector that searches can use")
     suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
+
+
+def no_channel(name: str) -> str:
+    """Return why an index lacks a scoring channel, and what to do."""
+    if name == "hybrid":
+        return "has no lexical index: build it again with `infembed index lexical=true` (not for an external engine)"
+    return "is in an external engine, which gives no vectors of candidates: use an index of FAISS shards"
 
 
 class ModelsResponse(BaseModel):

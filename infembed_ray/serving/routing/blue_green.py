@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from infembed_ray.config.serving import RankingSettings
 from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
@@ -23,6 +25,7 @@ from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
+from infembed_ray.serving.routing.channels import Channels
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
@@ -53,6 +56,7 @@ STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
 MAX_WAIT_S = 2.0
 """Longest wait in a micro-batch queue, at most half of the request time-out; a longer one is rejected with 429."""
+NO_CHANNELS = RankingSettings()
 ALMOST_FULL = 0.5
 """Share of `max_changed_documents` from which a warning is logged."""
 
@@ -111,6 +115,7 @@ class Release:
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         query_cache_bytes: size of the query cache; 0: none.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
+        ranking: scoring channels of searches that do not say.
         outcomes: counts the searches.
 
     Attributes:
@@ -129,11 +134,13 @@ class Release:
         shard_replicas: int = 1,
         query_cache_bytes: int = 0,
         max_changed_documents: int | None = None,
+        ranking: RankingSettings = NO_CHANNELS,
         outcomes: Outcomes | None = None,
     ) -> None:
         self.spec = spec
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
+        self._ranking = ranking
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
@@ -180,11 +187,14 @@ class Release:
         with self._counted():
             filters.parse(search.filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
+            channels = Channels.of(search, self._ranking)
             with tracing.span("encode", queries=len(search.queries)):
-                vectors = await self.query_cache(search.queries, deadline)
+                vectors = await self.query_cache([*search.queries, *channels.texts], deadline)
             encoded = time.perf_counter()
+            vectors, unwanted = np.split(vectors, [len(search.queries)])
             query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
-            ranked = await self._fan_out.search(query, deadline, search.allow_partial)
+            asked = channels.of_shards(query, unwanted, search)
+            ranked = await self._fan_out.search(asked, deadline, search.allow_partial, channels.fusion)
             return Found(
                 results=ranked.results,
                 model=self.card.id,
