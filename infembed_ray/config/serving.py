@@ -29,20 +29,26 @@ class CanarySettings(Settings):
 
 
 class RankingSettings(Settings):
-    """Scoring channels of a search besides the query's vector. A request can override `exclude` and `hybrid`."""
+    """How searches are scored. A request can override `exclude` and `hybrid`."""
 
     exclude: bool = Field(
         False,
         description="lower passages that resemble what the instruction excludes, unless the request says otherwise",
     )
-    exclusion_weight: float = Field(0.5, gt=0, description="weight of what the instruction excludes")
+    exclusion_weight: float = Field(
+        0.6, gt=0, description="weight of what the instruction excludes, against 1 for what it wants"
+    )
     hybrid: float = Field(
         0.0,
         ge=0,
         le=1,
         description="share of BM25 in the score, unless the request says otherwise; needs an index with lexical=true",
     )
-    depth: int = Field(100, ge=1, description="candidates that each channel takes from every shard")
+    depth: int = Field(
+        100,
+        ge=1,
+        description="with hybrid, candidates by vector, and as many by words, from every shard; at least top_k",
+    )
 
 
 class ServeSettings(Settings):
@@ -121,7 +127,7 @@ class ServeSettings(Settings):
         description="documents changed per shard from which more are refused with 507; null: no limit",
     )
     ranking: RankingSettings = Field(
-        RankingSettings(), description="scoring channels of a search: exclusions of the instruction, and words"
+        RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
     )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"

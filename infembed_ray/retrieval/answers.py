@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray.retrieval.fusion import Candidates, Fusion
+from infembed_ray.retrieval.fusion import fuse
 from infembed_ray.retrieval.shards import Hit
 
 Key = tuple[int, str]
@@ -37,9 +37,8 @@ class ShardQuery:
         filter: metadata filter, as in JSON.
         min_sequence: least sequence of the answer; a shard that is behind answers `Behind`.
         ranking: answer a `ShardRanking` instead of a `ShardAnswer`.
-        unwanted: (n, d) float32 vectors of what the instructions exclude, zero where that is nothing; None: no such channel.
-        texts: words of the lexical channel, a text per vector; None: no such channel.
-        depth: with either channel, the shard answers the best `depth` candidates of each channel instead of `k` hits.
+        texts: words for the lexical index, a text per vector; None: search by vectors only.
+        depth: with texts, the shard ranks the best `depth` passages by vector and the best `depth` by words, instead of `k`.
     """
 
     vectors: np.ndarray
@@ -47,25 +46,18 @@ class ShardQuery:
     filter: Mapping[str, Any] | None = None
     min_sequence: int = 0
     ranking: bool = False
-    unwanted: np.ndarray | None = None
     texts: Sequence[str] | None = None
     depth: int = 0
 
-    @property
-    def channels(self) -> bool:
-        """Whether the candidates are fused from several channels."""
-        return self.unwanted is not None or self.texts is not None
-
     @classmethod
     def together(cls, queries: Sequence[ShardQuery]) -> ShardQuery:
-        """One request for all vectors of queries that are equal otherwise and have the same channels."""
+        """One request for all vectors of queries that are equal otherwise; all have texts, or none has."""
         first = queries[0]
         if len(queries) == 1:
             return first
         return replace(
             first,
             vectors=np.concatenate([query.vectors for query in queries]),
-            unwanted=None if first.unwanted is None else np.concatenate([q.unwanted for q in queries]),  # type: ignore[misc]
             texts=None if first.texts is None else [text for query in queries for text in query.texts or ()],
         )
 
@@ -91,7 +83,7 @@ class ShardAnswer:
 class ShardRanking:
     """The answer of a shard to one request, without texts: m hits, those of each vector by (score, id), descending.
 
-    With channels, the hits of a vector are the candidates of all its channels, in any order.
+    With texts, the hits of a vector are its candidates by vector and by words, in any order.
 
     Attributes:
         ends: end of the hits of each vector.
@@ -99,7 +91,7 @@ class ShardRanking:
         scores: (m,) float32.
         places: (m,) int64, as in `Key`.
         sequence: as in `ShardAnswer`.
-        unwanted, lexical: with channels, (m,) float32 scores, as in `Candidates`.
+        lexical: with texts, (m,) float32 BM25.
     """
 
     ends: Sequence[int]
@@ -107,7 +99,6 @@ class ShardRanking:
     scores: np.ndarray
     places: np.ndarray
     sequence: int
-    unwanted: np.ndarray | None = None
     lexical: np.ndarray | None = None
 
     def hits_of(self, vector: int) -> slice:
@@ -120,8 +111,8 @@ class ShardRanking:
         ends = [last - first for last in self.ends[start:end]]
         hits = np.arange(first, first + (ends[-1] if ends else 0))
         ids = self.ids.take(pa.array(hits))  # a slice would be pickled with the rest
-        channels = [None if channel is None else channel[hits] for channel in (self.unwanted, self.lexical)]
-        return ShardRanking(ends, ids, self.scores[hits], self.places[hits], self.sequence, *channels)
+        lexical = None if self.lexical is None else self.lexical[hits]
+        return ShardRanking(ends, ids, self.scores[hits], self.places[hits], self.sequence, lexical)
 
 
 class Behind(Exception):
@@ -147,19 +138,15 @@ def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
     return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
 
 
-def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int, fusion: Fusion | None = None) -> Merged:
-    """As `merge`, of rankings; with a fusion, by the fused scores of their candidates."""
+def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int, hybrid: float = 0.0) -> Merged:
+    """As `merge`, of rankings; with a weight `hybrid` of words, by the scores that `fuse` gives their candidates."""
     parts = [ranking.hits_of(vector) for ranking in rankings]
     both = list(zip(rankings, parts, strict=True))
     scores = np.concatenate([ranking.scores[part] for ranking, part in both])
     places = np.concatenate([ranking.places[part] for ranking, part in both])
     ids = pa.concat_arrays([ranking.ids[part] for ranking, part in both])
-    if fusion is not None:
-        unwanted, lexical = (
-            np.concatenate([getattr(ranking, channel)[part] for ranking, part in both])
-            for channel in ("unwanted", "lexical")
-        )
-        scores = fusion(Candidates(scores, unwanted, lexical))
+    if hybrid:
+        scores = fuse(scores, np.concatenate([ranking.lexical[part] for ranking, part in both]), hybrid)  # type: ignore[index]
     chosen = best(scores, k, ids)
     ends = np.cumsum([part.stop - part.start for part in parts])
     numbers = np.searchsorted(ends, chosen, side="right")

@@ -1,45 +1,41 @@
-"""Combine the scores of a search's channels into one: query, unwanted part of the instruction, words.
+"""The vectors and scores of a search with further channels: what its instructions exclude, and words.
 
-The channels are fused after the candidates of all shards are merged, so a score does not depend on how passages are distributed.
+An exclusion changes the query's vector, so that every index and engine can search with it. Words are a channel of their own:
+each shard answers the best candidates of both, and they are fused after the merge, so a score does not depend on how passages
+are distributed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 
-DEPTH = 100
-"""Candidates of each channel and shard."""
+
+def away(wanted: np.ndarray, unwanted: np.ndarray, weight: float) -> np.ndarray:
+    """Move queries away from what they exclude; the score of a passage p becomes wanted·p - weight · unwanted·p, scaled.
+
+    Args:
+        wanted: (n, d) unit vectors of the queries under the wanted parts of their instructions.
+        unwanted: (n, d) unit vectors of the unwanted parts.
+
+    Returns:
+        (n, d) float32 unit vectors.
+    """
+    moved = wanted - weight * unwanted
+    norms = np.linalg.norm(moved, axis=1, keepdims=True)
+    return np.asarray(np.where(norms > 0, moved / np.maximum(norms, np.finfo(np.float32).tiny), wanted), np.float32)
 
 
-class Candidates(NamedTuple):
-    """Scores of m passages for one query.
+def fuse(dense: np.ndarray, lexical: np.ndarray, weight: float) -> np.ndarray:
+    """Score candidates by the weighted mean of their cosine and their BM25, which is divided by the largest of all candidates.
 
-    Attributes:
-        dense: (m,) inner products of the query's vector with the passages.
-        unwanted: (m,) inner products of the vector of what the instruction excludes; 0: it excludes nothing.
+    Args:
+        dense: (m,) cosines of the query with all candidates.
         lexical: (m,) BM25, 0 or more.
+        weight: share of BM25 in the score, 0 to 1.
+
+    Returns:
+        (m,) float32.
     """
-
-    dense: np.ndarray
-    unwanted: np.ndarray
-    lexical: np.ndarray
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """How to score candidates.
-
-    Attributes:
-        exclusion: weight of the unwanted part; 0: none.
-        hybrid: share of BM25 in the score; 0: none, 1: words alone.
-    """
-
-    exclusion: float = 0.0
-    hybrid: float = 0.0
-
-    def __call__(self, found: Candidates) -> np.ndarray:
-        """Score candidates: (m,) float32."""
-        raise NotImplementedError
+    largest = lexical.max(initial=0)
+    relative = lexical / largest if largest > 0 else lexical
+    return ((1 - weight) * dense + weight * relative).astype(np.float32)

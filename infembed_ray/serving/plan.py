@@ -89,6 +89,8 @@ class Plan:
         path = local(found.path)
         known = describe(path, index.facts.dimensions)
         index.facts.require_encoder(known.fingerprint, index.place)
+        if settings.ranking.hybrid and not index.facts.lexical:
+            raise InputError(f"ranking.hybrid={settings.ranking.hybrid:g}: index={settings.index}: {schema.NO_WORDS}")
         _require_runnable(settings, path)
         card = schema.Model(
             id=settings.model_name or _model_name(settings.model or index.facts.model, path),
@@ -100,7 +102,7 @@ class Plan:
             vocabulary=known.vocabulary,
             metadata=dict(index.facts.metadata),
             writable=settings.writable,
-            channels=_channels(settings, index),
+            lexical=index.facts.lexical,
             suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
         )
         encoder = EncoderArguments(
@@ -248,16 +250,6 @@ def _describe(settings: ServeSettings) -> _Described:
             local_directory(index.path, shard)
     names = tuple(shard.name for shard in index.facts.shards)
     return _Described(address(index.path), index.version, index.facts, names, address(index.changes))
-
-
-def _channels(settings: ServeSettings, index: _Described) -> list[schema.Channel]:
-    """The scoring channels that searches of an index can use; InputError if `ranking` needs another one."""
-    found: list[schema.Channel] = [] if index.changes is None else ["exclude"]
-    found += ["hybrid"] if index.facts.lexical else []
-    for name, given in (("exclude", settings.ranking.exclude), ("hybrid", settings.ranking.hybrid)):
-        if given and name not in found:
-            raise InputError(f"ranking.{name}={given}: index={settings.index} {schema.no_channel(name)}")
-    return found
 
 
 def read_suggestions(value: str) -> list[schema.Suggestion]:

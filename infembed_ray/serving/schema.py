@@ -25,8 +25,6 @@ from pydantic_core import to_json
 from infembed_ray.config.retrieval import FieldType
 
 InputType = Literal["query", "passage"]
-Channel = Literal["exclude", "hybrid"]
-"""A scoring channel of a search, by the field of its request."""
 Metadata = str | int | float | bool | None
 """A value of a metadata field; dates are ISO 8601 strings."""
 
@@ -241,8 +239,7 @@ class SearchRequest(Request):
     )
     hybrid: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
         None,
-        description="share of BM25 in the score, 0: none; needs the channel `hybrid` (GET /v1/models); null: as the "
-        "server is set",
+        description="share of BM25 in the score, 0: none; needs a lexical index (GET /v1/models); null: as the server is set",
     )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
@@ -272,8 +269,8 @@ class SearchHit(BaseModel):
 
     id: str
     score: float = Field(
-        description="cosine of query and passage; with `exclude` lowered by the excluded part, and with `hybrid` its "
-        "weighted mean with BM25, so it compares hits of one answer only"
+        description="cosine of query and passage; with `exclude` of the query moved away from what it excludes, and with "
+        "`hybrid` the weighted mean of the cosine and relative BM25, so it compares hits of one answer only"
     )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
@@ -405,15 +402,11 @@ class Model(BaseModel):
     vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
     writable: bool = Field(False, description="whether documents can be put and deleted")
-    channels: list[Channel] = Field([], description="scoring channels besides the query's vector that searches can use")
+    lexical: bool = Field(False, description="whether the index has words, for searches with `hybrid`")
     suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
 
 
-def no_channel(name: str) -> str:
-    """Return why an index lacks a scoring channel, and what to do."""
-    if name == "hybrid":
-        return "has no lexical index: build it again with `infembed index lexical=true` (not for an external engine)"
-    return "is in an external engine, which gives no vectors of candidates: use an index of FAISS shards"
+NO_WORDS = "this index has no lexical index; build it again with `infembed index lexical=true` (FAISS shards only), or leave out hybrid"
 
 
 class ModelsResponse(BaseModel):

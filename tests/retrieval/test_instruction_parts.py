@@ -99,7 +99,44 @@ def test_what_is_left_is_wanted(instruction: str, wanted: str) -> None:
 
 
 WORDS = st.sampled_from(
-    ["no", "not", "without", "except", ",", ".", ";", "but", "only", "than", "rather", "leave", "out", "skip", "nothing", "other", "is", "are", "can", "be", "ignored", "I", "the", "cats", "dogs", "2020", "later", "don't", "and", "or", "-", ":", "(", ")", "“", "é"]
+    [
+        "no",
+        "not",
+        "without",
+        "except",
+        ",",
+        ".",
+        ";",
+        "but",
+        "only",
+        "than",
+        "rather",
+        "leave",
+        "out",
+        "skip",
+        "nothing",
+        "other",
+        "is",
+        "are",
+        "can",
+        "be",
+        "ignored",
+        "I",
+        "the",
+        "cats",
+        "dogs",
+        "2020",
+        "later",
+        "don't",
+        "and",
+        "or",
+        "-",
+        ":",
+        "(",
+        ")",
+        "“",
+        "é",
+    ]
 )
 
 

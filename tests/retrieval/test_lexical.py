@@ -73,4 +73,5 @@ def test_a_shard_without_terms_scores_nothing(tmp_path: Path, texts: list[str]) 
     assert index.scores(terms_of("cats")).tolist() == [0.0] * len(texts)
     delta = DeltaTerms()
     delta.add(0, ["cats"])
-    assert np.isfinite(delta.scores(index, ["cat"], 1)).all() and delta.scores(index, ["cat"], 1)[0] > 0
+    assert np.isfinite(delta.scores(index, ["cat"], 1)).all()
+    assert delta.scores(index, ["cat"], 1)[0] > 0

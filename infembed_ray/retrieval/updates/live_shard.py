@@ -140,7 +140,7 @@ class LiveShard:
             try:
                 self._require(query)
                 if query.min_sequence <= snapshot.sequence:
-                    kind = query.k, query.ranking, query.depth, query.unwanted is None, query.texts is None
+                    kind = query.k, query.ranking, query.depth, query.texts is None
                     filter = filters.parse(query.filter, self._log.metadata)
                     alike.setdefault((filter, *kind), []).append(position)
             except ValueError as error:
@@ -201,7 +201,7 @@ class LiveShard:
         shape = query.vectors.shape
         if len(shape) != 2 or shape[1] != self._log.dimension or not np.isfinite(query.vectors).all():
             raise ValueError(f"query vectors must be (n, {self._log.dimension}) finite numbers, got shape {shape}")
-        if query.channels and query.depth < query.k:
+        if query.texts is not None and query.depth < query.k:
             raise ValueError(f"depth={query.depth}: must be at least k={query.k}")
         if query.texts is not None and self.base.lexical is None:
             raise ValueError("this shard has no lexical index; build it with lexical=true")
@@ -209,7 +209,7 @@ class LiveShard:
     def _search(self, snapshot: Snapshot, query: ShardQuery, filter: Filter | None) -> ShardAnswer | ShardRanking:
         """The best passages of each query in base and delta; exact over the delta."""
         vectors = np.ascontiguousarray(query.vectors, dtype=np.float32)
-        k, ranking = (query.depth, True) if query.channels else (query.k, query.ranking)
+        k, ranking = (query.k, query.ranking) if query.texts is None else (query.depth, True)
         keep, live = snapshot.keep, snapshot.live
         if filter is not None:
             mask = self._base_mask(filter)
@@ -225,8 +225,8 @@ class LiveShard:
             counts, scores, places = found.sum(axis=1), scores[found], rows[found]
             ids = self.base.ids(places)
         ends = np.cumsum(counts).tolist()
-        if query.channels:
-            return self._candidates(snapshot, query, places, ends, keep, live)
+        if query.texts is not None:
+            return self._candidates(snapshot, vectors, query, places, ends, keep, live)
         if not ranking:
             contents = self._contents(snapshot, places)
             every = [Hit(i, s, *c) for i, s, c in zip(ids.to_pylist(), scores.tolist(), contents, strict=True)]
@@ -236,35 +236,29 @@ class LiveShard:
     def _candidates(
         self,
         snapshot: Snapshot,
+        vectors: np.ndarray,
         query: ShardQuery,
         nearest: np.ndarray,
         ends: Sequence[int],
         keep: np.ndarray | None,
         live: np.ndarray,
     ) -> ShardRanking:
-        """The candidates of all channels, each with its scores in all of them.
+        """The candidates by vector and by words, each with both scores.
 
         Args:
-            nearest: places of the dense channel's candidates, those of each vector up to its end.
+            nearest: places of the candidates by vector, those of each vector up to its end.
             keep, live: rows of base and delta that may be found.
         """
         found = []
-        for number, (start, end) in enumerate(pairwise([0, *ends])):
-            places, words = nearest[start:end], None
-            if query.texts is not None:
-                words = self._words(snapshot, query.texts[number], keep, live)
-                best_words = _best_rows(words, query.depth)
-                in_delta = best_words >= len(self.base)
-                places = np.union1d(places, np.where(in_delta, best_words - len(words), best_words))
-            rows = self._vectors(snapshot, places)
-            unwanted = np.zeros(len(rows)) if query.unwanted is None else rows @ query.unwanted[number]
-            lexical = np.zeros(len(rows)) if words is None else words[places]
-            found.append((places, _scores(query.vectors[number], rows), unwanted, lexical))
-        places, *scores = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        dense, unwanted, lexical = (channel.astype(np.float32) for channel in scores)
-        ends = np.cumsum([len(of_query) for of_query, *_ in found]).tolist()
+        for text, vector, (start, end) in zip(query.texts or (), vectors, pairwise([0, *ends]), strict=True):
+            words = self._words(snapshot, text, keep, live)
+            rows = _best_rows(words, query.depth)
+            places = np.union1d(nearest[start:end], np.where(rows < len(self.base), rows, rows - len(words)))
+            found.append((places, _scores(vector, self._vectors(snapshot, places)), words[places]))
+        places, scores, lexical = (np.concatenate(parts) for parts in zip(*found, strict=True))
         ids, keys = self._ids(snapshot, places), keyed(snapshot, places)
-        return ShardRanking(ends, ids, dense, keys, snapshot.sequence, unwanted, lexical)
+        ends = np.cumsum([len(of_query) for of_query, *_ in found]).tolist()
+        return ShardRanking(ends, ids, scores, keys, snapshot.sequence, lexical)
 
     def _words(self, snapshot: Snapshot, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
         """BM25 of the rows of the base, then of the delta from its last row to its first, so that places are indices."""

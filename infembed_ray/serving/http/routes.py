@@ -58,7 +58,8 @@ def add_query_routes(api: APIRouter, current: Callable[[], Service], choose: Cal
         card = _require_model(service, request.model)
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
-        _require_channels(request, card)
+        if request.hybrid and not card.lexical:
+            raise ApiError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
         asked = Search(
             queries,
             request.top_k,
@@ -175,13 +176,6 @@ def _require_model(service: Service, name: str | None) -> schema.Model:
         message = f"the model {name!r} is not served here; the served model is {card.id!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return card
-
-
-def _require_channels(request: schema.SearchRequest, card: schema.Model) -> None:
-    """ApiError if a search asks for a scoring channel that the index lacks."""
-    for name, given in (("exclude", request.exclude), ("hybrid", request.hybrid)):
-        if given and name not in card.channels:
-            raise ApiError(400, f"{name}={given}: this index {schema.no_channel(name)}", param=name)
 
 
 def _require_possible(

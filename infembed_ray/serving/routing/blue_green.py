@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from infembed_ray.config.serving import RankingSettings
@@ -189,12 +188,10 @@ class Release:
             start, deadline = time.perf_counter(), self._deadline()
             channels = Channels.of(search, self._ranking)
             with tracing.span("encode", queries=len(search.queries)):
-                vectors = await self.query_cache([*search.queries, *channels.texts], deadline)
+                vectors = channels.vectors(await self.query_cache(channels.texts, deadline))
             encoded = time.perf_counter()
-            vectors, unwanted = np.split(vectors, [len(search.queries)])
-            query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
-            asked = channels.of_shards(query, unwanted, search)
-            ranked = await self._fan_out.search(asked, deadline, search.allow_partial, channels.fusion)
+            query = channels.query(ShardQuery(vectors, search.top_k, search.filter, search.min_sequence))
+            ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
             return Found(
                 results=ranked.results,
                 model=self.card.id,

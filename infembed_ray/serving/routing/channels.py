@@ -1,74 +1,76 @@
-"""The scoring channels of a search besides the query's vector: what its instructions exclude, and words."""
+"""What a search encodes and asks of the shards, with what its instructions exclude and with words."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from infembed_ray.config.serving import RankingSettings
 from infembed_ray.retrieval.answers import ShardQuery
-from infembed_ray.retrieval.fusion import Fusion
+from infembed_ray.retrieval.fusion import away
 from infembed_ray.retrieval.instruction_parts import Parts, split
 from infembed_ray.serving.service import Query, Search
 
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of one search.
+    """The channels of one search: those that it asks for, or else the server's.
 
     Attributes:
-        parts: of the instruction of each query; without exclusion they are empty.
-        fusion: scores the candidates; None: the search has the query's vector only.
-        depth: candidates of each channel and shard.
+        queries: of the search.
+        parts: of the instruction of each query, if it excludes something or words are searched.
+        exclusion: weight of the unwanted parts; 0: they stay in the instruction.
+        hybrid: weight of words.
+        depth: candidates by vector and by words.
     """
 
-    parts: list[Parts]
-    fusion: Fusion | None
+    queries: Sequence[Query]
+    parts: Sequence[Parts]
+    exclusion: float
+    hybrid: float
     depth: int
 
     @classmethod
     def of(cls, search: Search, defaults: RankingSettings) -> Channels:
-        """The channels that a search asks for, or the server's defaults.
-
-        An exclusion is no channel where no instruction excludes anything.
-        """
+        """Choose the channels of a search."""
         exclude = defaults.exclude if search.exclude is None else search.exclude
         hybrid = defaults.hybrid if search.hybrid is None else search.hybrid
-        parts = [split(query.instruction or "") if exclude else NOTHING for query in search.queries]
-        if not hybrid and not any(part.unwanted for part in parts):
-            return cls(parts, None, 0)
-        fusion = Fusion(defaults.exclusion_weight if exclude else 0.0, hybrid)
-        return cls(parts, fusion, max(defaults.depth, search.top_k))
+        parts = [split(query.instruction or "") for query in search.queries] if exclude or hybrid else []
+        weight = defaults.exclusion_weight if exclude else 0.0
+        return cls(search.queries, parts, weight, hybrid, max(defaults.depth, search.top_k))
 
     @property
     def texts(self) -> list[Query]:
-        """The further texts to embed, in the same call as the queries."""
-        return [Query(part.unwanted) for part in self.parts if part.unwanted]
+        """What to encode: the queries under what their instructions want, and then the unwanted parts."""
+        if not self._excluding:
+            return list(self.queries)
+        wanted = [
+            Query(query.text, parts.wanted or None) if parts.unwanted else query
+            for query, parts in zip(self.queries, self.parts, strict=True)
+        ]
+        return wanted + [Query(self.parts[number].unwanted) for number in self._excluding]
 
-    def of_shards(self, query: ShardQuery, unwanted: np.ndarray, search: Search) -> ShardQuery:
-        """The request to the shards.
+    def vectors(self, encoded: np.ndarray) -> np.ndarray:
+        """The vectors to search with, (queries, d) unit vectors, from those of `texts`."""
+        vectors, unwanted = np.split(encoded, [len(self.queries)])
+        if self._excluding:
+            vectors = vectors.copy()
+            vectors[self._excluding] = away(vectors[self._excluding], unwanted, self.exclusion)
+        return vectors
 
-        Args:
-            query: without channels.
-            unwanted: vectors of `texts`.
+    def query(self, query: ShardQuery) -> ShardQuery:
+        """The request to the shards, with words if the search has them: the query, and what its instruction wants.
+
+        A bag of words cannot negate, so the unwanted part is left out also where `exclude` is false.
         """
-        if self.fusion is None:
+        if not self.hybrid:
             return query
-        vectors = None
-        if len(unwanted):
-            vectors = np.zeros_like(query.vectors)
-            vectors[[bool(part.unwanted) for part in self.parts]] = unwanted
-        words = (
-            [words_of(*both) for both in zip(search.queries, self.parts, strict=True)] if self.fusion.hybrid else None
-        )
-        return replace(query, unwanted=vectors, texts=words, depth=self.depth)
+        both = zip(self.queries, self.parts, strict=True)
+        return replace(query, texts=[f"{parts.wanted} {query.text}".strip() for query, parts in both], depth=self.depth)
 
-
-NOTHING = Parts("", "", ())
-
-
-def words_of(query: Query, parts: Parts) -> str:
-    """The text of the lexical channel: the query, and what its instruction wants."""
-    wanted = parts.wanted if parts.unwanted else query.instruction
-    return f"{wanted} {query.text}" if wanted else query.text
+    @property
+    def _excluding(self) -> list[int]:
+        """The queries whose instruction excludes something."""
+        return [number for number, parts in enumerate(self.parts) if parts.unwanted] if self.exclusion else []

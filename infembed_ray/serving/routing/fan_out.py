@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from infembed_ray.lru_cache import LruCache
 from infembed_ray.retrieval.answers import Behind, Key, Merged, ShardQuery, merge, merge_rankings
-from infembed_ray.retrieval.fusion import Fusion
 from infembed_ray.retrieval.shards import Content
 from infembed_ray.serving import tracing
 from infembed_ray.serving.routing.hedging import HedgedCalls
@@ -89,16 +88,14 @@ class FanOut:
         ]
         self._fetch = [batched(shard, "contents_many", MAX_BATCH_KEYS, len) for shard in shards.values()]
 
-    async def search(
-        self, query: ShardQuery, deadline: float, allow_partial: bool, fusion: Fusion | None = None
-    ) -> Ranked:
+    async def search(self, query: ShardQuery, deadline: float, allow_partial: bool, hybrid: float = 0.0) -> Ranked:
         """Search all shards and merge their hits.
 
         Args:
             query: its `ranking` is set here.
             deadline: by the event loop's time.
             allow_partial: answer without shards that do not, if at least one does.
-            fusion: scores the candidates of a query with channels.
+            hybrid: weight of words in the scores of a query with texts.
 
         Raises:
             NotApplied: a shard has not applied `min_sequence` by the deadline.
@@ -112,7 +109,7 @@ class FanOut:
             if query.ranking:
                 with tracing.span("merge", shards=len(answers)):
                     merged = [
-                        merge_rankings(list(answers.values()), n, query.k, fusion) for n in range(len(query.vectors))
+                        merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))
                     ]
                 with tracing.span("texts"):
                     results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
@@ -127,7 +124,7 @@ class FanOut:
         raise error or ReplicaLost()
 
     def _in_two_phases(self, query: ShardQuery) -> bool:
-        if query.channels:  # its hits are known after the fusion
+        if query.texts is not None:  # its hits are known after the fusion
             return True
         shards, wanted = len(self._names), len(query.vectors) * query.k
         return wanted * (shards - 1) > CONTENTS_PER_CALL * min(shards, wanted)

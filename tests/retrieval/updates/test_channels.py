@@ -67,15 +67,14 @@ def test_candidates_are_the_best_of_each_channel_with_exact_scores(
         ]
         oracle.apply(changes)
         log.append(changes)
-        wanted, unwanted = unit_vectors(2, DIMENSION, step), unit_vectors(2, DIMENSION, 99 + step)
+        wanted = unit_vectors(2, DIMENSION, step)
         filter = None if since is None else {"year": {"gte": since}}
-        query = ShardQuery(wanted, 2, filter, unwanted=unwanted, texts=["nothing known", QUERY], depth=DEPTH)
+        query = ShardQuery(wanted, 2, filter, texts=["nothing known", QUERY], depth=DEPTH)
         seen: set[str] = set()
         for shard in shards:
             shard.refresh()
             (answer,) = shard.search_many([query])
             assert isinstance(answer, ShardRanking)
-            assert answer.unwanted is not None
             assert answer.lexical is not None
             mine = {
                 id: d
@@ -84,17 +83,15 @@ def test_candidates_are_the_best_of_each_channel_with_exact_scores(
                 and (since is None or d.metadata["year"] >= since)
             }
             words = lexical_scores(shard, mine, oracle.states[0])
-            for vector, channels in ((0, ["dense"]), (1, ["dense", "words"])):
+            for vector, known in ((0, False), (1, True)):
                 part = answer.hits_of(vector)
                 ids = answer.ids[part].to_pylist()
                 dense = {id: float(np.float64(d.vector) @ np.float64(wanted[vector])) for id, d in mine.items()}
                 np.testing.assert_allclose(answer.scores[part], [dense[id] for id in ids], atol=1e-6)
-                aside = [float(np.float64(mine[id].vector) @ np.float64(unwanted[vector])) for id in ids]
-                np.testing.assert_allclose(answer.unwanted[part], aside, atol=1e-6)
-                of_words = [words[id] if "words" in channels else 0.0 for id in ids]
+                of_words = [words[id] if known else 0.0 for id in ids]
                 np.testing.assert_allclose(answer.lexical[part], of_words, rtol=1e-5)
                 must, may = map(set, best({id: score + 10 for id, score in dense.items()}))
-                if "words" in channels:
+                if known:
                     more = best(words)
                     must, may = must | more[0], may | more[1]
                 assert must <= set(ids) <= may
@@ -115,7 +112,6 @@ def test_requests_with_and_without_channels_share_a_call(tmp_path: Path) -> None
         ShardQuery(vectors[:1], 3, texts=[QUERY], depth=5),
         ShardQuery(vectors[1:2], 3),
         ShardQuery(vectors[2:], 3, texts=["violin"], depth=5),
-        ShardQuery(vectors[2:], 3, unwanted=vectors[:1], depth=5),
     ]
     together = shard.search_many(queries)
     for query, answer in zip(queries, together, strict=True):
@@ -126,7 +122,6 @@ def test_requests_with_and_without_channels_share_a_call(tmp_path: Path) -> None
             assert answer.ids.to_pylist() == alone.ids.to_pylist()
             np.testing.assert_allclose(answer.scores, alone.scores, atol=1e-6)
             np.testing.assert_allclose(answer.lexical, alone.lexical, rtol=1e-6)
-            np.testing.assert_allclose(answer.unwanted, alone.unwanted, atol=1e-6)
         else:
             assert answer == alone
 
