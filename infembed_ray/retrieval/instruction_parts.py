@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+MAX_CHARACTERS = 4000
+"""Characters of an instruction that is split, about what an encoder reads. It bounds the work of a request."""
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
@@ -81,7 +84,9 @@ _NEUTRAL = _any(
     rf"(?:{_NOT}|without|avoid|no need to|no reason to)(?: to)? (?:{_DROP}|forget(?:ting)?|neglect(?:ing)?|overlook(?:ing)?|fail(?:ing)?|{_LEAVE} (?:\w+ ){{1,6}}?{_ASIDE})",
     r"(?:not|never|nor) (?:without|unlike|un\w+|in\w+able|in\w+ible|irrelevant)",
 )  # fmt: skip
-_AT_CLAUSE = r"(?:(?<=^)|(?<=[,;:(.!?–—-] )|(?<=and )|(?<=but )|(?<=or )|(?<=please )|(?<=also )|(?<=while ))"
+_AT_CLAUSE = (
+    r"(?:(?<=^)|(?<=[,;:(.!?–—-]\s)|(?<=[\n(*•])|(?<=and )|(?<=but )|(?<=or )|(?<=please )|(?<=also )|(?<=while ))"
+)
 """Before a cue that is one only where a clause or a list item begins; "foods to avoid" names a topic."""
 _OPENS = _any(
     r"anything (?:but|except|other than)|(?:everything|all) (?:but|except(?: for)?)",
@@ -153,9 +158,10 @@ _TAIL = re.compile(rf"(?:[{re.escape(_EDGE)}]|\b(?:and|or|nor|but))+$", re.IGNOR
 _LEAD = re.compile(r"^(?:(?:and|or|nor|but|any|either|also|please)\s+)+", re.IGNORECASE)
 
 
+@lru_cache(1024)
 def split(instruction: str) -> Parts:
-    """Split an instruction into its wanted and unwanted parts."""
-    found = sorted(_found(instruction))
+    """Split an instruction into its wanted and unwanted parts; one of more than `MAX_CHARACTERS` stays whole."""
+    found = sorted(_found(instruction)) if len(instruction) <= MAX_CHARACTERS else []
     if not found:
         return Parts(instruction.strip(), "", ())
     spans: list[Span] = []
@@ -191,10 +197,8 @@ def _found(text: str) -> Iterator[tuple[Span, Span]]:
                 if span:
                     yield cue.span(), span
                 continue
-            first, stop = cue.end(), _end(text, cue.end(), end, initial=not text[start : cue.start()].strip(_EDGE))
-            following = _CUE.search(text, first, stop)
-            if following and (not following["neutral"] or text[first : following.start()].rstrip(" and").endswith(",")):
-                stop = following.start()
+            first = cue.end()
+            stop = _end(text, first, _following(text, first, end), initial=cue.start() - start <= 1)
             if span := _trimmed(text, first, stop):
                 yield (cue.start(), stop), span
             place = max(stop, first)
@@ -214,11 +218,23 @@ def _closing(text: str, start: int, end: int) -> tuple[Span, Span] | None:
     return ((start, end), span) if span else None
 
 
+def _following(text: str, first: int, end: int) -> int:
+    """Where the next cue begins that ends the part from `first` on; `end` if there is none."""
+    place = first
+    while cue := _CUE.search(text, place, end):
+        if not cue["neutral"] or text[max(first, cue.start() - 6) : cue.start()].rstrip(" and").endswith(","):
+            return cue.start()
+        place = cue.end()
+    return end
+
+
 def _end(text: str, first: int, end: int, initial: bool) -> int:
-    """Where an unwanted part that begins at `first` ends."""
+    """Where an unwanted part that begins at `first` ends, at the latest at `end`."""
     if match := _ENDS.search(text, first, end):
         end = match.start()
-    elif initial and text[:first].rstrip().lower().endswith(("than", "of", "without", "for", "from", "excluding")):
+    elif initial and text[max(0, first - 12) : first].rstrip().lower().endswith(
+        ("than", "of", "without", "for", "from", "excluding")
+    ):
         comma = text.find(",", first, end)
         end = comma if comma > 0 and not re.search(r"\b(?:or|and|nor)\b", text[comma:end]) else end
     return end

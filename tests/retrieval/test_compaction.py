@@ -61,9 +61,11 @@ def test_the_next_version_has_words_if_the_base_has(tmp_path: Path) -> None:
     assert by_words == ["new"]
     for name in ("terms.arrow", "postings.npy"):
         file = second / "shard-00001" / name
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + b"?")
         with pytest.raises(InputError, match=f"{name} is corrupted"):
             verify(second, facts.shards[1])
+        file.write_bytes(content)
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
