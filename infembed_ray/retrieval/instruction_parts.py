@@ -106,8 +106,9 @@ _OPENS = _any(
     rf"(?:{_AT_CLAUSE}|(?<=(?:this|that|here) is )|(?<=it is )|(?<=it['’]s )|(?<=that are )|(?<=which are )|(?<=that is )|(?<=which is ))not",
     r"never (?:about|from)",
 )  # fmt: skip
+_ASKED = r"(?:\w+ly )?(?:meant|fine|sought|the (?:aim|point|goal|target)|what I (?:mean|want|need|am after|seek)|wanted|needed|necessary|required|welcome|relevant|of (?:any )?(?:interest|use|help)|helpful|useful|desired|asked for|called for|for me|my concern)"
 _UNWANTED = _any(
-    r"(?:not|never) (?:\w+ly )?(?:meant|fine|sought|the (?:aim|point|goal|target)|what I (?:mean|want|need|am after|seek)|wanted|needed|necessary|required|welcome|relevant|of (?:any )?(?:interest|use|help)|helpful|useful|desired|asked for|called for|for me|my concern)",
+    rf"(?:not|never) {_ASKED}",
     "unwanted", "unneeded", "unnecessary", "unwelcome", "irrelevant", "undesired", "uninteresting", "unhelpful", "superfluous",
     "redundant", "pointless", "needless", "useless", "off[- ]topic", "off[- ]limits", "out of (?:scope|place|bounds)",
     "off the table", "best (?:left out|avoided|omitted)", "beside the point",
@@ -121,16 +122,17 @@ _GONE = _any(
 )  # fmt: skip
 _CLOSES = _any(
     rf"(?:{_BE}|feels?|remains?|lies?|falls?) {_UNWANTED}",
-    r"(?:is|are|was|were)n['’]t (?:\w+ly )?(?:wanted|needed|necessary|required|welcome|relevant|helpful|useful|meant|asked for)",
+    rf"(?:is|are|was|were)n['’]t {_ASKED}",
     r"(?:(?:is|are) out|(?:is |are )?excluded)(?=[.;!?]|$)",
     r"(?:can|may|must|should) wait|(?:have|has|had) no (?:place|part|business)",
-    rf"{_NOT}(?=[.;!?]|$)",
+    r"(?:do|does|is|are)(?: not|n['’]t)(?=[.;!?]|$)",
     rf"(?:can|may|might|should|must|could|has to|have to|ought to|needs? to|{_BE}) (?:all |safely |be |all be |safely be |simply be )*{_GONE}",
     r"(?:can|may|might|should|must|could|shall)? ?(?:stays?|remains?|keeps?) (?:out|away|aside|off|elsewhere)",
-    rf"{_NOT} (?:concern|interest|matter|belong|help|count|apply|fit|suit|appeal|be (?:included|shown|mentioned|listed|covered))",
+    rf"{_NOT} (?:concern|interest|matter|belong|help|count|apply|fit|suit|appeal|(?:have to |need to )?(?:appear|be (?:included|shown|mentioned|listed|covered)))",
     r"(?:miss(?:es)? the point|bores? (?:me|us)|turns? (?:me|us) off|goe?s? beyond (?:my|our) needs?|belongs? (?:elsewhere|in (?:an)?other)|adds? nothing|distracts?(?: me)?)",
     r"(?:would|will) (?:only |just |merely )?(?:distract|confuse|overwhelm|clutter|bore|annoy|get in the way|be wasted)",
-    r"(?:leaves?|left) me cold",
+    r"(?:leaves?|left) me cold|scares? (?:me|us)|(?:would be|is|are) too \w+(?=[.;!?]|$)",
+    r"(?:is|are) (?:dealt with|covered|treated) (?:elsewhere|(?:in|on) (?:an)?other)",
 )  # fmt: skip
 _SENTENCE = re.compile(r"[^.!?;]*(?:[.!?;](?!\s|$)[^.!?;]*)*[.!?;]?\s*")
 _CUE = re.compile(
