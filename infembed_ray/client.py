@@ -37,9 +37,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 
 
-# ------------------------------------------------------------------------------------------ answers and errors
-
-
 @dataclass(frozen=True)
 class Embeddings:
     """Vectors of texts, in the order of the texts."""
@@ -132,9 +129,6 @@ class ApiError(Error):
 
 class Unreachable(Error):
     """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
-
-
-# --------------------------------------------------------------------------------------- requests and their answers
 
 
 @dataclass(frozen=True)
@@ -308,9 +302,6 @@ def _list(name: str, texts: Sequence[str]) -> list[str]:
 
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-# ----------------------------------------------------------------------------------------------------- clients
 
 
 class _Attempts:
