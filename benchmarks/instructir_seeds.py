@@ -44,19 +44,15 @@ def write(
     (directory / "qrels" / "test.tsv").write_text("\n".join(judged) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--queries", type=int, help="number of queries, from the first; default: all 1,045")
-    options = parser.parse_args()
-    seeds = rows(options.data / "msmarco_seeds" / "seeds.jsonl")
-    records = [row for name in ("train", "dev") for row in rows(options.data / "infir_mini" / f"{name}.jsonl")]
+def collect(data: Path, output: Path, count: int | None = None) -> None:
+    """Write both collections to a directory, with the first `count` queries; None: all."""
+    seeds = rows(data / "msmarco_seeds" / "seeds.jsonl")
+    records = [row for name in ("train", "dev") for row in rows(data / "infir_mini" / f"{name}.jsonl")]
     known = {row[column] for row in records for column in ("query_positive", "query_negative")}
     passage = {row["id"]: row["pid"] for row in seeds}
-    instructir = options.data / "instructir"
+    instructir = data / "instructir"
     queries = [row for row in rows(instructir / "queries.jsonl") if row["text"] not in known]
-    texts = {row["_id"]: row["text"] for row in queries[: options.queries]}
+    texts = {row["_id"]: row["text"] for row in queries[:count]}
     asked = [
         {"_id": row["_id"], "text": texts[query], "instruction": row["text"], "group": query}
         for row in rows(instructir / "instructions.jsonl")
@@ -65,8 +61,17 @@ def main() -> None:
     plain = [{"_id": query, "text": text} for query, text in texts.items()]
     for name, of_collection in (("asked", asked), ("plain", plain)):
         relevant = {row["_id"]: passage[row["_id"].partition("_")[0]] for row in of_collection}
-        write(options.output / name, {row["pid"]: row["passage"] for row in seeds}, of_collection, relevant)
-        print(f"{options.output / name}: {len(of_collection)} queries, {len(seeds)} passages")
+        write(output / name, {row["pid"]: row["passage"] for row in seeds}, of_collection, relevant)
+        print(f"{output / name}: {len(of_collection)} queries, {len(seeds)} passages")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--queries", type=int, help="number of queries, from the first; default: all 1,045")
+    options = parser.parse_args()
+    collect(options.data, options.output, options.queries)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,6 @@ KEY_VARIABLE = "INFEMBED_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-# ------------------------------------------------------------------------------------------ answers and errors
-
-
 @dataclass(frozen=True)
 class Embeddings:
     """Vectors of texts, in the order of the texts."""
@@ -57,7 +54,7 @@ class Hit:
 
     id: str
     score: float
-    """Cosine similarity of query and passage."""
+    """Cosine similarity of query and passage; with `exclude` or `hybrid`, a score that compares these hits only."""
     text: str
     metadata: Mapping[str, Metadata]
 
@@ -109,9 +106,6 @@ class Collection:
     name: str
     model: Model
     """Its model and its index."""
-
-
-# --------------------------------------------------------------------------------------- requests and their answers
 
 
 @dataclass(frozen=True)
@@ -175,6 +169,8 @@ def _search_many(
     *,
     top_k: int = 10,
     filter: Mapping[str, Any] | None = None,
+    exclude: bool | None = None,
+    hybrid: float | None = None,
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
@@ -186,7 +182,8 @@ def _search_many(
     """
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
-    body |= _without_none({"instruction": each, "filter": filter, "min_sequence": min_sequence, "model": model})
+    rest = {"filter": filter, "exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "model": model}
+    body |= _without_none({"instruction": each, **rest})
     return _Request("POST", _path("search", collection), _read_results, body)
 
 
@@ -196,6 +193,8 @@ def _search(
     *,
     top_k: int = 10,
     filter: Mapping[str, Any] | None = None,
+    exclude: bool | None = None,
+    hybrid: float | None = None,
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
@@ -208,6 +207,8 @@ def _search(
         instruction: what the query asks for besides its topic.
         top_k: maximum number of hits, up to 1,000.
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
+        exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
+        hybrid: share of BM25 in the score, 0 to 1; None: as the server is set.
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         model: must be the name of the served model, if given.
@@ -216,8 +217,8 @@ def _search(
     Raises:
         ApiError, Unreachable: as `embed`.
     """
-    rest: dict[str, Any] = {"allow_partial": allow_partial, "min_sequence": min_sequence, "model": model}
-    rest["collection"] = collection
+    rest: dict[str, Any] = {"exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "model": model}
+    rest |= {"allow_partial": allow_partial, "collection": collection}
     many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 

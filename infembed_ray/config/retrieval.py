@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -48,6 +48,9 @@ class IndexSettings(Settings):
     recall_floor: float = Field(
         0.95, ge=0, le=1, description="least recall@10 against exact search; below it nothing is published"
     )
+    lexical: bool = Field(
+        False, description="build a BM25 index of every shard, too, for searches with `hybrid` (English stemming)"
+    )
     reuse: bool = runtime_field(
         True, description="take the vectors of unchanged passages from the latest version, if this encoder made them"
     )
@@ -62,6 +65,11 @@ class IndexSettings(Settings):
     gpus_per_shard: float = runtime_field(
         0.0, ge=0, description="GPUs per task that builds a shard; centroids differ from those of CPUs"
     )
+
+    def identity(self) -> dict[str, Any]:
+        """As `Settings.identity`; without `lexical` it is that of versions that had no such setting."""
+        decides = super().identity()
+        return decides if self.lexical else {name: value for name, value in decides.items() if name != "lexical"}
 
 
 class CompactSettings(Settings):

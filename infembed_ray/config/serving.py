@@ -39,6 +39,29 @@ class CanarySettings(Settings):
     max_p_mrr_drop: float = Field(2.0, ge=0, description="most p-MRR (x100) on the probes below the current release's")
 
 
+class RankingSettings(Settings):
+    """How searches are scored. A request can override `exclude` and `hybrid`."""
+
+    exclude: bool = Field(
+        False,
+        description="lower passages that resemble what the instruction excludes, unless the request says otherwise",
+    )
+    exclusion_weight: float = Field(
+        0.6, gt=0, description="weight of what the instruction excludes, against 1 for what it wants"
+    )
+    hybrid: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of BM25 in the score, unless the request says otherwise; needs an index with lexical=true",
+    )
+    depth: int = Field(
+        100,
+        ge=1,
+        description="with hybrid, candidates by vector, and as many by words, from every shard; at least top_k",
+    )
+
+
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
@@ -116,6 +139,9 @@ class ServeSettings(Settings):
         50_000,
         ge=1,
         description="documents changed per shard from which more are refused with 507; null: no limit",
+    )
+    ranking: RankingSettings = Field(
+        RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
     )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"

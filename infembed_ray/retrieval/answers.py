@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from infembed_ray.retrieval.fusion import fuse
 from infembed_ray.retrieval.shards import Hit
 
 Key = tuple[int, str]
@@ -36,6 +37,8 @@ class ShardQuery:
         filter: metadata filter, as in JSON.
         min_sequence: least sequence of the answer; a shard that is behind answers `Behind`.
         ranking: answer a `ShardRanking` instead of a `ShardAnswer`.
+        texts: words for the lexical index, a text per vector; None: search by vectors only.
+        depth: with texts, the shard ranks the best `depth` passages by vector and the best `depth` by words, instead of `k`.
     """
 
     vectors: np.ndarray
@@ -43,6 +46,20 @@ class ShardQuery:
     filter: Mapping[str, Any] | None = None
     min_sequence: int = 0
     ranking: bool = False
+    texts: Sequence[str] | None = None
+    depth: int = 0
+
+    @classmethod
+    def together(cls, queries: Sequence[ShardQuery]) -> ShardQuery:
+        """One request for all vectors of queries that are equal otherwise; all have texts, or none has."""
+        first = queries[0]
+        if len(queries) == 1:
+            return first
+        return replace(
+            first,
+            vectors=np.concatenate([query.vectors for query in queries]),
+            texts=None if first.texts is None else [text for query in queries for text in query.texts or ()],
+        )
 
 
 @dataclass(frozen=True)
@@ -66,12 +83,15 @@ class ShardAnswer:
 class ShardRanking:
     """The answer of a shard to one request, without texts: m hits, those of each vector by (score, id), descending.
 
+    With texts, the hits of a vector are its candidates by vector and by words, in any order.
+
     Attributes:
         ends: end of the hits of each vector.
         ids: m ids.
         scores: (m,) float32.
         places: (m,) int64, as in `Key`.
         sequence: as in `ShardAnswer`.
+        lexical: with texts, (m,) float32 BM25.
     """
 
     ends: Sequence[int]
@@ -79,6 +99,7 @@ class ShardRanking:
     scores: np.ndarray
     places: np.ndarray
     sequence: int
+    lexical: np.ndarray | None = None
 
     def hits_of(self, vector: int) -> slice:
         """The hits of a vector."""
@@ -90,7 +111,8 @@ class ShardRanking:
         ends = [last - first for last in self.ends[start:end]]
         hits = np.arange(first, first + (ends[-1] if ends else 0))
         ids = self.ids.take(pa.array(hits))  # a slice would be pickled with the rest
-        return ShardRanking(ends, ids, self.scores[hits], self.places[hits], self.sequence)
+        lexical = None if self.lexical is None else self.lexical[hits]
+        return ShardRanking(ends, ids, self.scores[hits], self.places[hits], self.sequence, lexical)
 
 
 class Behind(Exception):
@@ -116,13 +138,15 @@ def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
     return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
 
 
-def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int) -> Merged:
-    """As `merge`, of rankings."""
+def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int, hybrid: float = 0.0) -> Merged:
+    """As `merge`, of rankings; with a weight `hybrid` of words, by the scores that `fuse` gives their candidates."""
     parts = [ranking.hits_of(vector) for ranking in rankings]
     both = list(zip(rankings, parts, strict=True))
     scores = np.concatenate([ranking.scores[part] for ranking, part in both])
     places = np.concatenate([ranking.places[part] for ranking, part in both])
     ids = pa.concat_arrays([ranking.ids[part] for ranking, part in both])
+    if hybrid:
+        scores = fuse(scores, np.concatenate([ranking.lexical[part] for ranking, part in both]), hybrid)  # type: ignore[index]
     chosen = best(scores, k, ids)
     ends = np.cumsum([part.stop - part.start for part in parts])
     numbers = np.searchsorted(ends, chosen, side="right")

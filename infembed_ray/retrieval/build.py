@@ -129,6 +129,7 @@ def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) 
         settings.recall_floor,
         settings.gpus_per_shard > 0,
         settings.shards,
+        settings.lexical,
     )
 
 

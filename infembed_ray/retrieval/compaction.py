@@ -125,7 +125,9 @@ class Compaction:
         log = change_log(self.base, self.facts)
         live = LiveShard(base, log, number, self.facts.folded, self.until)
         settings = self.settings
-        build = Build(settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards)
+        build = Build(
+            settings.factory, settings.memory_gib, settings.recall_floor, gpu, settings.shards, settings.lexical
+        )
         with shard_directory(root, name) as directory:
             columns = schema(self.facts.metadata)
             write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))

@@ -75,6 +75,11 @@ class IndexFacts:
         return self.shards[0].vectors
 
     @property
+    def lexical(self) -> bool:
+        """Whether its shards have a lexical index."""
+        return bool(self.shards) and all(shard.lexical for shard in self.shards)
+
+    @property
     def recall_at_10(self) -> float:
         """Mean over the shards, weighted by passages."""
         found = sum(shard.recall_at_10 * shard.passages for shard in self.shards)
@@ -184,6 +189,7 @@ class Index:
         recall_floor: float = 0.95,
         batch_tokens: int = 4096,
         vectors: Precision = "float16",
+        lexical: bool = False,
     ) -> Index:
         """Build an index in this process, on the encoder's device and without Ray, and open it.
 
@@ -203,6 +209,7 @@ class Index:
             recall_floor: least recall@10 against exact search.
             batch_tokens: tokens per pass of the encoder, with padding.
             vectors: precision of the stored vectors.
+            lexical: build a BM25 index of every shard, too.
 
         Raises:
             InputError: the corpus, the settings or the directory cannot be used, or recall is below the floor. Nothing is
@@ -216,7 +223,7 @@ class Index:
         model = str(Path(encoder.source).resolve()) if Path(encoder.source).is_dir() else encoder.source
         given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
-        given["vectors"] = vectors
+        given |= {"vectors": vectors, "lexical": lexical}
         with corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
             root = path or scratch.enter_context(tempfile.TemporaryDirectory(prefix="infembed-index-"))
             given |= {"corpus": str(file), "model": model, "output": str(root)}

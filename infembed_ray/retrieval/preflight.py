@@ -56,6 +56,10 @@ def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
     for name, given in (("memory_gib", settings.memory_gib), ("gpus_per_shard", settings.gpus_per_shard or None)):
         if given is not None:
             raise InputError(f"{name}={given:g}: an external engine manages its own memory and devices; leave it out")
+    if settings.lexical:
+        raise InputError(
+            "lexical=true: an external engine holds no lexical index of ours; leave it out, or use FAISS shards"
+        )
     engine = Milvus(Address.parse(settings.output, "output", settings.store_token_env))
     place = settings.work or str(scratch() / "stores" / engine.address.alias)
     return engine, settings.model_copy(update={"output": place, "work": place, "vectors": "float32"})

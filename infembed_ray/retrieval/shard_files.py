@@ -28,6 +28,8 @@ from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_c
 INDEX_FILE = "index.faiss"
 PASSAGES_FILE = "passages.arrow"
 VECTORS_FILE = "vectors.npy"
+TERMS_FILE, POSTINGS_FILE = "terms.arrow", "postings.npy"
+"""Lexical index of a shard; only in indexes built with `lexical`."""
 _RECORD = re.compile(r"shard-\d+\.json")
 _ATTEMPT = re.compile(r"shard-\d+(-[0-9a-f]+)?/")
 
@@ -52,6 +54,11 @@ class ShardFacts:
     bytes: int
     checksums: Mapping[str, FileChecksums | str]
     vectors: Precision = "float32"
+
+    @property
+    def lexical(self) -> bool:
+        """Whether the shard has a lexical index."""
+        return TERMS_FILE in self.checksums
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ShardFacts:

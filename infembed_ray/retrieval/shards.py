@@ -7,7 +7,7 @@ that do not store the vectors unchanged have them in a third file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -22,13 +22,17 @@ from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.places import Place
 from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval import lexical as lexicals
 from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.faiss_import import faiss
+from infembed_ray.retrieval.lexical import Lexical
 from infembed_ray.retrieval.passages import open_passages, row_of
 from infembed_ray.retrieval.searcher import Searcher, calibrate
 from infembed_ray.retrieval.shard_files import (
     INDEX_FILE,
     PASSAGES_FILE,
+    POSTINGS_FILE,
+    TERMS_FILE,
     VECTORS_FILE,
     ShardFacts,
     local_directory,
@@ -80,6 +84,7 @@ class Build:
         factory: index type; None: chosen by `factory.choose`, which also takes `memory_gib` and `shards`.
         recall_floor: least recall@10.
         gpu: train on the GPUs of this process.
+        lexical: build a lexical index, too.
     """
 
     factory: str | None = None
@@ -87,6 +92,7 @@ class Build:
     recall_floor: float = 0.0
     gpu: bool = False
     shards: int = 1
+    lexical: bool = False
 
 
 class Shard:
@@ -95,11 +101,15 @@ class Shard:
     Attributes:
         passages: memory-mapped table of n rows (id, text, metadata), by id ascending; row i belongs to vector i.
         precision: of the vectors; `Flat` stores those of float16 in float32.
+        lexical: BM25 over the same rows; None if it was not built.
     """
 
-    def __init__(self, searcher: Searcher, passages: pa.Table, precision: Precision = "float32") -> None:
+    def __init__(
+        self, searcher: Searcher, passages: pa.Table, precision: Precision = "float32", lexical: Lexical | None = None
+    ) -> None:
         self._searcher = searcher
         self.precision = precision
+        self.lexical = lexical
         self.passages = passages
         (self._batch,) = passages.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], passages.schema)]
 
@@ -124,10 +134,11 @@ class Shard:
             index = faiss.read_index(str(directory / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
             originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
             passages = open_passages(directory / PASSAGES_FILE)
+            lexical = Lexical.open(directory) if facts.lexical else None
         except (OSError, RuntimeError, ValueError):
             verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
             raise
-        return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors)
+        return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors, lexical)
 
     def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Find the rows of each query with the largest inner products, by (score, id), descending.
@@ -202,6 +213,12 @@ def _columns(passages: pa.RecordBatch, rows: np.ndarray) -> tuple[np.ndarray, np
     return ids.to_numpy(zero_copy_only=False), texts.to_numpy(zero_copy_only=False), metadata
 
 
+def texts_of(passages: pa.Table) -> Iterator[str]:
+    """The texts of passages, in order; few of them are in memory at a time."""
+    for batch in passages.select(["text"]).to_batches(max_chunksize=1024):
+        yield from batch.column(0).to_pylist()
+
+
 def write_vectors(
     file: Path, blocks: Iterable[np.ndarray], count: int, dimension: int, precision: str = "float32"
 ) -> None:
@@ -236,7 +253,8 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
         InputError: no type fits the memory, the given type needs more vectors, or recall is below the floor.
         OSError: the disk is full.
     """
-    passages = open_passages(directory / PASSAGES_FILE).num_rows
+    table = open_passages(directory / PASSAGES_FILE)
+    passages = len(table)
     vectors = np.load(directory / VECTORS_FILE, mmap_mode="r")
     precision: Precision = "float16" if vectors.dtype == np.float16 else "float32"
     if len(vectors) != passages:
@@ -259,6 +277,9 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     if factories.holds_originals(index, precision):
         (directory / VECTORS_FILE).unlink()
         names.remove(VECTORS_FILE)
+    if build.lexical:
+        lexicals.write(directory, texts_of(table))
+        names += [TERMS_FILE, POSTINGS_FILE]
     return ShardFacts(
         name=directory.name,
         passages=passages,

@@ -93,6 +93,8 @@ class Plan:
         for name, place in settings.indexes.items():
             with _errors_of(name):
                 indexes[name] = index = _describe(settings, place)
+                if settings.ranking.hybrid and not index.facts.lexical:
+                    raise InputError(f"ranking.hybrid={settings.ranking.hybrid:g}: index={place}: {schema.NO_WORDS}")
                 _require_apart(index, indexes, name)
                 if index.facts.encoder not in encoders:
                     encoders[index.facts.encoder] = _encoder(settings, index, encoders.values())
@@ -360,6 +362,7 @@ def _spec(
         vocabulary=encoder.vocabulary,
         metadata=dict(index.facts.metadata),
         writable=settings.writable,
+        lexical=index.facts.lexical,
         suggestions=suggestions,
     )
     applications = encoder.arguments.application, index.arguments.application

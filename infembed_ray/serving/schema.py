@@ -232,6 +232,15 @@ class SearchRequest(Request):
         description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
         "it does not within the request's time-out",
     )
+    exclude: StrictBool | None = Field(
+        None,
+        description="lower passages that resemble what the instruction excludes (`not ...`, `except ...`, `leave out "
+        "...`); null: as the server is set",
+    )
+    hybrid: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
+        None,
+        description="share of BM25 in the score, 0: none; needs a lexical index (GET /v1/models); null: as the server is set",
+    )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
     @model_validator(mode="after")
@@ -259,7 +268,10 @@ class SearchHit(BaseModel):
     """A hit of a search: a passage and its score."""
 
     id: str
-    score: float = Field(description="cosine of query and passage")
+    score: float = Field(
+        description="cosine of query and passage; with `exclude` of the query moved away from what it excludes, and with "
+        "`hybrid` the weighted mean of the cosine and relative BM25, so it compares hits of one answer only"
+    )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
 
@@ -390,7 +402,11 @@ class Model(BaseModel):
     vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
     writable: bool = Field(False, description="whether documents can be put and deleted")
+    lexical: bool = Field(False, description="whether the index has words, for searches with `hybrid`")
     suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
+
+
+NO_WORDS = "this index has no lexical index; build it again with `infembed index lexical=true` (FAISS shards only), or leave out hybrid"
 
 
 class ModelsResponse(BaseModel):

@@ -42,6 +42,7 @@ def open_release(
         timeout_s=settings.request_timeout_s,
         shard_replicas=settings.shard_replicas,
         max_changed_documents=settings.max_changed_documents,
+        ranking=settings.ranking,
         outcomes=outcomes,
     )
 

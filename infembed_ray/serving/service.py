@@ -27,6 +27,8 @@ class Search:
         filter: as `retrieval.filters.parse` takes it; None: no condition.
         allow_partial: answer even if some shards do not; the answer lists them.
         min_sequence: wait until the answer reflects the changes up to this sequence number.
+        exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
+        hybrid: share of BM25 in the score; None: as the server is set.
     """
 
     queries: Sequence[Query]
@@ -34,6 +36,8 @@ class Search:
     filter: Mapping[str, Any] | None = None
     allow_partial: bool = False
     min_sequence: int = 0
+    exclude: bool | None = None
+    hybrid: float | None = None
 
 
 class Document(NamedTuple):

@@ -39,7 +39,9 @@ def publish(output: Path, documents: Sequence[Put] = BASE, precision: str = "flo
             dimension=DIMENSION,
             passages=len(documents),
             metadata=METADATA,
-            shards=write_shards(staging.path, documents, settings.get("shards", 2), precision=precision),
+            shards=write_shards(
+                staging.path, documents, settings.get("shards", 2), None, precision, settings.get("lexical", False)
+            ),
             lineage=step.identity,
         )
         staging.facts = {"index": facts.as_json()}

@@ -56,7 +56,12 @@ class Oracle:
 
 
 def write_shards(
-    root: Path, documents: Sequence[Put], shards: int, factory: str | None = None, precision: str = "float32"
+    root: Path,
+    documents: Sequence[Put],
+    shards: int,
+    factory: str | None = None,
+    precision: str = "float32",
+    lexical: bool = False,
 ) -> list[ShardFacts]:
     """The documents as the shards of an index."""
     facts = []
@@ -70,7 +75,7 @@ def write_shards(
                 np.array([document.vector for document in mine], precision).reshape(-1, DIMENSION),
                 {name: [_typed(name, document.metadata) for document in mine] for name in METADATA},
                 METADATA,
-                Build(factory),
+                Build(factory, lexical=lexical),
             )
         )
     return facts

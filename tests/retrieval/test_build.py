@@ -12,6 +12,7 @@ from infembed_ray.retrieval import pieces
 from infembed_ray.retrieval.build import output_errors, partition_here, partition_part, sort_shard
 from infembed_ray.retrieval.corpus import BadRow
 from infembed_ray.retrieval.pieces import Piece, parts_of
+from infembed_ray.retrieval.preflight import prepare_engine
 from infembed_ray.retrieval.work import Work
 from tests.support.files import write_jsonl
 
@@ -93,3 +94,15 @@ def test_a_bad_row_of_a_corpus_in_an_object_store_is_named_by_its_uri(bucket: st
         partition_part(settings, work, 0, {0: Piece(file)})
         for shard in range(2):
             sort_shard(shard, [{0: Piece(file)}], settings, work, 512)
+
+
+def test_an_external_engine_takes_no_lexical_index() -> None:
+    given = {"corpus": "c", "model": "m", "output": "milvus+http://127.0.0.1:1/docs", "lexical": True}
+    with pytest.raises(InputError, match="lexical=true: an external engine"):
+        prepare_engine(IndexSettings.from_mapping(given))
+
+
+def test_an_index_without_words_has_the_identity_that_it_had_before_there_was_the_setting() -> None:
+    given = {"corpus": "c", "model": "m", "output": "o"}
+    assert "lexical" not in IndexSettings.from_mapping(given).identity()
+    assert IndexSettings.from_mapping(given | {"lexical": True}).identity()["lexical"] is True

@@ -9,9 +9,10 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import admin, shards, versions
+from infembed_ray.retrieval.answers import ShardQuery, ShardRanking
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index, IndexFacts, finished
-from infembed_ray.retrieval.shard_files import clear_finished
+from infembed_ray.retrieval.shard_files import clear_finished, verify
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault, Put
 from infembed_ray.storage import LATEST, output_files, resolve
@@ -40,6 +41,31 @@ def test_the_next_version_equals_a_fresh_build(tmp_path: Path) -> None:
     fresh = write_shards(tmp_path / "fresh", list(oracle.states[8].values()), 2)
     assert [shard.checksums for shard in index.facts.shards] == [shard.checksums for shard in fresh]
     assert sorted(path.name for path in second.iterdir()) == ["manifest.json", "shard-00000", "shard-00001"]
+
+
+def test_the_next_version_has_words_if_the_base_has(tmp_path: Path) -> None:
+    output = tmp_path / "index"
+    first = publish(output, lexical=True)
+    assert Index.describe(first).facts.lexical
+    log_of(output).append([Put("new", "an aardvark", BASE[0].vector), Delete("d3")])
+    second = fold(Compaction.open(str(output)))
+    facts = Index.describe(second).facts
+    live = open_live(second, facts.shards, Index.open(output).changes, facts.folded)
+    query = ShardQuery(QUERIES[:1], 2, texts=["aardvark d3"], depth=2)
+    by_words = []
+    for shard in live:
+        (answer,) = shard.search_many([query])
+        assert isinstance(answer, ShardRanking)
+        assert answer.lexical is not None
+        by_words += [id for id, score in zip(answer.ids.to_pylist(), answer.lexical, strict=True) if score > 0]
+    assert by_words == ["new"]
+    for name in ("terms.arrow", "postings.npy"):
+        file = second / "shard-00001" / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + b"?")
+        with pytest.raises(InputError, match=f"{name} is corrupted"):
+            verify(second, facts.shards[1])
+        file.write_bytes(content)
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])

@@ -210,6 +210,11 @@ def test_rows_have_metadata_and_the_same_rows_are_not_indexed_again(
     assert (other.version != index.version, other.facts.passages) == (True, len(PASSAGES))
     assert Index.open(tmp_path).version == other.version
 
+    words = Index.build(as_passages, encoder, tmp_path, lexical=True)
+    assert (words.version != other.version, words.facts.lexical, other.facts.lexical) == (True, True, False)
+    assert "0 of 5 passages are new" in capsys.readouterr().out  # their vectors are reused
+    assert words.shards[0].lexical is not None
+
     index.path.joinpath("shard-00000", "index.faiss").write_bytes(b"damaged")
     again = Index.build(rows, encoder, tmp_path, metadata={"day": "date"})
     assert again.version == index.version

@@ -95,6 +95,7 @@ def test_bad_input_is_rejected_before_anything_starts(
 
     rejects("index=nowhere: no such file or directory", index="nowhere")
     rejects(r"model=./nowhere: no such model directory", model="./nowhere")
+    rejects(r"ranking.hybrid=0.2: index=.*no lexical index; build it again .*lexical=true", ranking={"hybrid": 0.2})
     encoder = InstructionEncoder.from_pretrained(minilm)
     next(encoder.backbone.parameters()).data.mul_(1.01)
     encoder.save_pretrained(tmp_path / "other")

@@ -7,18 +7,12 @@ from collections.abc import Iterator, Sequence
 import bm25s
 import numpy as np
 import pyarrow as pa
-import Stemmer
-from bm25s.tokenization import Tokenizer
 
-from infembed_ray.config.base import nearest
-from infembed_ray.config.evaluation import Bm25, Bm25Settings
-from infembed_ray.errors import InputError
+from infembed_ray.config.evaluation import Bm25Settings
 from infembed_ray.evaluation.metrics import Run
 from infembed_ray.evaluation.retrievers.retriever import query_text
 from infembed_ray.evaluation.tasks.task import Task
-
-WORD = r"(?u)\b\w\w+\b"
-"""A term before stemming: two or more letters or digits, in lower case."""
+from infembed_ray.terms import tokenizer
 
 
 class Bm25Ranker:
@@ -55,26 +49,6 @@ class Bm25Ranker:
             rows = rows[[ids[row] not in excluded for row in rows]] if excluded else rows
             run[query.id] = _top(ids, scores, rows, depth)
         return run
-
-
-def tokenizer(bm25: Bm25, where: str = "bm25") -> Tokenizer:
-    """Make the tokenizer that turns texts into terms.
-
-    Raises:
-        InputError: the stemmer or the stopword list is unknown; `where` names the retriever.
-    """
-    stem = None
-    if bm25.stemmer is not None:
-        if bm25.stemmer not in Stemmer.algorithms():
-            known = nearest(bm25.stemmer, Stemmer.algorithms())
-            raise InputError(f"{where}.bm25.stemmer={bm25.stemmer}: no such stemmer, {known}")
-        stem = Stemmer.Stemmer(bm25.stemmer).stemWord
-    try:
-        return Tokenizer(splitter=WORD, stopwords=bm25.stopwords, stemmer=stem)
-    except ValueError as error:
-        raise InputError(
-            f"{where}.bm25.stopwords={bm25.stopwords}: bm25s has no such list; give a language like en, or null"
-        ) from error
 
 
 def _top(ids: Sequence[str], scores: np.ndarray, rows: np.ndarray, depth: int) -> dict[str, float]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -23,8 +23,10 @@ from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import Behind, Key, ShardAnswer, ShardQuery, ShardRanking, best
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
+from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
 from infembed_ray.retrieval.passages import TEXT, take
 from infembed_ray.retrieval.shards import Content, Hit, Shard, contents_of
+from infembed_ray.retrieval.updates.snapshot import DELETED, Snapshot, delta_place, extended, keyed, without_dead_rows
 from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog, LogFault
 
 _CACHED_MASKS = 16
@@ -37,41 +39,10 @@ _REFRESHES_PER_LOOK = 10
 """Refreshes per look for the head of the log: one second of a replica that refreshes every 100 ms."""
 _MAX_CHUNKS = 64
 """Chunks of the delta's passages, before they are joined."""
-_DEAD_ROWS = 1024
-"""Least rows of the delta from which dead rows are dropped, once they are more than half."""
 _PUT_AT = "_put_at"
 """Column with the sequence of a change."""
-_DELETED = -1
 _ROUNDING = 1e-5
 """More than float32 inner products of unit vectors differ by with the order of summation."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Snapshot:
-    """An immutable state of a shard with m rows in the delta.
-
-    Attributes:
-        sequence: of the last change in it.
-        keep: (base rows,) bool, False for tombstones; None: all rows are live.
-        passages: m rows of the delta, with the columns of the base.
-        store: (at least m, d) float32 vectors of the delta; rows beyond m belong to later snapshots.
-        live: (m,) bool, False for rows that were deleted or replaced.
-        put_at: (m,) int64 sequence of the change that put each row.
-        rows: id of each document that differs from the base -> its live row in the delta, or `_DELETED`.
-    """
-
-    sequence: int
-    keep: np.ndarray | None
-    passages: pa.Table
-    store: np.ndarray
-    live: np.ndarray
-    put_at: np.ndarray
-    rows: Mapping[str, int]
-
-    @property
-    def vectors(self) -> np.ndarray:
-        """(m, d) float32 vectors of the delta."""
-        return self.store[: len(self.live)]
 
 
 class LiveShard:
@@ -96,7 +67,8 @@ class LiveShard:
         self._base_mask = lru_cache(_CACHED_MASKS)(lambda filter: filter.mask(shard.passages))
         no_vectors, none = np.empty((0, log.dimension), np.float32), np.empty(0, np.int64)
         no_passages = shard.passages.schema.empty_table()
-        self._snapshot = _Snapshot(folded, None, no_passages, no_vectors, none.astype(bool), none, {})
+        terms = None if shard.lexical is None else DeltaTerms()
+        self._snapshot = Snapshot(folded, None, no_passages, no_vectors, none.astype(bool), none, {}, terms)
         self.refresh()
 
     def __len__(self) -> int:
@@ -163,18 +135,19 @@ class LiveShard:
                 self.refresh()
         snapshot = self._snapshot
         answers: list[ShardAnswer | ShardRanking | Exception] = [Behind(snapshot.sequence)] * len(queries)
-        alike: dict[tuple[int, Filter | None, bool], list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for position, query in enumerate(queries):
             try:
                 self._require(query)
                 if query.min_sequence <= snapshot.sequence:
-                    kind = query.k, filters.parse(query.filter, self._log.metadata), query.ranking
-                    alike.setdefault(kind, []).append(position)
+                    kind = query.k, query.ranking, query.depth, query.texts is None
+                    filter = filters.parse(query.filter, self._log.metadata)
+                    alike.setdefault((filter, *kind), []).append(position)
             except ValueError as error:
                 answers[position] = error
-        for (k, filter, ranking), positions in alike.items():
-            stacked = np.concatenate([queries[position].vectors for position in positions])
-            together, start = self._search(snapshot, stacked, k, filter, ranking), 0
+        for (filter, *_), positions in alike.items():
+            asked = ShardQuery.together([queries[position] for position in positions])
+            together, start = self._search(snapshot, asked, filter), 0
             for position in positions:
                 end = start + len(queries[position].vectors)
                 answers[position] = together if len(positions) == 1 else together.part(start, end)
@@ -185,8 +158,8 @@ class LiveShard:
         """The passage of an id, with score 0; None if there is none."""
         snapshot = self._snapshot
         row = snapshot.rows.get(id)
-        place = self.base.row_of(id) if row is None else _place(row)
-        if place is None or row == _DELETED:
+        place = self.base.row_of(id) if row is None else delta_place(row)
+        if place is None or row == DELETED:
             return None
         (content,) = self._contents(snapshot, np.array([place]))
         return Hit(id, 0.0, *content)
@@ -228,12 +201,15 @@ class LiveShard:
         shape = query.vectors.shape
         if len(shape) != 2 or shape[1] != self._log.dimension or not np.isfinite(query.vectors).all():
             raise ValueError(f"query vectors must be (n, {self._log.dimension}) finite numbers, got shape {shape}")
+        if query.texts is not None and query.depth < query.k:
+            raise ValueError(f"depth={query.depth}: must be at least k={query.k}")
+        if query.texts is not None and self.base.lexical is None:
+            raise ValueError("this shard has no lexical index; build it with lexical=true")
 
-    def _search(
-        self, snapshot: _Snapshot, vectors: np.ndarray, k: int, filter: Filter | None, ranking: bool
-    ) -> ShardAnswer | ShardRanking:
+    def _search(self, snapshot: Snapshot, query: ShardQuery, filter: Filter | None) -> ShardAnswer | ShardRanking:
         """The best passages of each query in base and delta; exact over the delta."""
-        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        vectors = np.ascontiguousarray(query.vectors, dtype=np.float32)
+        k, ranking = (query.k, query.ranking) if query.texts is None else (query.depth, True)
         keep, live = snapshot.keep, snapshot.live
         if filter is not None:
             mask = self._base_mask(filter)
@@ -249,17 +225,62 @@ class LiveShard:
             counts, scores, places = found.sum(axis=1), scores[found], rows[found]
             ids = self.base.ids(places)
         ends = np.cumsum(counts).tolist()
+        if query.texts is not None:
+            return self._candidates(snapshot, vectors, query, places, ends, keep, live)
         if not ranking:
             contents = self._contents(snapshot, places)
             every = [Hit(i, s, *c) for i, s, c in zip(ids.to_pylist(), scores.tolist(), contents, strict=True)]
             return ShardAnswer([every[start:end] for start, end in pairwise([0, *ends])], snapshot.sequence)
-        if (in_delta := places < 0).any():
-            places = places.copy()
-            places[in_delta] = -snapshot.put_at[_place(places[in_delta])]
-        return ShardRanking(ends, ids, scores, places, snapshot.sequence)
+        return ShardRanking(ends, ids, scores, keyed(snapshot, places), snapshot.sequence)
+
+    def _candidates(
+        self,
+        snapshot: Snapshot,
+        vectors: np.ndarray,
+        query: ShardQuery,
+        nearest: np.ndarray,
+        ends: Sequence[int],
+        keep: np.ndarray | None,
+        live: np.ndarray,
+    ) -> ShardRanking:
+        """The candidates by vector and by words, each with both scores.
+
+        Args:
+            nearest: places of the candidates by vector, those of each vector up to its end.
+            keep, live: rows of base and delta that may be found.
+        """
+        found = []
+        for text, vector, (start, end) in zip(query.texts or (), vectors, pairwise([0, *ends]), strict=True):
+            words = self._words(snapshot, text, keep, live)
+            rows = _best_rows(words, query.depth)
+            places = np.union1d(nearest[start:end], np.where(rows < len(self.base), rows, rows - len(words)))
+            found.append((places, _scores(vector, self._vectors(snapshot, places)), words[places]))
+        places, scores, lexical = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        ids, keys = self._ids(snapshot, places), keyed(snapshot, places)
+        ends = np.cumsum([len(of_query) for of_query, *_ in found]).tolist()
+        return ShardRanking(ends, ids, scores, keys, snapshot.sequence, lexical)
+
+    def _words(self, snapshot: Snapshot, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
+        """BM25 of the rows of the base, then of the delta from its last row to its first, so that places are indices."""
+        assert self.base.lexical is not None
+        assert snapshot.terms is not None
+        terms = terms_of(text)
+        of_base = self.base.lexical.scores(terms)
+        if keep is not None:
+            of_base[~keep] = 0
+        of_delta = snapshot.terms.scores(self.base.lexical, terms, len(live)) * live
+        return np.concatenate([of_base, of_delta[::-1]])
+
+    def _vectors(self, snapshot: Snapshot, places: np.ndarray) -> np.ndarray:
+        """The vectors of m places in base and delta, (m, d) float32."""
+        vectors = np.empty((len(places), self._log.dimension), np.float32)
+        in_base = places >= 0
+        vectors[in_base] = self.base.vectors(places[in_base])
+        vectors[~in_base] = snapshot.vectors[delta_place(places[~in_base])]
+        return vectors
 
     def _with_delta(
-        self, snapshot: _Snapshot, vectors: np.ndarray, k: int, live: np.ndarray, scores: np.ndarray, rows: np.ndarray
+        self, snapshot: Snapshot, vectors: np.ndarray, k: int, live: np.ndarray, scores: np.ndarray, rows: np.ndarray
     ) -> tuple[list[int], np.ndarray, np.ndarray, pa.Array]:
         """Merge the (queries, k) hits of the base with those of the delta: counts, scores, places and ids."""
         delta = vectors @ snapshot.vectors.T
@@ -271,7 +292,7 @@ class LiveShard:
         near = [np.flatnonzero(row) for row in delta >= least[:, None]]
         exact = [_scores(vector, snapshot.vectors[some]) for vector, some in zip(vectors, near, strict=True)]
         scores_of = [np.concatenate([scores[q, in_base[q]], exact[q]]) for q in range(len(vectors))]
-        places_of = [np.concatenate([rows[q, in_base[q]], _place(near[q])]) for q in range(len(vectors))]
+        places_of = [np.concatenate([rows[q, in_base[q]], delta_place(near[q])]) for q in range(len(vectors))]
         ids = self._ids(snapshot, np.concatenate(places_of))
         order, start = [], 0
         for of_query in scores_of:
@@ -282,30 +303,30 @@ class LiveShard:
         scores, places = np.concatenate(scores_of)[chosen], np.concatenate(places_of)[chosen]
         return [len(some) for some in order], scores, places, ids.take(pa.array(chosen))
 
-    def _ids(self, snapshot: _Snapshot, places: np.ndarray) -> pa.Array:
+    def _ids(self, snapshot: Snapshot, places: np.ndarray) -> pa.Array:
         """The ids of places in base and delta."""
         in_base = places >= 0
-        of_delta = take(snapshot.passages.select(["id"]), _place(places[~in_base])).column("id")
+        of_delta = take(snapshot.passages.select(["id"]), delta_place(places[~in_base])).column("id")
         both = pa.concat_arrays([self.base.ids(places[in_base]), *of_delta.chunks])
         return both.take(pa.array(np.argsort(np.argsort(~in_base, kind="stable"), kind="stable")))
 
-    def _contents(self, snapshot: _Snapshot, places: np.ndarray) -> list[Content]:
+    def _contents(self, snapshot: Snapshot, places: np.ndarray) -> list[Content]:
         """Texts and metadata of places in base and delta."""
         in_base = places >= 0
         of_base = self.base.contents(places[in_base])
         if in_base.all():
             return of_base
-        (batch,) = take(snapshot.passages, _place(places[~in_base])).to_batches()
+        (batch,) = take(snapshot.passages, delta_place(places[~in_base])).to_batches()
         both = iter(of_base), iter(contents_of(batch, np.arange(len(batch))))
         return [next(both[0] if base else both[1]) for base in in_base.tolist()]
 
-    def _place_of(self, snapshot: _Snapshot, key: Key) -> int | None:
+    def _place_of(self, snapshot: Snapshot, key: Key) -> int | None:
         """The place of a key; None if its document has changed since, or if this replica is behind."""
         place, id = key
         if place >= 0:
             return place
-        row = snapshot.rows.get(id, _DELETED)
-        return _place(row) if row != _DELETED and snapshot.put_at[row] == -place else None
+        row = snapshot.rows.get(id, DELETED)
+        return delta_place(row) if row != DELETED and snapshot.put_at[row] == -place else None
 
     def _from_log(self, key: Key) -> Content:
         """Text and metadata as a change put them."""
@@ -316,7 +337,7 @@ class LiveShard:
             return contents_of(batch, np.zeros(1, np.int64))[0]
         raise LogFault(f"changes={self._log.directory}: change {-place} is missing; restore it")
 
-    def _changed(self, before: _Snapshot, sequence: int, changes: pa.Table) -> _Snapshot:
+    def _changed(self, before: Snapshot, sequence: int, changes: pa.Table) -> Snapshot:
         """The snapshot after changes to this shard, up to `sequence`."""
         final = {id: row for row, id in enumerate(changes.column("id").to_pylist())}  # the last change to an id wins
         if not final:
@@ -328,9 +349,9 @@ class LiveShard:
             keep = np.ones(len(self.base), bool) if keep is None else keep.copy()
             keep[list(in_base.values())] = False
         for id in final:
-            if (row := rows.pop(id, _DELETED)) != _DELETED:
+            if (row := rows.pop(id, DELETED)) != DELETED:
                 live[row] = False
-        rows |= dict.fromkeys(in_base, _DELETED)
+        rows |= dict.fromkeys(in_base, DELETED)
         put = changes.filter(pc.equal(changes.column(OP), "put"))
         rows |= {id: len(live) + row for row, id in enumerate(put.column("id").to_pylist())}
         live = np.concatenate([live, np.ones(len(put), bool)])
@@ -340,17 +361,22 @@ class LiveShard:
             passages = passages.combine_chunks()
         vectors = put.column(VECTOR).combine_chunks().flatten().to_numpy().reshape(-1, self._log.dimension)
         vectors = vectors.astype(self.base.precision)  # as compaction stores them
-        store = _extended(before.store, len(before.live), vectors)
-        return _without_dead_rows(_Snapshot(sequence, keep, passages, store, live, put_at, rows))
+        store = extended(before.store, len(before.live), vectors)
+        if before.terms is not None:
+            before.terms.add(len(before.live), put.column("text").to_pylist())
+        return without_dead_rows(Snapshot(sequence, keep, passages, store, live, put_at, rows, before.terms))
 
 
-def _place(row: Any) -> Any:
-    """The place of a row of the delta, or of an array of rows: negative, unlike a row of the base. Its own inverse."""
-    return -1 - row
+def _best_rows(scores: np.ndarray, depth: int) -> np.ndarray:
+    """The indices of the `depth` highest scores, without those that are 0; of equal scores at the end, some."""
+    found = np.flatnonzero(scores)
+    if len(found) > depth:
+        found = found[np.argpartition(scores[found], -depth)[-depth:]]
+    return found
 
 
 def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The scores of m vectors of the delta.
+    """The scores of m vectors.
 
     FAISS computes them, as it does for the base: a matrix product can give equal vectors unequal scores.
     """
@@ -359,30 +385,3 @@ def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
         (found,), (places,) = faiss.knn(vector[None], rows, len(rows), faiss.METRIC_INNER_PRODUCT)
         scores[places] = found
     return scores
-
-
-def _extended(store: np.ndarray, used: int, vectors: np.ndarray) -> np.ndarray:
-    """Append vectors to the used rows of `store`, in place if there is room."""
-    needed = used + len(vectors)
-    if needed > len(store):
-        larger = np.empty((max(needed, 2 * len(store)), store.shape[1]), np.float32)
-        larger[:used] = store[:used]
-        store = larger
-    store[used:needed] = vectors  # no snapshot reads these rows yet
-    return store
-
-
-def _without_dead_rows(snapshot: _Snapshot) -> _Snapshot:
-    """Drop the dead rows of the delta if they are many, so that repeated puts of a passage do not accumulate."""
-    live, count = snapshot.live, int(snapshot.live.sum())
-    if len(live) < _DEAD_ROWS or 2 * count > len(live):
-        return snapshot
-    place = np.cumsum(live) - 1
-    return replace(
-        snapshot,
-        passages=snapshot.passages.filter(live).combine_chunks(),
-        store=snapshot.vectors[live],
-        live=np.ones(count, bool),
-        put_at=snapshot.put_at[live],
-        rows={id: row if row == _DELETED else int(place[row]) for id, row in snapshot.rows.items()},
-    )

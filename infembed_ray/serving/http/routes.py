@@ -146,9 +146,18 @@ async def answer_search(service: Service, request: schema.SearchRequest) -> Resp
     card = require_model(service, request.model)
     filters.parse(request.filter, card.metadata)  # raises before anything is encoded
     queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
-    found = await service.search(
-        Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence)
+    if request.hybrid and not card.lexical:
+        raise ApiError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
+    asked = Search(
+        queries,
+        request.top_k,
+        request.filter,
+        request.allow_partial,
+        request.min_sequence,
+        request.exclude,
+        request.hybrid,
     )
+    found = await service.search(asked)
     return json_response(_search_answer(found, isinstance(request.query, list)))
 
 

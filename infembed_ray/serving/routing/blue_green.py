@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.config.serving import DEFAULT_COLLECTION, RankingSettings
 from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
@@ -24,6 +24,7 @@ from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.routing.channels import Channels
 from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
@@ -42,6 +43,7 @@ from infembed_ray.serving.service import (
 PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
+NO_CHANNELS = RankingSettings()
 ALMOST_FULL = 0.5
 """Share of `max_changed_documents` from which a warning is logged."""
 
@@ -111,6 +113,7 @@ class Release:
         timeout_s: request time-out.
         shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
+        ranking: scoring channels of searches that do not say.
         outcomes: counts the searches.
     """
 
@@ -124,11 +127,13 @@ class Release:
         timeout_s: float,
         shard_replicas: int = 1,
         max_changed_documents: int | None = None,
+        ranking: RankingSettings = NO_CHANNELS,
         outcomes: Outcomes | None = None,
     ) -> None:
         self.spec = spec
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
+        self._ranking = ranking
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
@@ -165,11 +170,12 @@ class Release:
         with self._counted():
             filters.parse(search.filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
+            channels = Channels.of(search, self._ranking)
             with tracing.span("encode", queries=len(search.queries)):
-                vectors = await self._encoder.query_cache(search.queries, deadline)
+                vectors = channels.vectors(await self._encoder.query_cache(channels.texts, deadline))
             encoded = time.perf_counter()
-            query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
-            ranked = await self._fan_out.search(query, deadline, search.allow_partial)
+            query = channels.query(ShardQuery(vectors, search.top_k, search.filter, search.min_sequence))
+            ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
             return Found(
                 results=ranked.results,
                 model=self.card.id,

@@ -88,13 +88,14 @@ class FanOut:
         ]
         self._fetch = [batched(shard, "contents_many", MAX_BATCH_KEYS, len) for shard in shards.values()]
 
-    async def search(self, query: ShardQuery, deadline: float, allow_partial: bool) -> Ranked:
+    async def search(self, query: ShardQuery, deadline: float, allow_partial: bool, hybrid: float = 0.0) -> Ranked:
         """Search all shards and merge their hits.
 
         Args:
             query: its `ranking` is set here.
             deadline: by the event loop's time.
             allow_partial: answer without shards that do not, if at least one does.
+            hybrid: weight of words in the scores of a query with texts.
 
         Raises:
             NotApplied: a shard has not applied `min_sequence` by the deadline.
@@ -107,7 +108,9 @@ class FanOut:
             lost: set[int] = set()
             if query.ranking:
                 with tracing.span("merge", shards=len(answers)):
-                    merged = [merge_rankings(list(answers.values()), n, query.k) for n in range(len(query.vectors))]
+                    merged = [
+                        merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))
+                    ]
                 with tracing.span("texts"):
                     results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
             else:
@@ -121,6 +124,8 @@ class FanOut:
         raise error or ReplicaLost()
 
     def _in_two_phases(self, query: ShardQuery) -> bool:
+        if query.texts is not None:  # its hits are known after the fusion
+            return True
         shards, wanted = len(self._names), len(query.vectors) * query.k
         return wanted * (shards - 1) > CONTENTS_PER_CALL * min(shards, wanted)
 

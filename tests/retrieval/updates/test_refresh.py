@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from infembed_ray.retrieval.shards import Hit
-from infembed_ray.retrieval.updates import live_shard
+from infembed_ray.retrieval.updates import live_shard, snapshot
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
 from tests.retrieval.oracle import document
@@ -43,7 +43,7 @@ def test_a_polling_replica_finds_a_change_soon(tmp_path: Path) -> None:
 
 
 def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 8)
+    monkeypatch.setattr(snapshot, "_DEAD_ROWS", 8)
     shard = one_shard(tmp_path, [document(id, n) for n, id in enumerate("abc")])
     for n in range(40):
         log_of(tmp_path).append([document("a", n), document("z", n)])

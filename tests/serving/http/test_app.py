@@ -79,6 +79,10 @@ def test_an_invalid_embeddings_request_gets_the_field_and_the_reason(
         ({"query": "q", "filter": {"year": {"gte": "x"}}}, "filter"),
         ({"query": "q", "filter": []}, "filter"),
         ({"query": "q", "allow_partial": 1}, "allow_partial"),
+        ({"query": "q", "exclude": 1}, "exclude"),
+        ({"query": "q", "hybrid": 1.5}, "hybrid"),
+        ({"query": "q", "hybrid": True}, "hybrid"),
+        ({"query": "q", "hybrid": 0.3}, "hybrid"),  # the index has no words
         ({"query": ["a", "b"], "instruction": ["I"]}, None),
         ({"query": "a", "instruction": ["I", "J"]}, None),
         ({"query": ["a"] * 64, "top_k": 1000}, None),

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from infembed_ray.retrieval.shards import Shard, shard_of
+from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from infembed_ray.serving import schema
@@ -107,7 +107,8 @@ class World:
             texts = [PASSAGES[id] for id in ids]
             vectors = np.stack([vector(text) for text in texts])
             years = {"year": [int(id[1:]) for id in ids]}
-            facts = write_shard(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"})
+            build = Build(lexical=True)
+            facts = write_shard(root / f"shard-{number}", ids, texts, vectors, years, {"year": "integer"}, build)
             self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, 0)))
         card = schema.Model(
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),

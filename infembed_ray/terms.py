@@ -1,0 +1,33 @@
+"""Terms of texts for BM25: words in lower case without stopwords, stemmed, as bm25s makes them."""
+
+from __future__ import annotations
+
+import Stemmer
+from bm25s.tokenization import Tokenizer
+
+from infembed_ray.config.base import nearest
+from infembed_ray.config.evaluation import Bm25
+from infembed_ray.errors import InputError
+
+WORD = r"(?u)\b\w\w+\b"
+"""A term before stemming: two or more letters or digits, in lower case."""
+
+
+def tokenizer(bm25: Bm25, where: str = "bm25") -> Tokenizer:
+    """Make the tokenizer that turns texts into terms.
+
+    Raises:
+        InputError: the stemmer or the stopword list is unknown; `where` names the retriever.
+    """
+    stem = None
+    if bm25.stemmer is not None:
+        if bm25.stemmer not in Stemmer.algorithms():
+            known = nearest(bm25.stemmer, Stemmer.algorithms())
+            raise InputError(f"{where}.bm25.stemmer={bm25.stemmer}: no such stemmer, {known}")
+        stem = Stemmer.Stemmer(bm25.stemmer).stemWord
+    try:
+        return Tokenizer(splitter=WORD, stopwords=bm25.stopwords, stemmer=stem)
+    except ValueError as error:
+        raise InputError(
+            f"{where}.bm25.stopwords={bm25.stopwords}: bm25s has no such list; give a language like en, or null"
+        ) from error
