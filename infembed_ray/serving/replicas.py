@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -28,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
-from infembed_ray.retrieval.answers import Key, ShardAnswer, ShardQuery, ShardRanking
+from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
 from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.retrieval.shards import Content, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
@@ -203,6 +204,12 @@ class ShardSearch:
             )
         )
         return [[next(found) for _ in keys] for keys in items]
+
+    async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
+        """Return the scores of the passages of several requests, each as `LiveShard.scores`."""
+        scores = self._shard.scores
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._threads, lambda: [scores(query) for query in queries])
 
     async def document(self, id: str) -> Document | None:
         """Return the document with an id."""

@@ -23,6 +23,12 @@ from pydantic import (
 from pydantic_core import to_json
 
 from infembed_ray.config.retrieval import FieldType
+from infembed_ray.serving.explaining import (
+    MAX_EXPLAINED_CHARACTERS,
+    MAX_EXPLAINED_HITS,
+    Explanation,
+    require_explainable,
+)
 
 InputType = Literal["query", "passage"]
 Metadata = str | int | float | bool | None
@@ -232,6 +238,11 @@ class SearchRequest(Request):
         description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
         "it does not within the request's time-out",
     )
+    explain: StrictBool = Field(
+        False,
+        description="say what the instruction did to each hit, and which of its phrases did it; for one query under an "
+        f"instruction of up to {MAX_EXPLAINED_CHARACTERS} characters, with a top_k of up to {MAX_EXPLAINED_HITS}",
+    )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
     @model_validator(mode="after")
@@ -243,6 +254,12 @@ class SearchRequest(Request):
             )
         if queries * self.top_k > MAX_HITS:
             raise ValueError(f"top_k: {queries} queries x {self.top_k} hits exceed {MAX_HITS}; ask for fewer")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_explained(self) -> SearchRequest:
+        if self.explain:
+            require_explainable(len(self.queries()), self.instructions()[0], self.top_k)
         return self
 
     def queries(self) -> list[str]:
@@ -282,6 +299,7 @@ class SearchAnswer(BaseModel):
     partial: bool = Field(False, description="true: some shards did not answer, so hits may be missing")
     missing_shards: list[str] = []
     notes: list[str] = Field([], description="what the answer lacks that was asked for, and why, a sentence each")
+    explanation: Explanation | None = Field(None, description="of the hits, if `explain` asked for it")
 
 
 class SearchResponse(SearchAnswer):

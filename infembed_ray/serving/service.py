@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.explaining import Explanation
 from infembed_ray.serving.schema import InputType, Metadata, Model, SearchHit, Timings
 
 
@@ -27,6 +28,8 @@ class Search:
         filter: as `retrieval.filters.parse` takes it; None: no condition.
         allow_partial: answer even if some shards do not; the answer lists them.
         min_sequence: wait until the answer reflects the changes up to this sequence number.
+        explain: say what the instruction of the only query did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
+        background: a search that the API makes for itself; no metric counts it.
     """
 
     queries: Sequence[Query]
@@ -34,6 +37,8 @@ class Search:
     filter: Mapping[str, Any] | None = None
     allow_partial: bool = False
     min_sequence: int = 0
+    explain: bool = False
+    background: bool = False
 
 
 class Document(NamedTuple):
@@ -59,6 +64,8 @@ class Found(NamedTuple):
     """Shards that did not answer; empty unless a partial answer was allowed."""
     notes: Sequence[str] = ()
     """What the answer lacks that was asked for, and why, a sentence each."""
+    explanation: Explanation | None = None
+    """Of the hits of the only query; None unless it was asked for."""
 
 
 class ReplicaLost(Exception):

@@ -59,7 +59,7 @@ def add_query_routes(api: APIRouter, current: Callable[[], Service], choose: Cal
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
         found = await service.search(
-            Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence)
+            Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence, request.explain)
         )
         return json_response(_search_answer(found, isinstance(request.query, list)))
 
@@ -206,6 +206,7 @@ def _search_answer(found: Found, many: bool) -> schema.SearchResponse | schema.S
         "partial": bool(found.missing_shards),
         "missing_shards": list(found.missing_shards),
         "notes": list(found.notes),
+        "explanation": found.explanation,
     }
     if many:
         results = [schema.SearchResult(hits=list(hits)) for hits in found.results]

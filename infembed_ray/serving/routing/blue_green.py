@@ -11,9 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from infembed_ray.places import place_of
@@ -21,7 +23,7 @@ from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.serving import schema, tracing
+from infembed_ray.serving import explaining, schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
@@ -177,15 +179,16 @@ class Release:
 
     async def search(self, search: Search) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
-        with self._counted():
+        with contextlib.nullcontext() if search.background else self._counted():
             filters.parse(search.filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
-            with tracing.span("encode", queries=len(search.queries)):
-                vectors = await self.query_cache(search.queries, deadline)
+            queries = _explained_queries(search) if search.explain else search.queries
+            with tracing.span("encode", queries=len(queries)):
+                vectors = await self.query_cache(queries, deadline)
             encoded = time.perf_counter()
-            query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
+            query = ShardQuery(vectors[: len(search.queries)], search.top_k, search.filter, search.min_sequence)
             ranked = await self._fan_out.search(query, deadline, search.allow_partial)
-            return Found(
+            found = Found(
                 results=ranked.results,
                 model=self.card.id,
                 index_version=self.card.index_version,
@@ -196,6 +199,34 @@ class Release:
                 ),
                 missing_shards=ranked.missing,
             )
+            if search.explain:
+                with tracing.span("explain"):
+                    found = await self._explained(search, found, vectors, deadline)
+            return found
+
+    async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:
+        """Add the explanation of its hits to the answer to one query.
+
+        Args:
+            vectors: (2 + phrases, d), of `_explained_queries`.
+        """
+        (hits,), (query,) = found.results, search.queries
+        plain = await self.search(
+            replace(
+                search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False, background=True
+            )
+        )
+        ids, plain_ids = [hit.id for hit in hits], [hit.id for hit in plain.results[0]]
+        wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
+        scores = await self._fan_out.scores(wanted, vectors, deadline, search.allow_partial)
+        phrases = explaining.phrases_of(query.instruction or "")
+        explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
+        notes = list(found.notes)
+        if plain.missing_shards:
+            notes.append(f"explain: ranks without the instruction leave out {', '.join(plain.missing_shards)}.")
+        if lost := len(wanted) - len(scores):
+            notes.append(f"explain: passages that changed meanwhile or whose shard did not answer: {lost}.")
+        return found._replace(explanation=explanation, notes=notes)
 
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""
@@ -299,6 +330,14 @@ class Release:
         self, items: Sequence[Inputs | list[Query]], deadline: float
     ) -> Sequence[Embedded | Exception]:
         return await self._encoder_calls(lambda: self._encoder("embed_many", items, deadline - now()), deadline - now())
+
+
+def _explained_queries(search: Search) -> list[Query]:
+    """The only query of a search under the instructions whose scores explain its ranking, its own first."""
+    (query,) = search.queries
+    instruction = query.instruction or ""
+    instructions = explaining.variants(instruction, explaining.phrases_of(instruction))
+    return [Query(query.text, each) for each in instructions]
 
 
 def _has_rejection(answers: Iterable[Embedded | Exception]) -> bool:
