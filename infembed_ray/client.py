@@ -25,6 +25,10 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 
+from infembed_ray.client_errors import ApiError, Unreachable, api_error
+from infembed_ray.client_errors import Error as Error
+from infembed_ray.serving.explaining import Explanation
+
 Metadata = str | int | float | bool | None
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +80,8 @@ class Found:
     search_ms: float
     missing_shards: Sequence[str]
     """Shards that did not answer; empty unless `allow_partial` was set."""
+    explanation: Explanation | None = None
+    """With `explain` only."""
 
 
 @dataclass(frozen=True)
@@ -102,38 +108,6 @@ class Model:
     writable: bool
 
 
-class Error(Exception):
-    """A call failed."""
-
-
-@dataclass(eq=False)
-class ApiError(Error):
-    """The server answered with an error.
-
-    Attributes:
-        status: HTTP status.
-        message, type, param, code: fields of an OpenAI error object; `param` names the faulty field.
-        request_id: id of the request in the server's log.
-        retry_after_s: pause that the server asks for; 0 if it asks for none.
-    """
-
-    status: int
-    message: str
-    type: str | None = None
-    param: str | None = None
-    code: str | None = None
-    request_id: str | None = None
-    retry_after_s: float = 0.0
-
-    def __str__(self) -> str:
-        where = f" (request {self.request_id})" if self.request_id else ""
-        return f"{self.status} {self.code or self.type or 'error'}: {self.message}{where}"
-
-
-class Unreachable(Error):
-    """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
-
-
 # --------------------------------------------------------------------------------------- requests and their answers
 
 
@@ -151,7 +125,7 @@ class _Request(Generic[T]):
     def result(self, answer: httpx2.Response) -> T:
         """Read the answer; raise ApiError unless it is a success."""
         if not answer.is_success:
-            error = _api_error(answer)
+            error = api_error(answer)
             if error.code is not None and error.code == self.none_code:
                 return self.read(None)
             raise error
@@ -159,17 +133,6 @@ class _Request(Generic[T]):
             return self.read(answer.json())
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError(answer.status_code, f"{answer.url} does not answer as this API") from error
-
-
-def _api_error(answer: httpx2.Response) -> ApiError:
-    after = answer.headers.get("retry-after", "")
-    try:
-        error = answer.json()["error"]
-        values = {name: error[name] for name in ("message", "type", "param", "code")}
-    except (ValueError, TypeError, KeyError):  # the answer of another server, such as a proxy in between
-        values = {"message": " ".join(answer.text.split())[:200] or answer.reason_phrase}
-    values |= {"request_id": answer.headers.get("x-request-id")}
-    return ApiError(answer.status_code, **values, retry_after_s=float(after) if after.isdecimal() else 0.0)
 
 
 def _embed(
@@ -212,14 +175,16 @@ def _search_many(
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
+    explain: bool = False,
 ) -> _Request[list[Found]]:
     """Search for at most 64 queries at once, with one instruction for all or one each.
 
-    The other arguments and errors are those of `search`. Returns one `Found` per query, in their order.
+    The other arguments and errors are those of `search`; `explain` takes one query. Returns one `Found` per query, in their order.
     """
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
     body |= _without_none({"instruction": each, "filter": filter, "min_sequence": min_sequence, "model": model})
+    body |= {"explain": True} if explain else {}
     return _Request("POST", "/v1/search", _read_results, body)
 
 
@@ -232,6 +197,7 @@ def _search(
     allow_partial: bool = False,
     min_sequence: int | None = None,
     model: str | None = None,
+    explain: bool = False,
 ) -> _Request[Found]:
     """Find the passages nearest to a query under an instruction.
 
@@ -243,11 +209,13 @@ def _search(
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         model: must be the name of the served model, if given.
+        explain: say what the instruction did to each hit, and which of its phrases did it; for at most 20 hits.
 
     Raises:
         ApiError, Unreachable: as `embed`.
     """
     rest: dict[str, Any] = {"allow_partial": allow_partial, "min_sequence": min_sequence, "model": model}
+    rest["explain"] = explain
     many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
@@ -282,10 +250,10 @@ def _models() -> _Request[list[Model]]:
 
 
 def _read_results(body: Any) -> list[Found]:
-    return [
-        _pick(Found, body | body["timings"] | {"hits": [_pick(Hit, hit) for hit in result["hits"]]})
-        for result in body["results"]
-    ]
+    told = body.get("explanation")  # servers before 0.3 have none
+    explanation = None if told is None else Explanation.model_validate(told)
+    common = body | body["timings"] | {"explanation": explanation}
+    return [_pick(Found, common | {"hits": [_pick(Hit, hit) for hit in result["hits"]]}) for result in body["results"]]
 
 
 def _pick(answer: type[T], body: Mapping[str, Any]) -> T:

@@ -66,18 +66,17 @@ class Explanation(BaseModel):
     )
 
 
-def require_explainable(queries: int, instruction: str | None, top_k: int) -> None:
-    """Raise ValueError unless a search of this many queries, under this instruction, can be explained."""
-    if queries > 1:
-        raise ValueError(f"explain: {queries} queries; send one at a time")
-    if not (instruction or "").strip():
-        raise ValueError("explain: there is no instruction whose effect could be explained; send one, or explain=false")
-    if len(instruction or "") > MAX_EXPLAINED_CHARACTERS:
-        raise ValueError(
-            f"explain: the instruction has {len(instruction or '')} characters; send up to {MAX_EXPLAINED_CHARACTERS}"
-        )
+def require_explainable(query: str | list[str], instruction: str | list[str | None] | None, top_k: int) -> None:
+    """Raise ValueError unless a search can be explained."""
+    if not isinstance(query, str) and len(query) > 1:
+        raise ValueError(f"{len(query)} queries; send one at a time")
+    only = (instruction[:1] or [None])[0] if isinstance(instruction, list) else instruction
+    if only is None or not only.strip():
+        raise ValueError("there is no instruction whose effect could be explained; send one, or explain=false")
+    if len(only) > MAX_EXPLAINED_CHARACTERS:
+        raise ValueError(f"the instruction has {len(only)} characters; send up to {MAX_EXPLAINED_CHARACTERS}")
     if top_k > MAX_EXPLAINED_HITS:
-        raise ValueError(f"explain: top_k={top_k}; ask for up to {MAX_EXPLAINED_HITS} hits")
+        raise ValueError(f"top_k={top_k}; ask for up to {MAX_EXPLAINED_HITS} hits")
 
 
 def phrases_of(instruction: str) -> list[Phrase]:

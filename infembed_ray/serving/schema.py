@@ -17,7 +17,9 @@ from pydantic import (
     StrictInt,
     StrictStr,
     Tag,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core import to_json
@@ -245,6 +247,14 @@ class SearchRequest(Request):
     )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
+    @field_validator("explain")
+    @classmethod
+    def _can_be_explained(cls, explain: bool, info: ValidationInfo) -> bool:
+        known = info.data  # without the fields that are invalid
+        if explain and {"query", "instruction", "top_k"} <= known.keys():
+            require_explainable(known["query"], known["instruction"], known["top_k"])
+        return explain
+
     @model_validator(mode="after")
     def _as_many_instructions_as_queries(self) -> SearchRequest:
         queries = len(self.queries())
@@ -254,12 +264,6 @@ class SearchRequest(Request):
             )
         if queries * self.top_k > MAX_HITS:
             raise ValueError(f"top_k: {queries} queries x {self.top_k} hits exceed {MAX_HITS}; ask for fewer")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_explained(self) -> SearchRequest:
-        if self.explain:
-            require_explainable(len(self.queries()), self.instructions()[0], self.top_k)
         return self
 
     def queries(self) -> list[str]:

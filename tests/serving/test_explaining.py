@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,18 +93,19 @@ def test_effects_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "instruction", "top_k", "fault"),
+    ("query", "instruction", "top_k", "fault"),
     [
-        (2, "I", 5, "explain: 2 queries; send one at a time"),
-        (1, None, 5, "explain: there is no instruction .*; send one, or explain=false"),
-        (1, "  ", 5, "explain: there is no instruction .*; send one"),
-        (1, "i" * 4001, 5, "explain: the instruction has 4001 characters; send up to 4000"),
-        (1, "I", 21, "explain: top_k=21; ask for up to 20 hits"),
+        (["a", "b"], "I", 5, "2 queries; send one at a time"),
+        ("a", None, 5, "there is no instruction .*; send one, or explain=false"),
+        ("a", "  ", 5, "there is no instruction"),
+        (["a"], [None], 5, "there is no instruction"),
+        (["a"], [], 5, "there is no instruction"),
+        ("a", "i" * 4001, 5, "the instruction has 4001 characters; send up to 4000"),
+        ("a", "I", 21, "top_k=21; ask for up to 20 hits"),
     ],
 )
-def test_a_search_that_cannot_be_explained_is_refused(
-    queries: int, instruction: str | None, top_k: int, fault: str
-) -> None:
+def test_a_search_that_cannot_be_explained_is_refused(query: Any, instruction: Any, top_k: int, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        require_explainable(queries, instruction, top_k)
-    require_explainable(1, "i" * 4000, 20)
+        require_explainable(query, instruction, top_k)
+    require_explainable("a", "i" * 4000, 20)
+    require_explainable(["a"], ["I"], 1)
