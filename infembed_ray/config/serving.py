@@ -103,6 +103,12 @@ class ServeSettings(Settings):
         ge=1,
         description="documents changed per shard from which more are refused with 507; null: no limit",
     )
+    obedience_sample: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the instructed searches that are searched again in the background without their instruction, for the metrics of obedience; 0: none",
+    )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"
     )

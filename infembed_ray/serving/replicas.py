@@ -49,6 +49,7 @@ from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
+from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
@@ -282,7 +283,11 @@ class MetricsReporter:
 
 
 def open_release(
-    spec: ReleaseSpec, settings: ServeSettings, metrics: RemoteDeployment, outcomes: Outcomes | None = None
+    spec: ReleaseSpec,
+    settings: ServeSettings,
+    metrics: RemoteDeployment,
+    outcomes: Outcomes | None = None,
+    obedience: ObedienceLog | None = None,
 ) -> Release:
     """Return a release whose parts are the Serve deployments that a spec names."""
     return Release(
@@ -296,6 +301,7 @@ def open_release(
         query_cache_bytes=settings.query_cache_mib * 2**20,
         max_changed_documents=settings.max_changed_documents,
         outcomes=outcomes,
+        obedience=obedience,
     )
 
 
@@ -337,6 +343,8 @@ class Ingress:
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._outcomes = Outcomes(self._registry)
+        share = settings.obedience_sample
+        self._obedience = ObedienceLog(self._registry, share) if share else None
         self._current: Release | None = None
         self._canary: Release | None = None
         self._registry.register(CacheMetrics(lambda: self._current))
@@ -376,9 +384,11 @@ class Ingress:
         self._current, self._canary = release, canary
         if canary is None:
             self._outcomes.clear()  # the series of releases that serve no more would add up
+            if self._obedience:
+                self._obedience.clear()
 
     def _open(self, spec: ReleaseSpec) -> Release:
-        return open_release(spec, self._arguments.settings, self._metrics_page, self._outcomes)
+        return open_release(spec, self._arguments.settings, self._metrics_page, self._outcomes, self._obedience)
 
     def _choose(self, model: str | None) -> Release:
         """Return the release that answers a new search: the canary for its share, unless the search names another model."""

@@ -29,7 +29,7 @@ class Search:
         allow_partial: answer even if some shards do not; the answer lists them.
         min_sequence: wait until the answer reflects the changes up to this sequence number.
         explain: say what the instruction of the only query did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
-        background: a search that the API makes for itself; no metric counts it.
+        background: a search that the API makes for itself; it is not counted among the searches of the release.
     """
 
     queries: Sequence[Query]

@@ -28,6 +28,7 @@ from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
+from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.query_cache import QueryCache
 from infembed_ray.serving.service import (
@@ -114,6 +115,7 @@ class Release:
         query_cache_bytes: size of the query cache; 0: none.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
         outcomes: counts the searches.
+        obedience: samples instructed searches.
 
     Attributes:
         query_cache: vectors of recent searches.
@@ -132,8 +134,10 @@ class Release:
         query_cache_bytes: int = 0,
         max_changed_documents: int | None = None,
         outcomes: Outcomes | None = None,
+        obedience: ObedienceLog | None = None,
     ) -> None:
         self.spec = spec
+        self._obedience = obedience
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
         self._shards = shards
@@ -202,6 +206,8 @@ class Release:
             if search.explain:
                 with tracing.span("explain"):
                     found = await self._explained(search, found, vectors, deadline)
+            if self._obedience:
+                self._obedience.sample(self.spec.fingerprint, search, self.search)
             return found
 
     async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:
