@@ -27,6 +27,7 @@ import numpy as np
 from infembed_ray.client_errors import ApiError, Attempts, api_error
 from infembed_ray.client_errors import Error as Error
 from infembed_ray.client_errors import Unreachable as Unreachable
+from infembed_ray.serving.explaining import Explanation
 
 Metadata = str | int | float | bool | None
 P = ParamSpec("P")
@@ -73,6 +74,8 @@ class Found:
     search_ms: float
     missing_shards: Sequence[str]
     """Shards that did not answer; empty unless `allow_partial` was set."""
+    explanation: Explanation | None = None
+    """With `explain` only."""
 
 
 @dataclass(frozen=True)
@@ -175,15 +178,16 @@ def _search_many(
     min_sequence: int | None = None,
     model: str | None = None,
     collection: str | None = None,
+    explain: bool = False,
 ) -> _Request[list[Found]]:
     """Search for at most 64 queries at once, with one instruction for all or one each.
 
-    The other arguments and errors are those of `search`. Returns one `Found` per query, in their order.
+    The other arguments and errors are those of `search`; `explain` takes one query. Returns one `Found` per query, in their order.
     """
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
     rest = {"filter": filter, "exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "model": model}
-    body |= _without_none({"instruction": each, **rest})
+    body |= _without_none({"instruction": each, **rest}) | ({"explain": True} if explain else {})
     return _Request("POST", _path("search", collection), _read_results, body)
 
 
@@ -199,6 +203,7 @@ def _search(
     min_sequence: int | None = None,
     model: str | None = None,
     collection: str | None = None,
+    explain: bool = False,
 ) -> _Request[Found]:
     """Find the passages nearest to a query under an instruction.
 
@@ -213,12 +218,13 @@ def _search(
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         model: must be the name of the served model, if given.
         collection: name of the collection; None means the default one.
+        explain: say what the instruction did to each hit, and which of its phrases did it; for at most 20 hits.
 
     Raises:
         ApiError, Unreachable: as `embed`.
     """
     rest: dict[str, Any] = {"exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "model": model}
-    rest |= {"allow_partial": allow_partial, "collection": collection}
+    rest |= {"allow_partial": allow_partial, "collection": collection, "explain": explain}
     many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
@@ -275,10 +281,10 @@ def _quoted(part: str) -> str:
 
 
 def _read_results(body: Any) -> list[Found]:
-    return [
-        _pick(Found, body | body["timings"] | {"hits": [_pick(Hit, hit) for hit in result["hits"]]})
-        for result in body["results"]
-    ]
+    told = body.get("explanation")  # servers before 0.3 have none
+    explanation = None if told is None else Explanation.model_validate(told)
+    common = body | body["timings"] | {"explanation": explanation}
+    return [_pick(Found, common | {"hits": [_pick(Hit, hit) for hit in result["hits"]]}) for result in body["results"]]
 
 
 def _pick(answer: type[T], body: Mapping[str, Any]) -> T:

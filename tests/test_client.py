@@ -76,6 +76,29 @@ def test_searches(client: Any) -> None:
         hit.id for hit in client.search("r", top_k=2, filter={"language": "en"}).hits
     ]
     assert client.search("q", allow_partial=True).missing_shards == []
+    assert found.explanation is None
+
+
+def test_an_explained_search(client: Any) -> None:
+    found = client.search("q", "For A, not B.", top_k=2, explain=True)
+    assert [phrase.text for phrase in found.explanation.phrases] == ["For A,", "not B."]
+    for hit, passage in zip(found.hits, found.explanation.passages, strict=False):
+        without = [vector(f"query: {i} q") @ vector(hit.text) for i in ("not B.", "For A,")]
+        assert (passage.id, passage.score) == (hit.id, pytest.approx(hit.score, abs=1e-6))
+        assert passage.effects == pytest.approx([hit.score - score for score in without], abs=1e-6)
+        plain = [other.id for other in client.search("q").hits]
+        assert passage.rank_without == plain.index(hit.id) + 1
+    assert [passage.rank for passage in found.explanation.passages][:2] == [1, 2]
+    with pytest.raises(ApiError, match="explain: there is no instruction"):
+        client.search("q", explain=True)
+
+
+def test_an_answer_of_an_earlier_server_has_no_explanation() -> None:
+    timings = {"encode_ms": 1.0, "search_ms": 1.0}
+    body = {"results": [{"hits": []}], "timings": timings, "model": "m", "index_version": "v", "sequence": 0}
+    client, asked = answering(httpx2.Response(200, json=body | {"missing_shards": []}))
+    assert client.search("q").explanation is None
+    assert "explain" not in json.loads(asked[0].content)  # earlier servers reject unknown fields
 
 
 @pytest.mark.parametrize("id", ["a/../ü b?", ".."])

@@ -143,6 +143,12 @@ class ServeSettings(Settings):
     ranking: RankingSettings = Field(
         RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
     )
+    obedience_sample: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the instructed searches that are searched again in the background without their instruction, for the metrics of obedience; 0: none",
+    )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"
     )

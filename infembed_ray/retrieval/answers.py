@@ -115,6 +115,18 @@ class ShardRanking:
         return ShardRanking(ends, ids, self.scores[hits], self.places[hits], self.sequence, lexical)
 
 
+class ScoreQuery(NamedTuple):
+    """A request to a shard for the scores of some passages, as they are stored now.
+
+    Attributes:
+        ids: of m passages.
+        vectors: (n, d) float32 unit vectors.
+    """
+
+    ids: Sequence[str]
+    vectors: np.ndarray
+
+
 class Behind(Exception):
     """A shard has not applied the changes that a search asks for; the argument is its sequence."""
 

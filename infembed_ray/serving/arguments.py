@@ -91,7 +91,7 @@ class ApiArguments(_Arguments):
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
         *("shard_replicas", "max_queue", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
-        *("max_changed_documents", "ranking"),
+        *("max_changed_documents", "ranking", "obedience_sample"),
     }
     locked: bool
     """API keys are configured; a replica that finds none does not start."""

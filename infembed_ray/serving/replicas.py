@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -28,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.object_store import is_uri
-from infembed_ray.retrieval.answers import Key, ShardAnswer, ShardQuery, ShardRanking
+from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
 from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.retrieval.shards import Content, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
@@ -48,6 +49,7 @@ from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import Inputs
+from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.served import Served, ServedMetrics
@@ -205,6 +207,12 @@ class ShardSearch:
         )
         return [[next(found) for _ in keys] for keys in items]
 
+    async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
+        """Return the scores of the passages of several requests, each as `LiveShard.scores`."""
+        scores = self._shard.scores
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._threads, lambda: [scores(query) for query in queries])
+
     async def document(self, id: str) -> Document | None:
         """Return the document with an id."""
         found = self._shard.get(id)
@@ -298,6 +306,8 @@ class Ingress:
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._outcomes = Outcomes(self._registry)
+        share = settings.obedience_sample
+        self._obedience = ObedienceLog(self._registry, share) if share else None
         self._served: Served | None = None
         self._registry.register(ServedMetrics(lambda: self._served))
         self._switching: asyncio.Task[None] | None = None
@@ -324,7 +334,7 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         spec = ReleaseSpec.model_validate(user_config)
-        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes)
+        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes, self._obedience)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(new))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._served is None:
@@ -337,6 +347,8 @@ class Ingress:
         self._served = new
         if new.canary is None:
             self._outcomes.clear()  # the series of releases that serve no more would add up
+            if self._obedience:
+                self._obedience.clear()
 
     def _choose(self, model: str | None) -> Release:
         """Return what answers a new search of the default collection.

@@ -17,12 +17,20 @@ from pydantic import (
     StrictInt,
     StrictStr,
     Tag,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core import to_json
 
 from infembed_ray.config.retrieval import FieldType
+from infembed_ray.serving.explaining import (
+    MAX_EXPLAINED_CHARACTERS,
+    MAX_EXPLAINED_HITS,
+    Explanation,
+    require_explainable,
+)
 
 InputType = Literal["query", "passage"]
 Metadata = str | int | float | bool | None
@@ -241,7 +249,20 @@ class SearchRequest(Request):
         None,
         description="share of BM25 in the score, 0: none; needs a lexical index (GET /v1/models); null: as the server is set",
     )
+    explain: StrictBool = Field(
+        False,
+        description="say what the instruction did to each hit, and which of its phrases did it; for one query under an "
+        f"instruction of up to {MAX_EXPLAINED_CHARACTERS} characters, with a top_k of up to {MAX_EXPLAINED_HITS}",
+    )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
+
+    @field_validator("explain")
+    @classmethod
+    def _can_be_explained(cls, explain: bool, info: ValidationInfo) -> bool:
+        known = info.data  # without the fields that are invalid
+        if explain and {"query", "instruction", "top_k"} <= known.keys():
+            require_explainable(known["query"], known["instruction"], known["top_k"])
+        return explain
 
     @model_validator(mode="after")
     def _as_many_instructions_as_queries(self) -> SearchRequest:
@@ -294,6 +315,7 @@ class SearchAnswer(BaseModel):
     partial: bool = Field(False, description="true: some shards did not answer, so hits may be missing")
     missing_shards: list[str] = []
     notes: list[str] = Field([], description="what the answer lacks that was asked for, and why, a sentence each")
+    explanation: Explanation | None = Field(None, description="of the hits, if `explain` asked for it")
 
 
 class SearchResponse(SearchAnswer):

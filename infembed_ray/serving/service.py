@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.explaining import Explanation
 from infembed_ray.serving.schema import InputType, Metadata, Model, SearchHit, Timings
 
 
@@ -29,6 +30,8 @@ class Search:
         min_sequence: wait until the answer reflects the changes up to this sequence number.
         exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
         hybrid: share of BM25 in the score; None: as the server is set.
+        explain: say what the instruction of the only query did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
+        background: a search that the API makes for itself; it is not counted among the searches of the release.
     """
 
     queries: Sequence[Query]
@@ -38,6 +41,8 @@ class Search:
     min_sequence: int = 0
     exclude: bool | None = None
     hybrid: float | None = None
+    explain: bool = False
+    background: bool = False
 
 
 class Document(NamedTuple):
@@ -63,6 +68,8 @@ class Found(NamedTuple):
     """Shards that did not answer; empty unless a partial answer was allowed."""
     notes: Sequence[str] = ()
     """What the answer lacks that was asked for, and why, a sentence each."""
+    explanation: Explanation | None = None
+    """Of the hits of the only query; None unless it was asked for."""
 
 
 class ReplicaLost(Exception):

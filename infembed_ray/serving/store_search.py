@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
-from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery
+import numpy as np
+
+from infembed_ray.retrieval.answers import ScoreQuery, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address, StoreFault
@@ -38,6 +40,10 @@ class StoreSearch:
     async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
         """As `ShardSearch.search_many`; each request is a call to the engine."""
         return list(await asyncio.gather(*(self._call(self._threads, self._answer, query) for query in queries)))
+
+    async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
+        """As `ShardSearch.scores_many`; each request is a call to the engine."""
+        return list(await asyncio.gather(*(self._call(self._threads, self._store.scores, query) for query in queries)))
 
     async def document(self, id: str) -> Document | None:
         """Return the document with an id."""

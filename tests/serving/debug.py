@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from infembed_ray.retrieval import filters
-from infembed_ray.serving import schema
+from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
 from infembed_ray.serving.service import Document, Found, NotApplied, ReplicaLost, Search
 
@@ -105,8 +106,26 @@ class DebugService:
             results.append(
                 [schema.SearchHit(id=d.id, score=s, text=d.text, metadata=dict(d.metadata)) for s, d in best]
             )
-        timings = schema.Timings(encode_ms=1.0, search_ms=2.0)
-        return Found(results, self.card.id, self.card.index_version, self.sequence, timings, self.missing_shards)
+        answer = Found(
+            results,
+            self.card.id,
+            self.card.index_version,
+            self.sequence,
+            schema.Timings(encode_ms=1.0, search_ms=2.0),
+            self.missing_shards,
+        )
+        return answer._replace(explanation=await self._explain(search, results[0])) if search.explain else answer
+
+    async def _explain(self, search: Search, hits: Sequence[schema.SearchHit]) -> explaining.Explanation:
+        (query,) = search.queries
+        phrases = explaining.phrases_of(query.instruction or "")
+        instructions = explaining.variants(query.instruction or "", phrases)
+        asked = await self.engine.embed([list(f"query: {i} {query.text}".encode()) for i in instructions])
+        plain = replace(search, queries=[query._replace(instruction=None)], top_k=100, explain=False)
+        ids, plain_ids = [h.id for h in hits], [h.id for h in (await self.search(plain)).results[0]]
+        wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
+        scores = {id: asked @ debug_embed([self.documents[id].text.encode()])[0] for id in wanted}
+        return explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
 
     async def put(self, documents: Sequence[Document]) -> int:
         self.documents |= {document.id: document for document in documents}

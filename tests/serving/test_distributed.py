@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -98,6 +99,54 @@ def test_hits_over_http_equal_those_of_the_index_offline(api: str, index: str, m
     assert found(api, QUERY, filter={"year": {"lt": 1900}}) == [
         hit.id for hit in offline.search(encoder.encode_queries([QUERY], [None]), 12)[0] if hit.metadata["year"] < 1900
     ]
+
+
+@pytest.mark.ray
+def test_an_explanation_over_http_agrees_with_brute_force_leave_one_out(api: str, minilm: str) -> None:
+    instruction = "Only treatment guidelines, for clinicians; leave out costs and history."
+    left_out = {  # spelt out
+        "Only treatment guidelines,": "for clinicians; leave out costs and history.",
+        "for clinicians;": "Only treatment guidelines, leave out costs and history.",
+        "leave out costs": "Only treatment guidelines, for clinicians; and history.",
+        "and history.": "Only treatment guidelines, for clinicians; leave out costs",
+    }
+    body = {"query": QUERY, "instruction": instruction, "top_k": 3, "explain": True}
+    status, answer, _ = ask(f"{api}/v1/search", body)
+    assert status == 200, answer
+    assert [phrase["text"] for phrase in answer["explanation"]["phrases"]] == list(left_out)
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    passages = dict(zip(PASSAGES, encoder.encode_passages(list(PASSAGES.values())), strict=True))
+    vectors = encoder.encode_queries([QUERY] * 6, [instruction, None, *left_out.values()])
+    scores = {id: vectors @ passage for id, passage in passages.items()}
+    ranked, plain = (sorted(scores, key=lambda id: -scores[id][query]) for query in (0, 1))
+    found = {passage["id"]: passage for passage in answer["explanation"]["passages"]}
+    assert list(found) == ranked[:3] + [id for id in plain[:3] if id not in ranked[:3]]
+    for id, passage in found.items():
+        assert passage["rank"] == (ranked.index(id) + 1 if id in ranked[:3] else None)
+        assert passage["rank_without"] == plain.index(id) + 1
+        # The index stores vectors in float16.
+        assert (passage["score"], passage["score_without"]) == pytest.approx(tuple(scores[id][:2]), abs=1e-4)
+        assert passage["effects"] == pytest.approx(scores[id][0] - scores[id][2:], abs=1e-4)
+    assert found["diabetes-doctors"]["rank"] == 1
+    assert max(found["diabetes-doctors"]["effects"]) > 0.02
+    assert answer["notes"] == []
+
+
+@pytest.mark.ray
+def test_the_obedience_of_live_searches_is_measured_for_the_release(api: str) -> None:
+    instruction = f"{INSTRUCTIONS[0]} Nothing else."
+
+    def measured() -> str:
+        with urllib.request.urlopen(f"{api}/metrics", timeout=60) as page:
+            lines = page.read().decode().splitlines()
+        return "\n".join(line for line in lines if line.startswith("infembed_obedience"))
+
+    ask(f"{api}/v1/search", {"query": QUERY, "instruction": instruction, "top_k": 1})
+    release = ask(f"{api}/healthz")[1]["deployment"]
+    counted = re.compile(rf'infembed_obedience_samples_total{{outcome="measured",release="{release}",.*}} [1-9]')
+    wait_until(lambda: counted.search(measured()) is not None)
+    assert f'infembed_obedience_moves_sum{{release="{release}"' in measured()
+    assert "Nothing else" not in measured()
 
 
 @pytest.mark.ray

@@ -98,7 +98,11 @@ def test_openais_client_understands_our_errors(openai_client: openai.OpenAI) -> 
 def test_our_client(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("Our own", url)
     assert [hit.id for hit in names["found"].hits] == ranked_ids()[:3]
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    printed = capsys.readouterr().out.splitlines()
+    explained = [(passage.id, passage.rank) for passage in names["explanation"].passages]
+    assert len(printed) == 3 + 2 * len(explained)
+    assert printed[3].startswith(f"{explained[0][0]}: rank ")
+    assert printed[4].endswith("by 'no history.'")
     assert "who/2024-17" in [hit.id for hit in names["recent"].hits]
     assert names["recent"].sequence >= names["sequence"]
     np.testing.assert_array_equal(names["vectors"], [vector("query: Only guidelines. diabetes treatment")])

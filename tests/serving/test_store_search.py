@@ -17,6 +17,7 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import distributed as building
+from infembed_ray.retrieval.answers import ScoreQuery
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.stores.milvus import Milvus
@@ -91,6 +92,15 @@ def _search_and_change(api: str, version: str) -> None:
     status, answer, _ = ask(f"{api}/v1/search", {"query": "asthma", "top_k": 12})
     assert status == 200, answer
     assert answer["index_version"] == version
+    body = {"query": "asthma", "instruction": "For clinicians: no history.", "top_k": 12, "explain": True}
+    status, explained, _ = ask(f"{api}/v1/search", body)
+    assert status == 200, explained
+    passages = explained["explanation"]["passages"]
+    assert [passage["id"] for passage in passages] == [hit["id"] for hit in explained["hits"]]
+    np.testing.assert_allclose([p["score"] for p in passages], [h["score"] for h in explained["hits"]], atol=1e-5)
+    assert {p["id"]: p["rank_without"] for p in passages} == {
+        hit["id"]: rank for rank, hit in enumerate(answer["hits"], start=1)
+    }
     assert {hit["id"]: (hit["text"], hit["metadata"]) for hit in answer["hits"]} == {
         id: (text, YEARS[id]) for id, text in PASSAGES.items()
     }
@@ -145,6 +155,10 @@ def test_a_replica_answers_as_a_shard_does_and_is_lost_with_its_engine(tmp_path:
         assert [[hit.id for hit in hits] for hits in both.hits] == [["d1"], ["d2"]]
         assert [(hit.id, hit.text, hit.metadata) for hit in filtered.hits[0]] == [("d2", "text 2", {"year": 2002})]
         assert isinstance(wrong, FilterError)
+        some = ScoreQuery(["d0", "d2", "d1"], vectors[1:])
+        scores = await replica.scores_many([some, ScoreQuery(["d1"], vectors[:2])])
+        np.testing.assert_array_equal(scores[0], [[np.nan, 0, 1], [np.nan, 1, 0]])
+        np.testing.assert_array_equal(scores[1], [[0], [1]])
         assert await replica.document("d1") == Document("d1", "text 1", {"year": 2001})
         assert await replica.document("d0") is None
         assert await replica.ready()

@@ -23,6 +23,7 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import filters
+from infembed_ray.retrieval.answers import ScoreQuery
 from infembed_ray.retrieval.filters import Condition, Filter, Value
 from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.shards import Hit
@@ -236,6 +237,27 @@ class MilvusStore:
                 timeout=self._timeout_s,
             )
         return self._hit(id, 0.0, found[0]) if found else None
+
+    def scores(self, query: ScoreQuery) -> np.ndarray:
+        """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage.
+
+        Raises:
+            StoreFault: the server does not answer.
+        """
+        with _errors(self._address):
+            found = self._client.query(
+                self._name,
+                filter=f"{_ID} in [{', '.join(map(_literal, query.ids))}]",
+                output_fields=[_ID, _VECTOR],
+                consistency_level="Bounded",
+                timeout=self._timeout_s,
+            )
+        by_id = {row[_ID]: row[_VECTOR] for row in found}
+        stored = np.full((len(query.ids), self.facts.dimension), np.nan, np.float32)
+        for number, id in enumerate(query.ids):
+            if id in by_id:
+                stored[number] = by_id[id]
+        return query.vectors @ stored.T
 
     def change(self, changes: Sequence[Change]) -> int:
         """Apply changes, of which the last to an id wins; they are durable on return.

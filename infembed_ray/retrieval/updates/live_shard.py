@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.retrieval import filters
-from infembed_ray.retrieval.answers import Behind, Key, ShardAnswer, ShardQuery, ShardRanking, best
+from infembed_ray.retrieval.answers import Behind, Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking, best
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
@@ -174,6 +174,20 @@ class LiveShard:
         places = [self._place_of(snapshot, key) for key in keys]
         known = iter(self._contents(snapshot, np.array([p for p in places if p is not None], np.int64)))
         return [next(known) if p is not None else self._from_log(key) for p, key in zip(places, keys, strict=True)]
+
+    def scores(self, query: ScoreQuery) -> np.ndarray:
+        """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage."""
+        snapshot = self._snapshot
+        stored = np.full((len(query.ids), self._log.dimension), np.nan, np.float32)
+        in_base: dict[int, int] = {}
+        for number, id in enumerate(query.ids):
+            row = snapshot.rows.get(id)
+            if row is not None and row != DELETED:
+                stored[number] = snapshot.vectors[row]
+            elif row is None and (of_base := self.base.row_of(id)) is not None:
+                in_base[number] = of_base
+        stored[list(in_base)] = self.base.vectors(np.array(list(in_base.values()), np.int64))
+        return query.vectors @ stored.T
 
     def content(self, rows_at_once: int = 1 << 14) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """All passages of the current snapshot, by id ascending.

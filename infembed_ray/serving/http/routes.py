@@ -156,6 +156,7 @@ async def answer_search(service: Service, request: schema.SearchRequest) -> Resp
         request.min_sequence,
         request.exclude,
         request.hybrid,
+        request.explain,
     )
     found = await service.search(asked)
     return json_response(_search_answer(found, isinstance(request.query, list)))
@@ -253,6 +254,7 @@ def _search_answer(found: Found, many: bool) -> schema.SearchResponse | schema.S
         "partial": bool(found.missing_shards),
         "missing_shards": list(found.missing_shards),
         "notes": list(found.notes),
+        "explanation": found.explanation,
     }
     if many:
         results = [schema.SearchResult(hits=list(hits)) for hits in found.results]

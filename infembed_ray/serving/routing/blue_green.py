@@ -11,9 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION, RankingSettings
@@ -22,16 +24,18 @@ from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.serving import schema, tracing
+from infembed_ray.serving import explaining, schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.routing.channels import Channels
 from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
+from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.service import (
     Document,
     Found,
+    Query,
     ReadOnly,
     ReplicaLost,
     Search,
@@ -115,6 +119,7 @@ class Release:
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
         ranking: scoring channels of searches that do not say.
         outcomes: counts the searches.
+        obedience: samples instructed searches.
     """
 
     def __init__(
@@ -129,8 +134,10 @@ class Release:
         max_changed_documents: int | None = None,
         ranking: RankingSettings = NO_CHANNELS,
         outcomes: Outcomes | None = None,
+        obedience: ObedienceLog | None = None,
     ) -> None:
         self.spec = spec
+        self._obedience = obedience
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
         self._ranking = ranking
@@ -167,16 +174,18 @@ class Release:
 
     async def search(self, search: Search) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
-        with self._counted():
+        with contextlib.nullcontext() if search.background else self._counted():
             filters.parse(search.filter, self.card.metadata)  # raises before any work is done
             start, deadline = time.perf_counter(), self._deadline()
             channels = Channels.of(search, self._ranking)
-            with tracing.span("encode", queries=len(search.queries)):
-                vectors = channels.vectors(await self._encoder.query_cache(channels.texts, deadline))
+            asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
+            with tracing.span("encode", queries=len(asked.queries)):
+                vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
             encoded = time.perf_counter()
-            query = channels.query(ShardQuery(vectors, search.top_k, search.filter, search.min_sequence))
+            own = vectors[: len(search.queries)]
+            query = channels.query(ShardQuery(own, search.top_k, search.filter, search.min_sequence))
             ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
-            return Found(
+            found = Found(
                 results=ranked.results,
                 model=self.card.id,
                 index_version=self.card.index_version,
@@ -187,6 +196,36 @@ class Release:
                 ),
                 missing_shards=ranked.missing,
             )
+            if search.explain:
+                with tracing.span("explain"):
+                    found = await self._explained(search, found, vectors, deadline)
+            if self._obedience:
+                self._obedience.sample(self.spec.fingerprint, search, self.search)
+            return found
+
+    async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:
+        """Add the explanation of its hits to the answer to one query.
+
+        Args:
+            vectors: (2 + phrases, d), of the queries of `_leave_one_out`.
+        """
+        (hits,), (query,) = found.results, search.queries
+        plain = await self.search(
+            replace(
+                search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False, background=True
+            )
+        )
+        ids, plain_ids = [hit.id for hit in hits], [hit.id for hit in plain.results[0]]
+        wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
+        scores = await self._fan_out.scores(wanted, vectors, deadline, search.allow_partial)
+        phrases = explaining.phrases_of(query.instruction or "")
+        explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
+        notes = list(found.notes)
+        if plain.missing_shards:
+            notes.append(f"explain: ranks without the instruction leave out {', '.join(plain.missing_shards)}.")
+        if lost := len(wanted) - len(scores):
+            notes.append(f"explain: passages that changed meanwhile or whose shard did not answer: {lost}.")
+        return found._replace(explanation=explanation, notes=notes)
 
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""
@@ -285,3 +324,11 @@ class Release:
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""
         return now() + self._timeout_s
+
+
+def _leave_one_out(search: Search) -> Search:
+    """The search of its only query under the instructions whose scores explain its ranking, its own first."""
+    (query,) = search.queries
+    instruction = query.instruction or ""
+    instructions = explaining.variants(instruction, explaining.phrases_of(instruction))
+    return replace(search, queries=[Query(query.text, each) for each in instructions])

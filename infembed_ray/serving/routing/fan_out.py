@@ -13,9 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from infembed_ray.lru_cache import LruCache
-from infembed_ray.retrieval.answers import Behind, Key, Merged, ShardQuery, merge, merge_rankings
-from infembed_ray.retrieval.shards import Content
+from infembed_ray.retrieval.answers import Behind, Key, Merged, ScoreQuery, ShardQuery, merge, merge_rankings
+from infembed_ray.retrieval.shards import Content, shard_of
 from infembed_ray.serving import tracing
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
@@ -62,8 +64,8 @@ class FanOut:
     """Searches the shards of one index version. All calls come from one event loop.
 
     Args:
-        shards: by name; each has `search_many(list[ShardQuery])` and `contents_many(list[list[Key]])`, which return one
-            answer or exception per item.
+        shards: by name; each has `search_many(list[ShardQuery])`, `contents_many(list[list[Key]])` and
+            `scores_many(list[ScoreQuery])`, which return one answer or exception per item.
         replicas: largest number of replicas per shard; with two or more, slow calls are hedged.
         max_wait_s: see `MicroBatcher`.
     """
@@ -87,6 +89,9 @@ class FanOut:
             for shard in shards.values()
         ]
         self._fetch = [batched(shard, "contents_many", MAX_BATCH_KEYS, len) for shard in shards.values()]
+        self._score = [
+            batched(shard, "scores_many", MAX_BATCH_KEYS, lambda query: len(query.ids)) for shard in shards.values()
+        ]
 
     async def search(self, query: ShardQuery, deadline: float, allow_partial: bool, hybrid: float = 0.0) -> Ranked:
         """Search all shards and merge their hits.
@@ -122,6 +127,22 @@ class FanOut:
                 return Ranked(results, min(answer.sequence for answer in answers.values()), missing)
             answers = {number: answer for number, answer in answers.items() if number not in lost}
         raise error or ReplicaLost()
+
+    async def scores(
+        self, ids: Sequence[str], vectors: np.ndarray, deadline: float, allow_partial: bool
+    ) -> dict[str, np.ndarray]:
+        """Score passages, as they are stored now, under n query vectors.
+
+        Returns:
+            id -> (n,) float32 scores. Deleted passages are left out, and with `allow_partial` those whose shard does not answer.
+        """
+        asked: dict[int, list[str]] = {}
+        for id in ids:
+            asked.setdefault(shard_of(id, len(self._names)), []).append(id)
+        calls = {shard: self._score[shard](ScoreQuery(some, vectors), deadline) for shard, some in asked.items()}
+        answers, _ = await _ask(calls, allow_partial)
+        scored = {id: of for shard, all in answers.items() for id, of in zip(asked[shard], all.T, strict=True)}
+        return {id: of for id, of in scored.items() if np.isfinite(of).all()}
 
     def _in_two_phases(self, query: ShardQuery) -> bool:
         if query.texts is not None:  # its hits are known after the fusion

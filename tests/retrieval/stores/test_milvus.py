@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.retrieval.answers import ScoreQuery
 from infembed_ray.retrieval.filters import FilterError, parse
 from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.passages import schema
@@ -101,6 +102,14 @@ def test_searches_under_puts_and_deletes_agree_with_brute_force(engine: Milvus) 
             assert sequence >= self.last
             for query, found in zip(queries, hits, strict=True):
                 self.oracle.check(found, query, k, len(self.oracle.states) - 1, since)
+
+        @rule(ids=st.lists(IDS, min_size=1, unique=True), seed=st.integers(0, 10_000))
+        def score(self, ids: list[str], seed: int) -> None:
+            queries, state = unit_vectors(2, DIMENSION, seed), self.oracle.states[-1]
+            expected = [
+                np.float64(queries) @ np.float64(state[id].vector) if id in state else [np.nan] * 2 for id in ids
+            ]
+            np.testing.assert_allclose(self.store.scores(ScoreQuery(ids, queries)).T, expected, atol=1e-6)
 
         @rule(id=IDS)
         def get(self, id: str) -> None:

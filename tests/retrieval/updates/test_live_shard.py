@@ -14,9 +14,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from infembed_ray.retrieval.answers import Behind, ShardAnswer, ShardQuery, ShardRanking, merge, merge_rankings
+from infembed_ray.retrieval.answers import (
+    Behind,
+    ScoreQuery,
+    ShardAnswer,
+    ShardQuery,
+    ShardRanking,
+    merge,
+    merge_rankings,
+)
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.shards import Hit
+from infembed_ray.retrieval.shards import Hit, shard_of
 from infembed_ray.retrieval.updates import live_shard, snapshot
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
@@ -86,6 +94,18 @@ class LiveIndex(RuleBasedStateMachine):
             (scored[h.id].text, {name: scored[h.id].metadata.get(name) for name in METADATA}) for h in hits
         ]
         self.oracle.check(hits, query, k, answers[0].sequence)
+
+    @rule(ids=st.lists(IDS, unique=True), seed=st.integers(0, 10_000))
+    def score(self, ids: list[str], seed: int) -> None:
+        self.refresh()
+        queries, state = unit_vectors(2, DIMENSION, seed), self.oracle.states[-1]
+        for number, shard in enumerate(self.shards):
+            scores = shard.scores(ScoreQuery(ids, queries))
+            assert (scores.shape, scores.dtype) == ((2, len(ids)), np.float32)
+            for id, found in zip(ids, scores.T, strict=True):
+                there = id in state and shard_of(id, len(self.shards)) == number
+                expected = np.float64(queries) @ np.float64(state[id].vector) if there else [np.nan] * 2
+                np.testing.assert_allclose(found, expected, atol=1e-6)
 
     @rule(id=IDS)
     def get(self, id: str) -> None:
@@ -211,6 +231,9 @@ def test_graphs_and_lists_return_no_tombstone_and_keep_their_recall(tmp_path: Pa
     log_of(tmp_path).append(changes)
     shard.refresh()
     queries = unit_vectors(40, DIMENSION, seed=3)
+    asked = ["d1", "d3", "d4", "d799"]  # of the base, deleted, put, of the base
+    expected = [queries @ oracle.states[1][id].vector if id != "d3" else np.full(40, np.nan) for id in asked]
+    np.testing.assert_allclose(shard.scores(ScoreQuery(asked, queries)), np.stack(expected, axis=1), atol=1e-6)
     for since in (None, 2020, 2038, 2039):
         filter = None if since is None else {"year": {"gte": since}}
         (answer,) = shard.search_many([ShardQuery(queries, 10, filter)])

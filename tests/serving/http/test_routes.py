@@ -95,9 +95,49 @@ def test_search_ranks_the_passages_under_the_instruction(client: TestClient) -> 
         "partial": False,
         "missing_shards": [],
         "notes": [],
+        "explanation": None,
     }
     plain = client.post("/v1/search", json={"query": "q", "instruction": ""}).json()["hits"]
     assert [hit["id"] for hit in plain] == ranking("q", None)
+
+
+def test_an_explanation_has_ranks_scores_and_the_effects_of_phrases(client: TestClient) -> None:
+    asked = {"query": "q", "instruction": "For A, not B.", "top_k": 2}
+    body = client.post("/v1/search", json=asked | {"explain": True}).json()
+    assert body["hits"] == client.post("/v1/search", json=asked).json()["hits"]
+    explanation = body["explanation"]
+    assert explanation["phrases"] == [
+        {"text": "For A,", "start": 0, "end": 6},
+        {"text": "not B.", "start": 7, "end": 13},
+    ]
+    ranked, plain = ranking("q", "For A, not B.")[:2], ranking("q", None)
+    passages = {passage["id"]: passage for passage in explanation["passages"]}
+    assert list(passages) == list(dict.fromkeys(ranked + plain[:2]))
+    for id, passage in passages.items():
+        text = vector(f"passage {id[1:]}")
+        whole, none, *without = (
+            float(vector(f"query: {i} q") @ text) for i in ("For A, not B.", None, "not B.", "For A,")
+        )
+        assert passage["effects"] == pytest.approx([whole - one for one in without], abs=1e-6)
+        assert (passage["score"], passage["score_without"]) == pytest.approx((whole, none), abs=1e-6)
+        assert passage["rank"] == (ranked.index(id) + 1 if id in ranked else None)
+        assert passage["rank_without"] == plain.index(id) + 1
+    several = client.post("/v1/search", json=asked | {"explain": True, "query": ["q"]}).json()
+    assert several["explanation"] == explanation
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"query": ["a", "b"], "instruction": "I"}, "explain: 2 queries; send one at a time"),
+        ({"query": "a"}, "explain: there is no instruction"),
+        ({"query": "a", "instruction": "I", "top_k": 21}, "explain: top_k=21; ask for up to 20 hits"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(client: TestClient, body: Any, message: str) -> None:
+    error = refused(client.post("/v1/search", json=body | {"explain": True}), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == "explain"
 
 
 @pytest.mark.parametrize(

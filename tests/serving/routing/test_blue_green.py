@@ -12,17 +12,19 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
-from infembed_ray.serving import schema
+from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hedging
 from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
+from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.service import (
     Document,
     Query,
@@ -90,6 +92,8 @@ class OneShard:
             return ShardState(fault, self.live.changed)
         if method == "contents_many":
             return pickle.loads(pickle.dumps([self.live.contents(keys) for keys in arguments[0]]))
+        if method == "scores_many":
+            return pickle.loads(pickle.dumps([self.live.scores(query) for query in arguments[0]]))
         if method == "search_many":
             return pickle.loads(pickle.dumps(self.live.search_many(*arguments)))
         if method == "document":
@@ -264,6 +268,122 @@ def test_with_a_missing_shard_only_partial_searches_are_answered(world: World, m
         assert [hit.id for hit in found.results[0]] == best("I q", 5)
 
     world.play(scenario, timeout_s=0.5)
+
+
+INSTRUCTION = "Only recent trials, and no vendor pages; for clinicians."
+PHRASES = ["Only recent trials,", "and no vendor pages;", "for clinicians."]
+LEFT_OUT = [  # spelt out
+    "and no vendor pages; for clinicians.",
+    "Only recent trials, for clinicians.",
+    "Only recent trials, and no vendor pages;",
+]
+
+
+@pytest.mark.parametrize("query_cache_bytes", [0, 2**20])
+def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World, query_cache_bytes: int) -> None:
+    passages = {**PASSAGES, "new": f"{INSTRUCTION} q", "p7": "text 7, replaced"}
+    del passages["p3"]
+
+    def score(id: str, instruction: str | None) -> float:
+        return float(vector(passages[id]) @ vector(f"{instruction} q"))
+
+    async def scenario(release: Release) -> None:
+        await release.put([Document("new", passages["new"]), Document("p7", passages["p7"])])
+        sequence = await release.delete(["p3"])
+        world.encoder.calls.clear()
+        found = await release.search(Search([Query("q", INSTRUCTION)], 8, min_sequence=sequence, explain=True))
+        assert len(world.encoder.calls) == (1 if query_cache_bytes else 2)
+        explanation = found.explanation
+        assert explanation is not None
+        assert [phrase.text for phrase in explanation.phrases] == PHRASES
+        assert [INSTRUCTION[phrase.start : phrase.end] for phrase in explanation.phrases] == PHRASES
+        ranked, plain = (
+            sorted(passages, key=lambda id: (-score(id, instruction), id)) for instruction in (INSTRUCTION, None)
+        )
+        left = [id for id in plain[:8] if id not in ranked[:8]]
+        assert left
+        assert [hit.id for hit in found.results[0]] == ranked[:8]
+        assert [passage.id for passage in explanation.passages] == ranked[:8] + left
+        assert explanation.passages[0].id == "new"
+        for passage in explanation.passages:
+            assert passage.rank == (None if passage.id in left else ranked.index(passage.id) + 1)
+            assert passage.rank_without == plain.index(passage.id) + 1
+            assert passage.score == pytest.approx(score(passage.id, INSTRUCTION), abs=1e-6)
+            assert passage.score_without == pytest.approx(score(passage.id, None), abs=1e-6)
+            expected = [score(passage.id, INSTRUCTION) - score(passage.id, without) for without in LEFT_OUT]
+            assert passage.effects == pytest.approx(expected, abs=1e-6)
+        assert max(abs(effect) for passage in explanation.passages for effect in passage.effects) > 0.1
+        assert found.notes == []
+
+    world.play(scenario, query_cache_bytes=query_cache_bytes)
+
+
+def test_an_explanation_has_no_rank_beyond_its_depth_and_respects_the_filter(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explaining, "EXPLAINED_DEPTH", 5)
+    allowed = lambda id: int(id[1:]) < 40  # noqa: E731
+
+    async def scenario(release: Release) -> None:
+        found = await release.search(Search([Query("q", INSTRUCTION)], 4, {"year": {"lt": 40}}, explain=True))
+        assert found.explanation is not None
+        hits, plain = best(f"{INSTRUCTION} q", 4, allowed), best("None q", 5, allowed)
+        ranks = {p.id: (p.rank, p.rank_without) for p in found.explanation.passages}
+        assert set(ranks) == {*hits, *plain[:4]}
+        for id, (rank, rank_without) in ranks.items():
+            assert rank == (hits.index(id) + 1 if id in hits else None)
+            assert rank_without == (plain.index(id) + 1 if id in plain else None)
+        assert None in {rank_without for _, rank_without in ranks.values()}
+
+    world.play(scenario)
+
+
+def test_an_explanation_says_what_it_could_not_know(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.05)
+
+    class Vanishing(OneShard):
+        """Its documents are deleted between the search and the explanation; or it is lost then."""
+
+        lost = False
+
+        async def __call__(self, method: str, *arguments: Any) -> Any:
+            if method == "scores_many" and self.lost:
+                raise ReplicaLost
+            answer = await super().__call__(method, *arguments)
+            return [np.full_like(scores, np.nan) for scores in answer] if method == "scores_many" else answer
+
+    world.shards[0] = gone = Vanishing(world.shards[0].live)
+
+    async def scenario(release: Release) -> None:
+        for allow_partial in (False, True):
+            gone.lost = allow_partial
+            search = Search([Query("q", INSTRUCTION)], 8, allow_partial=allow_partial, explain=True)
+            found = await release.search(search)
+            wanted = {*best(f"{INSTRUCTION} q", 8), *best("None q", 8)}
+            kept = {id for id in wanted if shard_of(id, SHARDS) != 0}
+            assert 0 < len(kept) < len(wanted)
+            assert found.explanation is not None
+            assert {passage.id for passage in found.explanation.passages} == kept
+            assert found.notes == [
+                f"explain: passages that changed meanwhile or whose shard did not answer: {len(wanted) - len(kept)}."
+            ]
+        gone.failing = [ReplicaLost()] * 1000
+        found = await release.search(Search([Query("q", INSTRUCTION)], 8, allow_partial=True, explain=True))
+        assert "explain: ranks without the instruction leave out s0." in found.notes
+
+    world.play(scenario, timeout_s=1)
+
+
+def test_a_background_search_is_not_counted(world: World) -> None:
+    registry = CollectorRegistry()
+
+    async def scenario(release: Release) -> None:
+        await release.search(Search([Query("q", INSTRUCTION)], 3, explain=True))
+        await release.search(Search([Query("q")], 3, background=True))
+
+    world.play(scenario, outcomes=Outcomes(registry))
+    counted = registry.get_sample_value("infembed_release_requests_total", {"release": "f", "outcome": "answered"})
+    assert counted == 1
 
 
 def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

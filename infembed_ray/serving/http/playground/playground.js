@@ -186,8 +186,9 @@ async function search({ attempt = 0, address = true } = {}) {
   busy(true);
   const began = performance.now();
   try {
-    const found = await call(to, { method: "POST", body: JSON.stringify(request), signal: mine.signal });
-    show({ request, path: to, found, roundTrip: performance.now() - began });
+    const ask = (body, signal) => call(to, { method: "POST", body: JSON.stringify(body), signal });
+    const found = await ask(request, mine.signal);
+    show({ request, path: to, found, roundTrip: performance.now() - began, ask });
   } catch (error) {
     if (mine.signal.aborted) return;
     if (!(error instanceof Refusal)) throw error;

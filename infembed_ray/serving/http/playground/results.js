@@ -1,5 +1,6 @@
 // The answer on the page: both rankings, how each passage moved between them, and the switch from one to the other.
 
+import { explaining, forgetExplanations, offer } from "./explanation.js";
 import { $, choose, chosen, element, pairs, stateOf } from "./page.js";
 
 export const SIDES = ["a", "b"];
@@ -46,8 +47,9 @@ function move({ a, b }) {
   return b < a ? { kind: "up", mark: `▲ ${by}`, words } : { kind: "down", mark: `▼ ${by}`, words };
 }
 
-/** Show an answer from a path; `roundTrip` is the time in ms that it took. */
-export function show({ request, path, found, roundTrip }) {
+/** Show an answer from a path; `roundTrip` is the time in ms that it took, and `ask` sends further requests there. */
+export function show({ request, path, found, roundTrip, ask }) {
+  forgetExplanations();
   const rankings = found.results.map(({ hits }) => hits);
   const moves = new Map([...places(rankings)].map(([id, place]) => [id, { ...place, ...move(place) }]));
   const best = Math.max(0, ...rankings.flat().map(({ score }) => score));
@@ -66,7 +68,8 @@ export function show({ request, path, found, roundTrip }) {
     $(`heading-${side}`).replaceChildren(element("span", "", title));
     $(`heading-${side}`).title = title;
     $(`show-${side}`).textContent = names[i];
-    const items = rankings[i].map((hit, at) => item(hit, at + 1, moves.get(hit.id), share(hit.score, best)));
+    const why = { request: explaining(request, i), ask };
+    const items = rankings[i].map((hit, at) => item(hit, at + 1, moves.get(hit.id), share(hit.score, best), why));
     $(`hits-${side}`).replaceChildren(...(items.length ? items : [element("li", "none", "No passages.")]));
   });
   reveal("rankings");
@@ -102,7 +105,7 @@ function summary([a, b], moves) {
 /** A passage's title, from the metadata; without one, its text speaks for itself. */
 const titleOf = (metadata) => Object.entries(metadata).find(([name, value]) => name.toLowerCase() === "title" && value);
 
-function item(hit, rank, { kind, mark, words }, length) {
+function item(hit, rank, { kind, mark, words }, length, why) {
   const li = $("hit").content.cloneNode(true).firstElementChild;
   const part = (name) => li.querySelector(`.${name}`);
   const [titleField, title] = titleOf(hit.metadata) ?? [];
@@ -118,6 +121,7 @@ function item(hit, rank, { kind, mark, words }, length) {
   part("move").setAttribute("role", "img");
   part("move").setAttribute("aria-label", words);
   part("text").textContent = hit.text;
+  offer(li, { id: hit.id, rank, ...why });
   part("more").addEventListener("click", ({ currentTarget: button }) => {
     const whole = li.classList.toggle("whole");
     button.setAttribute("aria-expanded", whole);
