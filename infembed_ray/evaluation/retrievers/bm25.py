@@ -14,8 +14,8 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import Bm25, Bm25Settings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run
-from infembed_ray.evaluation.retrievers.retriever import query_text
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.modeling.formats import query_text
 
 WORD = r"(?u)\b\w\w+\b"
 """A term before stemming: two or more letters or digits, in lower case."""
