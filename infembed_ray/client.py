@@ -37,9 +37,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 
 
-# ------------------------------------------------------------------------------------------ answers and errors
-
-
 @dataclass(frozen=True)
 class Embeddings:
     """Vectors of texts, in the order of the texts."""
@@ -60,6 +57,8 @@ class Hit:
     """Cosine similarity of query and passage."""
     text: str
     metadata: Mapping[str, Metadata]
+    rerank_score: float | None = None
+    """Relevance by the reranker; None: the hit was not re-ranked."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,8 @@ class Found:
     search_ms: float
     missing_shards: Sequence[str]
     """Shards that did not answer; empty unless `allow_partial` was set."""
+    notes: Sequence[str] = ()
+    """What the answer lacks that was asked for, and why, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,6 @@ class ApiError(Error):
 
 class Unreachable(Error):
     """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
-
-
-# --------------------------------------------------------------------------------------- requests and their answers
 
 
 @dataclass(frozen=True)
@@ -211,6 +209,7 @@ def _search_many(
     filter: Mapping[str, Any] | None = None,
     allow_partial: bool = False,
     min_sequence: int | None = None,
+    rerank: bool | None = None,
     model: str | None = None,
 ) -> _Request[list[Found]]:
     """Search for at most 64 queries at once, with one instruction for all or one each.
@@ -219,7 +218,8 @@ def _search_many(
     """
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
-    body |= _without_none({"instruction": each, "filter": filter, "min_sequence": min_sequence, "model": model})
+    rest = {"instruction": each, "filter": filter, "min_sequence": min_sequence, "rerank": rerank, "model": model}
+    body |= _without_none(rest)
     return _Request("POST", "/v1/search", _read_results, body)
 
 
@@ -231,6 +231,7 @@ def _search(
     filter: Mapping[str, Any] | None = None,
     allow_partial: bool = False,
     min_sequence: int | None = None,
+    rerank: bool | None = None,
     model: str | None = None,
 ) -> _Request[Found]:
     """Find the passages nearest to a query under an instruction.
@@ -242,13 +243,14 @@ def _search(
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
+        rerank: re-rank the first hits by the server's reranker; None: the server's default.
         model: must be the name of the served model, if given.
 
     Raises:
         ApiError, Unreachable: as `embed`.
     """
     rest: dict[str, Any] = {"allow_partial": allow_partial, "min_sequence": min_sequence, "model": model}
-    many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
+    many = _search_many([query], instruction, top_k=top_k, filter=filter, rerank=rerank, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
 
@@ -289,8 +291,9 @@ def _read_results(body: Any) -> list[Found]:
 
 
 def _pick(answer: type[T], body: Mapping[str, Any]) -> T:
-    """Make a dataclass from the fields of a JSON object; fields of newer servers are ignored."""
-    return answer(**{field.name: body[field.name] for field in fields(answer)})  # type: ignore[arg-type]
+    """Make a dataclass from the fields of a JSON object; unknown fields are ignored, and missing ones may have a default."""
+    names = [field.name for field in fields(answer)]  # type: ignore[arg-type]
+    return answer(**{name: body[name] for name in names if name in body})
 
 
 def _list(name: str, texts: Sequence[str]) -> list[str]:
@@ -301,9 +304,6 @@ def _list(name: str, texts: Sequence[str]) -> list[str]:
 
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-# ----------------------------------------------------------------------------------------------------- clients
 
 
 class _Attempts:

@@ -53,7 +53,10 @@ class RandomReranker:
 
 
 class ModelReranker(ABC):
-    """A reranker with a Hugging Face model. Subclasses differ in the input and in the logits that are the answer."""
+    """A reranker with a Hugging Face model. Subclasses differ in the input and in the logits that are the answer.
+
+    On the device `meta` no weights are read: the constructor checks that model, kind and settings fit.
+    """
 
     model_class: Any
     model: Any
@@ -73,6 +76,7 @@ class ModelReranker(ABC):
                 dtype=getattr(torch, settings.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
+                **({"device_map": device} if device == "meta" else {}),
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise checkpoint.unloadable(f"kind={settings.kind}, model={settings.model}", error) from error
@@ -236,7 +240,7 @@ class Causal(_Answering):
     def __init__(self, settings: CausalSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
-        if settings.adapter is not None:
+        if settings.adapter is not None and device != "meta":
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
             self.model = adapters.with_adapters(self.model, adapter).eval()
 
@@ -278,6 +282,10 @@ class Classifier(ModelReranker):
     def _relevance(self, batch: Any) -> Tensor:
         logits = self.model(**batch).logits.float()
         return logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]
+
+
+KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Causal, "seq2seq": Seq2Seq}
+"""Kind of the settings -> class."""
 
 
 def tokens_of(pair: dict[str, list[int]]) -> int:

@@ -35,9 +35,15 @@ from infembed_ray.serving.address import (
     served_fingerprint,
     wait_until_served,
 )
-from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
+from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, RERANKER, ApiArguments
 from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
-from infembed_ray.serving.deployments import api_over, encoder_application, index_application, require_resources
+from infembed_ray.serving.deployments import (
+    api_over,
+    encoder_application,
+    index_application,
+    require_resources,
+    reranker_application,
+)
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.probes import Probe, ProbeFigures, probe
 from infembed_ray.serving.replicas import open_release
@@ -137,9 +143,10 @@ def _deploy(plan: Plan) -> None:
     _start_serve(plan)
     previous = _served()
     say(
-        f"serve: starting {counted(len(plan.release.shards), 'shard')}, encoder {plan.release.card.id} and the HTTP API"
+        f"serve: starting {counted(len(plan.release.shards), 'shard')}, encoder {plan.release.card.id}"
+        f"{f', reranker {plan.release.card.reranker}' if plan.reranker else ''} and the HTTP API"
     )
-    missing = {plan.release.encoder, plan.release.index} - _running_applications()
+    missing = plan.release.applications - _running_applications()
     try:
         if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
             ray_compat.start_application(api_over(plan.api, None), APPLICATION, "/", LoggingConfig(**LOGGING))
@@ -157,16 +164,17 @@ def _deploy(plan: Plan) -> None:
     if previous is not None:
         say(f"serve: switched: every answer now comes from index {plan.release.card.index_version}")
         _, old = previous
-        unused = {old.encoder, old.index} - {plan.release.encoder, plan.release.index}
-        _delete_after_drain(unused, plan.settings.request_timeout_s)
+        _delete_after_drain(old.applications - plan.release.applications, plan.settings.request_timeout_s)
 
 
 def _start_applications(plan: Plan, missing: set[str]) -> None:
-    """Start the missing ones of the release's encoder and index, and wait until they run."""
+    """Start the missing parts of the release, and wait until they run."""
     applications = {
         plan.release.encoder: lambda: encoder_application(plan.encoder),
         plan.release.index: lambda: index_application(plan.index),
     }
+    if (reranker := plan.reranker) is not None:
+        applications[reranker.application] = lambda: reranker_application(reranker)
     names = [name for name in applications if name in missing]
     for name in names:
         ray_compat.start_application(applications[name](), name, None, LoggingConfig(**LOGGING))
@@ -239,7 +247,7 @@ def _roll_back(plan: Plan, previous: tuple[ApiArguments, ReleaseSpec] | None, st
     if served_fingerprint(plan.url) in (plan.release.fingerprint, release.fingerprint, None):
         # Without effect if the API was not switched yet. A killed command may have left a canary in `release`.
         _switch_to(arguments, release.model_copy(update={"canary": None}))
-        used = {release.encoder, release.index}
+        used = release.applications
     else:
         used = _used_applications()
     for name in started - used:
@@ -336,7 +344,7 @@ def _status_without_leftovers() -> ServeStatus:
 
 
 def _check_with_query(plan: Plan) -> None:
-    """Send a query through the new encoder and every new shard before the API is switched."""
+    """Send a query through every part of the new release before the API is switched."""
     release = plan.release
     encoder = serve.get_deployment_handle(ENCODER, app_name=release.encoder)
     call = encoder.embed_many.remote([[Query(CHECK_QUERY)]], plan.settings.request_timeout_s)
@@ -349,6 +357,13 @@ def _check_with_query(plan: Plan) -> None:
         (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
         if isinstance(answer, BaseException):
             raise StartError(f"{release.index}: {shard} does not answer: {in_one_line(answer)}") from answer
+    if release.rerank:
+        reranker = serve.get_deployment_handle(RERANKER, app_name=release.rerank.application)
+        call = reranker.score_many.remote([(CHECK_QUERY, None, [CHECK_QUERY])], plan.settings.request_timeout_s)
+        try:
+            call.result(timeout_s=READY_TIMEOUT_S)
+        except Exception as error:
+            raise StartError(f"{release.rerank.application} does not answer: {in_one_line(error)}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- status
@@ -369,11 +384,11 @@ def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
 
 
 def _used_applications() -> set[str]:
-    """Return the encoders and indexes that the API uses now; another command may have chosen them."""
+    """Return the applications that the API uses now; another command may have chosen them."""
     if (served := _served()) is None:
         return set()
     releases = (served[1], *([served[1].canary.release] if served[1].canary else []))
-    return {name for release in releases for name in (release.encoder, release.index)}
+    return {name for release in releases for name in release.applications}
 
 
 def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:

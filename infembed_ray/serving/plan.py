@@ -36,6 +36,7 @@ from infembed_ray.serving.arguments import (
     INGRESS_CPUS,
     STORE,
     ApiArguments,
+    Arguments,
     EncoderArguments,
     IndexArguments,
 )
@@ -44,6 +45,8 @@ from infembed_ray.serving.encoder.known import describe
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.probes import Probe, read_probes
+from infembed_ray.serving.reranking import arguments as reranking
+from infembed_ray.serving.reranking.arguments import RerankerArguments
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
 from infembed_ray.telemetry import json_logs
@@ -61,11 +64,12 @@ class Plan:
     settings: ServeSettings
     encoder: EncoderArguments
     index: IndexArguments
+    reranker: RerankerArguments | None
     api: ApiArguments
     release: ReleaseSpec
     index_bytes: int
     model_bytes: int
-    """Of the weights; 0 for a model on the hub."""
+    """Of the weights, the reranker's included; 0 for a model on the hub."""
     probes: Sequence[Probe]
     """Of the canary; empty: it has no probe set."""
 
@@ -90,6 +94,7 @@ class Plan:
         known = describe(path, index.facts.dimensions)
         index.facts.require_encoder(known.fingerprint, index.place)
         _require_runnable(settings, path)
+        reranker = reranking.resolve(settings, found.path)
         card = schema.Model(
             id=settings.model_name or _model_name(settings.model or index.facts.model, path),
             created=int(time.time()),
@@ -100,6 +105,8 @@ class Plan:
             vocabulary=known.vocabulary,
             metadata=dict(index.facts.metadata),
             writable=settings.writable,
+            reranker=reranker and _model_name(reranker.model, local(reranker.model)),
+            suggests_filters=settings.filter_model is not None,
             suggestions=[] if settings.suggestions is None else read_suggestions(settings.suggestions),
         )
         encoder = EncoderArguments(
@@ -108,14 +115,23 @@ class Plan:
         shards = IndexArguments(index=index.place, version=index.version, settings=settings)
         api = ApiArguments(locked=locked, settings=settings)
         release = ReleaseSpec(
-            fingerprint=_fingerprint(settings, card, api.locked, encoder.application, shards.application),
+            fingerprint=_fingerprint(
+                settings,
+                card,
+                api.locked,
+                encoder.application,
+                shards.application,
+                *([reranker.application] if reranker else []),
+            ),
             encoder=encoder.application,
             index=shards.application,
             shards=index.shards,
             changes=index.changes,
             card=card,
+            rerank=reranker and settings.rerank and reranker.spec(settings.rerank),
         )
-        return cls(settings, encoder, shards, api, release, index.facts.bytes, _model_bytes(found.path), probes)
+        model_bytes = _model_bytes(found.path) + (_model_bytes(reranker.model) if reranker else 0)
+        return cls(settings, encoder, shards, reranker, api, release, index.facts.bytes, model_bytes, probes)
 
     @property
     def reading_s(self) -> float:
@@ -137,6 +153,9 @@ class Plan:
         yield "CPU", f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, INGRESS_CPUS
         yield "GPU", f"gpus_per_encoder={settings.gpus_per_encoder:g}", encoders, settings.gpus_per_encoder
         yield "GPU", f"gpus_per_shard={settings.gpus_per_shard:g}", shards, settings.gpus_per_shard
+        if rerank := settings.rerank:
+            yield "CPU", f"rerank.cpus={rerank.cpus:g}", rerank.replicas, rerank.cpus
+            yield "GPU", f"rerank.gpus={rerank.gpus:g}", rerank.replicas, rerank.gpus
 
     @property
     def controller_environment(self) -> dict[str, str]:
@@ -156,11 +175,13 @@ class Plan:
 
     def config(self) -> dict[str, Any]:
         """Return the config of `serve deploy`."""
-        builders = (
+        builders: list[tuple[str, str, Arguments]] = [
             (self.release.encoder, "encoder_application", self.encoder),
             (self.release.index, "index_application", self.index),
-            (APPLICATION, "api_application", self.api),
-        )
+        ]
+        if self.reranker:
+            builders.append((self.reranker.application, "reranker_application", self.reranker))
+        builders.append((APPLICATION, "api_application", self.api))
         applications: list[dict[str, Any]] = [
             {
                 "name": name,
@@ -182,8 +203,8 @@ class Plan:
     def write_config(self, file: Path) -> None:
         """Write the config file of `serve deploy`; an existing file describes what is served until then.
 
-        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the encoder
-        and the index of the previous release; writing it once more removes them.
+        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the parts of
+        the previous release; writing it once more removes them.
 
         Raises:
             InputError: the file exists and is not a config file of `infembed serve`.
@@ -198,7 +219,7 @@ class Plan:
                 raise InputError(
                     f"config_file={file}: exists and is not a config file of `infembed serve`; choose another name"
                 ) from error
-            kept = {release.encoder, release.index} - {app["name"] for app in config["applications"]}
+            kept = release.applications - {app["name"] for app in config["applications"]}
             config["applications"] += [app for app in previous["applications"] if app["name"] in kept]
         file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 

@@ -38,6 +38,7 @@ from infembed_ray.serving.arguments import (
     APPLICATION,
     ENCODER,
     METRICS,
+    RERANKER,
     ApiArguments,
     EncoderArguments,
     IndexArguments,
@@ -50,6 +51,7 @@ from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Inputs, Release, ReleaseSpec
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
+from infembed_ray.serving.routing.reranking import RerankStage
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
 from infembed_ray.storage import resolve_input
 
@@ -289,11 +291,14 @@ def open_release(
         query_cache_bytes=settings.query_cache_mib * 2**20,
         max_changed_documents=settings.max_changed_documents,
         outcomes=outcomes,
+        reranker=RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.rerank.application))
+        if spec.rerank
+        else None,
     )
 
 
-class CacheMetrics:
-    """Metrics of the query cache of the current release, as a collector of `prometheus_client`."""
+class ReleaseMetrics:
+    """Metrics of the query cache and the re-ranking of the current release, as a collector of `prometheus_client`."""
 
     def __init__(self, release: Callable[[], Release | None]) -> None:
         self._release = release
@@ -305,6 +310,13 @@ class CacheMetrics:
             yield GaugeMetricFamily("infembed_query_cache_bytes", "Memory of cached queries.", cache.bytes)
             yield CounterMetricFamily("infembed_query_cache_hits", "Queries that were not encoded.", cache.hits)
             yield CounterMetricFamily("infembed_query_cache_misses", "Queries that were encoded.", cache.misses)
+            if release.reranker:
+                searches = CounterMetricFamily(
+                    "infembed_rerank_searches", "Searches to re-rank, by outcome.", labels=["outcome"]
+                )
+                for outcome, count in release.reranker.counts.items():
+                    searches.add_metric([outcome], count)
+                yield searches
 
 
 @serve.ingress()
@@ -327,12 +339,19 @@ class Ingress:
                 f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxy_limit:g} and keep it; "
                 f"end Serve with `serve shutdown` first, or set max_body_mib={proxy_limit:g} or less"
             )
+        self._suggester = None
+        if settings.filter_model:
+            from infembed_ray.serving.filter_suggestions import (
+                FilterSuggester,  # imports `openai`, which takes a second
+            )
+
+            self._suggester = FilterSuggester(settings.filter_model)
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._outcomes = Outcomes(self._registry)
         self._current: Release | None = None
         self._canary: Release | None = None
-        self._registry.register(CacheMetrics(lambda: self._current))
+        self._registry.register(ReleaseMetrics(lambda: self._current))
         self._switching: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -345,6 +364,7 @@ class Ingress:
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
             searches=self._choose,
+            suggester=self._suggester,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -364,7 +384,8 @@ class Ingress:
 
     async def _switch_to(self, release: Release, canary: Release | None) -> None:
         for opened in filter(None, (release, canary)):
-            while not await opened.ready():
+            # A replica without a release does not wait for the reranker: searches do without it.
+            while not await opened.ready(with_reranker=self._current is not None):
                 await asyncio.sleep(POLL_S)
         self._current, self._canary = release, canary
         if canary is None:

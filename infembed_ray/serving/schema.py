@@ -42,6 +42,8 @@ MAX_HITS = 10_000
 MAX_DOCUMENTS = 1000
 """Documents of one put or delete request."""
 MAX_ID_CHARACTERS = 1000
+MAX_FILTER_CHARACTERS = 4000
+"""Characters of a query or an instruction to turn into a filter."""
 MAX_SUGGESTIONS = 12
 """Example searches of the playground; every answer of `GET /v1/models` carries them."""
 
@@ -232,6 +234,10 @@ class SearchRequest(Request):
         description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
         "it does not within the request's time-out",
     )
+    rerank: StrictBool | None = Field(
+        None,
+        description="re-rank the first hits by the server's reranker (GET /v1/models names it); null: the server's default",
+    )
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
 
     @model_validator(mode="after")
@@ -255,6 +261,26 @@ class SearchRequest(Request):
         return [instruction or None for instruction in given]
 
 
+class FilterRequest(Request):
+    """An instruction to turn into a metadata filter."""
+
+    instruction: Annotated[Text, Field(max_length=MAX_FILTER_CHARACTERS)] = Field(
+        description="what a relevant passage must satisfy"
+    )
+    query: Annotated[Text, Field(max_length=MAX_FILTER_CHARACTERS)] | None = Field(
+        None, description="what the passages should be about, for context"
+    )
+
+
+class FilterResponse(BaseModel):
+    """A suggested filter, to be read and changed before a search uses it."""
+
+    object: Literal["filter"] = "filter"
+    filter: Filter = Field(description="as `POST /v1/search` takes it; empty: the metadata decides nothing")
+    explanation: str = Field(description="by the LLM: what each condition stands for, and what no field can decide")
+    notes: list[str] = Field([], description="conditions that were dropped, and why, a sentence each")
+
+
 class SearchHit(BaseModel):
     """A hit of a search: a passage and its score."""
 
@@ -262,13 +288,15 @@ class SearchHit(BaseModel):
     score: float = Field(description="cosine of query and passage")
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
+    rerank_score: float | None = Field(None, description="relevance by the reranker; null: not re-ranked")
 
 
 class Timings(BaseModel):
-    """Durations of the two stages of a search, in milliseconds."""
+    """Durations of the stages of a search, in milliseconds."""
 
     encode_ms: float
     search_ms: float
+    rerank_ms: float | None = Field(None, description="null: not asked to re-rank")
 
 
 class SearchAnswer(BaseModel):
@@ -390,6 +418,8 @@ class Model(BaseModel):
     vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
     writable: bool = Field(False, description="whether documents can be put and deleted")
+    reranker: str | None = Field(None, description="model that re-ranks the first hits; null: none")
+    suggests_filters: bool = Field(False, description="whether POST /v1/filters turns instructions into filters")
     suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
 
 

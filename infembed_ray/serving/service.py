@@ -27,6 +27,7 @@ class Search:
         filter: as `retrieval.filters.parse` takes it; None: no condition.
         allow_partial: answer even if some shards do not; the answer lists them.
         min_sequence: wait until the answer reflects the changes up to this sequence number.
+        rerank: re-rank the first hits; None: as the server's settings say.
     """
 
     queries: Sequence[Query]
@@ -34,6 +35,7 @@ class Search:
     filter: Mapping[str, Any] | None = None
     allow_partial: bool = False
     min_sequence: int = 0
+    rerank: bool | None = None
 
 
 class Document(NamedTuple):
@@ -83,6 +85,10 @@ class TooManyChanges(Exception):
 
 class NotApplied(Exception):
     """A shard has not applied the changes up to `min_sequence` in time; the arguments are that, the shard and its sequence."""
+
+
+class NoSuggestion(Exception):
+    """The LLM gave no usable filter; the text says why, in one line without the endpoint's own words."""
 
 
 class ShardState(NamedTuple):

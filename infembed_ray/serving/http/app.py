@@ -6,7 +6,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from fastapi import FastAPI, Request, Response
@@ -21,10 +21,14 @@ from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid, too_large
+from infembed_ray.serving.http.filter_routes import add_filter_routes
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.serving.http.openapi import openapi_document
 from infembed_ray.serving.http.routes import add_document_routes, add_query_routes, add_status_routes
 from infembed_ray.serving.service import Service
+
+if TYPE_CHECKING:
+    from infembed_ray.serving.filter_suggestions import FilterSuggester
 
 DESCRIPTION = f"""
 Instruction-following retrieval. `POST /v1/embeddings` is OpenAI's endpoint, so OpenAI's clients work with `base_url` set to
@@ -57,6 +61,7 @@ def create_app(
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
     searches: Callable[[str | None], Service] | None = None,
+    suggester: FilterSuggester | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
@@ -67,6 +72,7 @@ def create_app(
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         searches: returns the service of a new search that names this model or none; None: `service`.
+        suggester: turns instructions into filters; None: `POST /v1/filters` answers 501.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
     """
     app = FastAPI(
@@ -87,6 +93,7 @@ def create_app(
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
     add_query_routes(app.router, current, searches or (lambda _: current()))
+    add_filter_routes(app.router, current, suggester)
     add_document_routes(app.router, current)
     add_status_routes(app.router, current, fingerprint)
     app.include_router(playground_routes.router())

@@ -57,9 +57,14 @@ def add_query_routes(api: APIRouter, current: Callable[[], Service], choose: Cal
         service = current() if request.min_sequence else choose(request.model)
         card = _require_model(service, request.model)
         filters.parse(request.filter, card.metadata)  # raises before anything is encoded
+        if request.rerank and card.reranker is None:
+            message = (
+                "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
+            )
+            raise ApiError(400, message, param="rerank")
         queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
         found = await service.search(
-            Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence)
+            Search(queries, request.top_k, request.filter, request.allow_partial, request.min_sequence, request.rerank)
         )
         return json_response(_search_answer(found, isinstance(request.query, list)))
 

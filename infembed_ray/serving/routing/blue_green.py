@@ -28,6 +28,7 @@ from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.query_cache import QueryCache
+from infembed_ray.serving.routing.reranking import Reranked, RerankSpec, RerankStage
 from infembed_ray.serving.service import (
     Document,
     Found,
@@ -75,9 +76,16 @@ class ReleaseSpec(BaseModel):
     changes: str | None
     """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
     card: schema.Model
+    rerank: RerankSpec | None = None
+    """Re-ranking of the first hits; None: there is none."""
 
     canary: Canary | None = None
     """Another release that answers a share of the searches."""
+
+    @property
+    def applications(self) -> set[str]:
+        """Serve applications of its parts."""
+        return {self.encoder, self.index, *([self.rerank.application] if self.rerank else [])}
 
 
 class Canary(BaseModel):
@@ -112,9 +120,11 @@ class Release:
         query_cache_bytes: size of the query cache; 0: none.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
         outcomes: counts the searches.
+        reranker: re-orders the first hits; None: there is none.
 
     Attributes:
         query_cache: vectors of recent searches.
+        reranker: as above.
     """
 
     def __init__(
@@ -130,8 +140,10 @@ class Release:
         query_cache_bytes: int = 0,
         max_changed_documents: int | None = None,
         outcomes: Outcomes | None = None,
+        reranker: RerankStage | None = None,
     ) -> None:
         self.spec = spec
+        self.reranker = reranker
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
         self._shards = shards
@@ -183,18 +195,27 @@ class Release:
             with tracing.span("encode", queries=len(search.queries)):
                 vectors = await self.query_cache(search.queries, deadline)
             encoded = time.perf_counter()
-            query = ShardQuery(vectors, search.top_k, search.filter, search.min_sequence)
+            reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
+            depth = max(search.top_k, reranker.spec.depth) if reranker else search.top_k
+            query = ShardQuery(vectors, depth, search.filter, search.min_sequence)
             ranked = await self._fan_out.search(query, deadline, search.allow_partial)
+            searched = time.perf_counter()
+            reranked = Reranked(ranked.results, None, 0.0)
+            if reranker:
+                with tracing.span("rerank", queries=len(search.queries)):
+                    reranked = await reranker(search.queries, ranked.results, deadline)
             return Found(
-                results=ranked.results,
+                results=[hits[: search.top_k] for hits in reranked.results],
                 model=self.card.id,
                 index_version=self.card.index_version,
                 sequence=ranked.sequence,
                 timings=schema.Timings(
                     encode_ms=round(1e3 * (encoded - start), 3),
-                    search_ms=round(1e3 * (time.perf_counter() - encoded), 3),
+                    search_ms=round(1e3 * (searched - encoded), 3),
+                    rerank_ms=round(reranked.ms, 3) if reranker else None,
                 ),
                 missing_shards=ranked.missing,
+                notes=[reranked.note] if reranked.note else [],
             )
 
     async def put(self, documents: Sequence[Document]) -> int:
@@ -217,14 +238,14 @@ class Release:
         found: Document | None = await HedgedCalls(is_lost)(lambda: shard("document", id), self._timeout_s)
         return found
 
-    async def ready(self) -> bool:
-        """Return whether the encoder and every shard answer."""
-        probes = asyncio.gather(*(deployment("ready") for deployment in (self._encoder, *self._shards)))
+    async def ready(self, with_reranker: bool = False) -> bool:
+        """Return whether the encoder and every shard answer, and the reranker if asked for: searches do without it."""
+        stages = [self.reranker.ready()] if with_reranker and self.reranker else []
+        probes = asyncio.gather(*(deployment("ready") for deployment in (self._encoder, *self._shards)), *stages)
         try:
-            await asyncio.wait_for(probes, PROBE_TIMEOUT_S)
+            return all(await asyncio.wait_for(probes, PROBE_TIMEOUT_S))
         except (asyncio.TimeoutError, ReplicaLost):
             return False
-        return True
 
     async def fault(self) -> str | None:
         """As `Service.fault`. A shard that does not answer keeps the fault that it reported last."""
