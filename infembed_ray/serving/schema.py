@@ -42,8 +42,6 @@ MAX_HITS = 10_000
 MAX_DOCUMENTS = 1000
 """Documents of one put or delete request."""
 MAX_ID_CHARACTERS = 1000
-MAX_FILTER_CHARACTERS = 4000
-"""Characters of a query or an instruction to turn into a filter."""
 MAX_SUGGESTIONS = 12
 """Example searches of the playground; every answer of `GET /v1/models` carries them."""
 
@@ -259,26 +257,6 @@ class SearchRequest(Request):
         """Return the instruction of every query; None for an empty one."""
         given = self.instruction if isinstance(self.instruction, list) else [self.instruction] * len(self.queries())
         return [instruction or None for instruction in given]
-
-
-class FilterRequest(Request):
-    """An instruction to turn into a metadata filter."""
-
-    instruction: Annotated[Text, Field(max_length=MAX_FILTER_CHARACTERS)] = Field(
-        description="what a relevant passage must satisfy"
-    )
-    query: Annotated[Text, Field(max_length=MAX_FILTER_CHARACTERS)] | None = Field(
-        None, description="what the passages should be about, for context"
-    )
-
-
-class FilterResponse(BaseModel):
-    """A suggested filter, to be read and changed before a search uses it."""
-
-    object: Literal["filter"] = "filter"
-    filter: Filter = Field(description="as `POST /v1/search` takes it; empty: the metadata decides nothing")
-    explanation: str = Field(description="by the LLM: what each condition stands for, and what no field can decide")
-    notes: list[str] = Field([], description="conditions that were dropped, and why, a sentence each")
 
 
 class SearchHit(BaseModel):

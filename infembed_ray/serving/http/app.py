@@ -72,7 +72,7 @@ def create_app(
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         searches: returns the service of a new search that names this model or none; None: `service`.
-        suggester: turns instructions into filters; None: `POST /v1/filters` answers 501.
+        suggester: turns instructions into filters; None: `POST /v1/filters` answers 404.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
     """
     app = FastAPI(

@@ -104,7 +104,8 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
         )
     given = rerank.model
     if isinstance(given, str) and given not in baselines.entries():
-        given = {"kind": "classifier", "model": given, "instructed_query": "{instruction} {query}"}
+        found = checkpoint.locate(given, "rerank.model")
+        given = {"kind": "classifier", "model": found.path, "instructed_query": "{instruction} {query}"}
         given |= {"plain_query": "{query}"}
     reranker = baselines.resolve("rerank", given, where="rerank.model")
     if not isinstance(reranker, RerankerSettings):

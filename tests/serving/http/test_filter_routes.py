@@ -41,7 +41,7 @@ def test_a_filter_is_suggested_and_a_search_takes_it(llm: str) -> None:
 
 
 def test_without_an_llm_the_answer_names_the_setting() -> None:
-    error = refused(client_of(make_app()).post("/v1/filters", json={"instruction": "Since 2020."}), 501)
+    error = refused(client_of(make_app()).post("/v1/filters", json={"instruction": "Since 2020."}), 404)
     assert "filter_model.model" in error["message"]
     assert error["code"] == "no_filter_model"
 

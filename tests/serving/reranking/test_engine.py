@@ -19,6 +19,7 @@ class ByLength(PairScorer):
     """Scores a passage by its length and the query's; a pair has one token per character."""
 
     def __init__(self) -> None:
+        self.busy = threading.Event()
         self.open = threading.Event()
         self.open.set()
         self.batches: list[int] = []
@@ -30,6 +31,7 @@ class ByLength(PairScorer):
         return len(pair)
 
     def relevance(self, pairs: Sequence[str]) -> np.ndarray:
+        self.busy.set()
         self.open.wait()
         self.batches.append(max(map(len, pairs)) * len(pairs))
         return np.array([np.nan if "broken" in pair else len(pair) for pair in pairs], dtype=np.float32)
@@ -77,14 +79,12 @@ def test_a_late_search_is_dropped_and_a_full_queue_rejects() -> None:
 
     async def run() -> list[np.ndarray | BaseException]:
         first = asyncio.ensure_future(made.score("q", None, ["a" * 40] * 2, 60))
-        while not made.waiting:  # tokenized
-            await asyncio.sleep(0.001)
-        while made.waiting:  # in the model, which is held
-            await asyncio.sleep(0.001)
+        while not scorer.busy.is_set():  # the model is held
+            await asyncio.sleep(0.01)
         late = asyncio.ensure_future(made.score("q", None, ["b" * 40], 0.5))
         filling = [asyncio.ensure_future(made.score("q", None, ["c" * 40], 60)) for _ in range(7)]
         while made.waiting < 8:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
         with pytest.raises(QueueFull):
             await made.score("q", None, ["d" * 40], 60)
         await asyncio.wait([late])

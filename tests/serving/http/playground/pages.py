@@ -12,6 +12,7 @@ from email.message import Message
 from typing import Any
 from urllib.parse import urlencode
 
+from infembed_ray.serving.filter_suggestions import FilterSuggester
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.schema import Suggestion
@@ -83,9 +84,9 @@ class Server:
 
 
 @contextmanager
-def served(service: Search, *keys: str) -> Iterator[Server]:
+def served(service: Search, *keys: str, suggester: FilterSuggester | None = None) -> Iterator[Server]:
     """The API at a free port of this machine while the block runs."""
-    with listening(create_app(service, "playground", ApiKeys(keys))) as url:
+    with listening(create_app(service, "playground", ApiKeys(keys), suggester=suggester)) as url:
         yield Server(service, f"{url}/")
 
 
