@@ -1,10 +1,12 @@
 """Re-ranking of MiniLM's rankings: late interaction with the same MiniLM, and a cross-encoder, at several weights.
 
-    python benchmarks/reranking.py --data DATA [--cross-encoder DIRECTORY] [--depth 50] [--weights 0.25 0.5 1] [--cranfield]
+    python benchmarks/reranking.py --data DATA [--cross-encoder DIRECTORY] [--depth 50] [--weights 0.25 0.5 1]
+        [--tasks dev dev_reworded cranfield]
 
-The dense rankings of dev.jsonl and dev_reworded.jsonl of DATA/infir_mini (77 records, 1,000 distractors) and, with --cranfield,
-of Cranfield are re-ranked to --depth, as `infembed serve` does it: the weight is that of the reranker against the retrieval's
-cosine, both standardised per query; 1 is the reranker alone. DIRECTORY is a model of `train_cross_encoder.py`. One thread.
+The dense rankings of dev.jsonl and dev_reworded.jsonl of DATA/infir_mini (77 records, 1,000 distractors) and of 40 queries of
+Cranfield, over their judged abstracts and 300 others, are re-ranked to --depth, as `infembed serve` does it: the weight is that
+of the reranker against the retrieval's cosine, both standardised per query; 1 is the reranker alone. DIRECTORY is a model of
+`train_cross_encoder.py`. One thread.
 
 The last line is one JSON object: task -> scorer and weight -> figures x100: nDCG@10 of the three kinds of query, p-MRR,
 violation@2; nDCG@10 for Cranfield; and ms of CPU per re-ranked query.
@@ -16,6 +18,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +43,24 @@ from infembed_ray.records import Passage, Record, read
 from infembed_ray.serving.routing.reranking import fused_order
 
 Run = dict[str, dict[str, float]]
+TASKS = ["dev", "dev_reworded", "cranfield"]
 CACHE_BYTES = 2**31
+
+
+def load(data: Path, name: str) -> Task:
+    """Return one of `TASKS`."""
+    if name != "cranfield":
+        others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
+        return instruction_following(read(data / "infir_mini" / f"{name}.jsonl", Record, "records"), others, 1000)
+    with tempfile.TemporaryDirectory() as directory:
+        whole = catalogue.load(str(cranfield(data / "cranfield", Path(directory))))
+        queries = whole.queries[:40]
+        judged = {document for query in queries for document in whole.qrels[query.id]}
+        ids = whole.corpus["id"].to_pylist()
+        wanted = judged.union([id for id in ids if id not in judged][:300])
+        kept = whole.corpus.take([row for row, id in enumerate(ids) if id in wanted])
+        qrels = {query.id: whole.qrels[query.id] for query in queries}
+        return replace(whole, corpus=kept.combine_chunks(), queries=queries, qrels=qrels)
 
 
 def dense(encoder: InstructionEncoder, task: Task) -> Run:
@@ -90,20 +110,10 @@ def main() -> None:
     parser.add_argument("--no-late", action="store_true", help="leave late interaction out")
     parser.add_argument("--depth", type=int, default=50)
     parser.add_argument("--weights", type=float, nargs="+", default=[0.25, 0.5, 1.0])
-    parser.add_argument("--cranfield", action="store_true")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    others = read(arguments.data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
-    tasks = {
-        name: instruction_following(
-            read(arguments.data / "infir_mini" / f"{name}.jsonl", Record, "records"), others, 1000
-        )
-        for name in ("dev", "dev_reworded")
-    }
-    if arguments.cranfield:
-        with tempfile.TemporaryDirectory() as directory:
-            tasks["cranfield"] = catalogue.load(str(cranfield(arguments.data / "cranfield", Path(directory))))
-
+    tasks = {name: load(arguments.data, name) for name in arguments.tasks}
     encoder = InstructionEncoder.from_pretrained(material.minilm())
     scorers: dict[str, PairScorer] = {} if arguments.no_late else {"late": LateInteraction(encoder, CACHE_BYTES)}
     if arguments.cross_encoder:

@@ -1,6 +1,7 @@
 """Metadata filters suggested by an LLM from an instruction. A search never applies them by itself. No Ray.
 
 What the LLM writes is checked as a client's filter is. Conditions that the index cannot use are dropped, each with a note.
+Log lines hold neither the request nor the answer, nor the endpoint's own words, which may quote them.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class FilterSuggester:
             if not isinstance(written, dict):
                 raise TypeError(f"filter is a {type(written).__name__}")
         except (Malformed, LookupError, TypeError, ValueError, RecursionError) as error:
-            log.warning("filter_model: no filter in the answer: %s", one_line(error))
+            log.warning("filter_model: no filter in the answer (%s)", type(error).__name__)
             raise NoSuggestion("the LLM did not answer with a filter") from error
         finally:
             self._in_flight -= 1
@@ -135,13 +136,13 @@ class FilterSuggester:
             )
             text = usable_text(completion_of(answer.model_dump()))
         except openai.APIStatusError as error:
-            log.warning("filter_model: HTTP %d: %s", error.status_code, one_line(error.response.text))
+            log.warning("filter_model: HTTP %d (%s)", error.status_code, error.code or error.type)
             raise NoSuggestion(f"the LLM's endpoint answered HTTP {error.status_code}") from error
         except openai.APIError as error:
             log.warning("filter_model: %s", one_line(error.__cause__ or error))
             raise NoSuggestion("the LLM's endpoint cannot be reached, or gave no answer in time") from error
         except (Unusable, Unanswered) as error:
-            log.warning("filter_model: %s", one_line(error))
+            log.warning("filter_model: refused, cut off, empty or unreadable (%s)", type(error).__name__)
             raise NoSuggestion("the LLM gave no usable answer") from error
         return labelled(self._answer.label, self._answer.as_text(text) if settings.structured else text)
 

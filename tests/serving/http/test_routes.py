@@ -92,7 +92,7 @@ def test_search_ranks_the_passages_under_the_instruction(client: TestClient) -> 
         "index_version": "v1",
         "sequence": 0,
         "model": "debug",
-        "timings": {"encode_ms": 1.0, "search_ms": 2.0},
+        "timings": {"encode_ms": 1.0, "search_ms": 2.0, "rerank_ms": None},
         "partial": False,
         "missing_shards": [],
         "notes": [],
