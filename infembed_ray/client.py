@@ -58,6 +58,8 @@ class Hit:
     """Cosine similarity of query and passage; with `exclude` or `hybrid`, a score that compares these hits only."""
     text: str
     metadata: Mapping[str, Metadata]
+    rerank_score: float | None = None
+    """Relevance by the reranker; None: the hit was not re-ranked."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Found:
     """Shards that did not answer; empty unless `allow_partial` was set."""
     explanation: Explanation | None = None
     """With `explain` only."""
+    notes: Sequence[str] = ()
+    """What the answer lacks that was asked for, and why, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ def _search_many(
     hybrid: float | None = None,
     allow_partial: bool = False,
     min_sequence: int | None = None,
+    rerank: bool | None = None,
     model: str | None = None,
     collection: str | None = None,
     explain: bool = False,
@@ -186,8 +191,8 @@ def _search_many(
     """
     each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
     body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
-    rest = {"filter": filter, "exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "model": model}
-    body |= _without_none({"instruction": each, **rest}) | ({"explain": True} if explain else {})
+    rest = {"filter": filter, "exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "rerank": rerank}
+    body |= _without_none({"instruction": each, "model": model, **rest}) | ({"explain": True} if explain else {})
     return _Request("POST", _path("search", collection), _read_results, body)
 
 
@@ -201,6 +206,7 @@ def _search(
     hybrid: float | None = None,
     allow_partial: bool = False,
     min_sequence: int | None = None,
+    rerank: bool | None = None,
     model: str | None = None,
     collection: str | None = None,
     explain: bool = False,
@@ -216,6 +222,7 @@ def _search(
         hybrid: share of BM25 in the score, 0 to 1; None: as the server is set.
         allow_partial: answer even if some shards do not; see `Found.missing_shards`.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
+        rerank: re-rank the first hits by the server's reranker; None: the server's default.
         model: must be the name of the served model, if given.
         collection: name of the collection; None means the default one.
         explain: say what the instruction did to each hit, and which of its phrases did it; for at most 20 hits.
@@ -223,8 +230,8 @@ def _search(
     Raises:
         ApiError, Unreachable: as `embed`.
     """
-    rest: dict[str, Any] = {"exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "model": model}
-    rest |= {"allow_partial": allow_partial, "collection": collection, "explain": explain}
+    rest: dict[str, Any] = {"exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "rerank": rerank}
+    rest |= {"allow_partial": allow_partial, "collection": collection, "explain": explain, "model": model}
     many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
     return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
 
@@ -288,8 +295,9 @@ def _read_results(body: Any) -> list[Found]:
 
 
 def _pick(answer: type[T], body: Mapping[str, Any]) -> T:
-    """Make a dataclass from the fields of a JSON object; fields of newer servers are ignored."""
-    return answer(**{field.name: body[field.name] for field in fields(answer)})  # type: ignore[arg-type]
+    """Make a dataclass from the fields of a JSON object; unknown fields are ignored, and missing ones may have a default."""
+    names = [field.name for field in fields(answer)]  # type: ignore[arg-type]
+    return answer(**{name: body[name] for name in names if name in body})
 
 
 def _list(name: str, texts: Sequence[str]) -> list[str]:

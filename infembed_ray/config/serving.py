@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -59,6 +59,54 @@ class RankingSettings(Settings):
         100,
         ge=1,
         description="with hybrid, candidates by vector, and as many by words, from every shard; at least top_k",
+    )
+
+
+class RerankSettings(Settings):
+    """Re-ranking of the first hits of a search by a model that reads them with the query and its instruction."""
+
+    kind: Literal["late_interaction", "cross_encoder"] = Field(
+        description="late_interaction: MaxSim over the token vectors of an encoder; cross_encoder: a model that reads query and passage together"
+    )
+    model: str | dict[str, Any] | None = runtime_field(
+        None,
+        description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a baseline, a mapping of settings as in `models` of `infembed evaluate`, or a directory or hub name of a classifier that reads `{instruction} {query}`",
+    )
+    by_default: bool = Field(True, description="re-rank searches that do not say whether to; false: only on request")
+    depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
+    weight: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the reranker in the order, against the retrieval's cosine, both standardised per query",
+    )
+    budget_ms: float = Field(
+        1000.0, gt=0, description="milliseconds for re-ranking a search; after them, the retrieval's order is answered"
+    )
+    replicas: int = Field(1, ge=1, description="replicas of the reranker")
+    cpus: float = Field(1.0, gt=0, description="CPUs and threads per replica")
+    gpus: float = Field(0.0, ge=0, description="GPUs per replica")
+    batch_tokens: int = Field(4096, ge=64, description="largest number of tokens in a batch, with padding")
+    max_queue: int = Field(1024, ge=1, description="passages waiting per replica; searches beyond are not re-ranked")
+    cache_mib: int = Field(
+        256, ge=0, description="late_interaction: memory per replica for token vectors of recent passages; 0: none"
+    )
+
+
+class FilterModelSettings(Settings):
+    """The LLM that `POST /v1/filters` asks to turn an instruction into a metadata filter."""
+
+    model: str = Field(description="model id at the endpoint, for example gpt-4o-mini")
+    base_url: str = Field("https://api.openai.com/v1", description="URL of an OpenAI-compatible endpoint, up to /v1")
+    api_key_env: str | None = Field(
+        "OPENAI_API_KEY",
+        description="environment variable with the key, set on every node; null: the endpoint needs no key",
+    )
+    timeout_s: float = Field(20.0, gt=0, description="seconds until a request to the LLM is abandoned")
+    temperature: float | None = Field(None, ge=0, le=2, description="sampling temperature; null: not sent")
+    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
+    structured: bool = Field(
+        False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
     )
 
 
@@ -151,6 +199,10 @@ class ServeSettings(Settings):
     )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"
+    )
+    rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
+    filter_model: FilterModelSettings | None = Field(
+        None, description="LLM that turns an instruction into a filter on request; null: none"
     )
     config_file: str | None = runtime_field(
         None, description="write a config file for `serve deploy` and start nothing; null: serve"

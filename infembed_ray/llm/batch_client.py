@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx2
 import openai
@@ -20,7 +20,8 @@ from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.batch_quota import EXCEEDED, QuotaExceeded
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import pause_s
-from infembed_ray.llm.endpoint import api_key, one_line
+from infembed_ray.llm.endpoint import one_line
+from infembed_ray.llm.openai_client import openai_client
 
 T = TypeVar("T")
 
@@ -37,21 +38,7 @@ class BatchClient:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        key = api_key(endpoint)
-        # Not from the environment: all requests of a run go to one account.
-        headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
-        options: dict[str, Any] = {
-            "api_key": key or "none",  # the client insists on one; `_without_key` removes it from the requests
-            "timeout": endpoint.timeout_s,
-            "max_retries": 0,  # a submission must not be repeated blindly
-            "default_headers": headers,
-            "http_client": None if key else openai.DefaultAsyncHttpx2Client(event_hooks={"request": [_without_key]}),
-        }
-        self._client: openai.AsyncOpenAI = (
-            openai.AsyncOpenAI(base_url=endpoint.base_url, **options)
-            if endpoint.api_version is None
-            else openai.AsyncAzureOpenAI(azure_endpoint=endpoint.base_url, api_version=endpoint.api_version, **options)
-        )
+        self._client = openai_client(endpoint)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -137,9 +124,3 @@ class BatchClient:
         if status in (404, 405):
             return f"batches: {url} has no Batch API, or no longer has this batch or file ({said}); set batches=null"
         return f"batches: {url} refuses them ({said})"
-
-
-async def _without_key(request: httpx2.Request) -> None:
-    """Remove the key's headers from a request."""
-    for name in ("Authorization", "api-key"):
-        request.headers.pop(name, None)

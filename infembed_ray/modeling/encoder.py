@@ -181,16 +181,21 @@ class InstructionEncoder(nn.Module):
 
     def forward(self, layout: Layout) -> Tensor:
         """Embed the texts of a layout as (texts, d) unit vectors, in fp32 at least."""
-        backbone = self.backbone_of(layout.side)
-        inputs = layout.backbone_inputs(backbone)
-        if self.causal:
-            inputs["use_cache"] = False  # nothing follows these tokens, so their keys and values are not needed
-        states = backbone(**inputs).last_hidden_state
+        states = self.states(layout)
         if self.interaction is not None and layout.pairs is not None:
             pooled = self.interaction(states, layout, self.pooling)
         else:
             pooled = pool(states, layout, self.pooling)
         return truncate(pooled, self.dimension)
+
+    def states(self, layout: Layout) -> Tensor:
+        """Return the last hidden states of a layout: (rows, width, d)."""
+        backbone = self.backbone_of(layout.side)
+        inputs = layout.backbone_inputs(backbone)
+        if self.causal:
+            inputs["use_cache"] = False  # nothing follows these tokens, so their keys and values are not needed
+        states: Tensor = backbone(**inputs).last_hidden_state
+        return states
 
     @property
     def texts(self) -> TextTokenizer:

@@ -65,9 +65,9 @@ class CrossAttention(nn.Module):
         heads, counts = _pooled_tokens(flat[:border], lengths[:first_query], mode)
         # Index -1, no instruction, is the last: one token of zeros, with the same score for every query token.
         heads = torch.cat([heads, heads.new_zeros(1, flat.shape[1])]) @ self.W_i
-        instructions, present = _in_rows(heads, torch.cat([counts, counts.new_ones(1)]))
-        keys, real = _in_rows(flat[border:] @ self.W_q1, lengths[first_query:])
-        values, _ = _in_rows(flat[border:] @ self.W_q2, lengths[first_query:])
+        instructions, present = in_rows(heads, torch.cat([counts, counts.new_ones(1)]))
+        keys, real = in_rows(flat[border:] @ self.W_q1, lengths[first_query:])
+        values, _ = in_rows(flat[border:] @ self.W_q2, lengths[first_query:])
         pairs = torch.stack([pairs[:, 0] % len(instructions), pairs[:, 1] - first_query], dim=1)
         # A block of n pairs has at most n instructions and n queries.
         block = max(1, math.isqrt(_BLOCK // (instructions.shape[1] * keys.shape[1])))
@@ -160,7 +160,7 @@ def _pooled_tokens(states: Tensor, lengths: Tensor, mode: PoolingMode) -> tuple[
     return states[ends - 1 if mode == "last" else ends - lengths], torch.ones_like(lengths)
 
 
-def _in_rows(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def in_rows(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Pad states with zeros: return (texts, longest, d), and (texts, longest) bool for the real ones."""
     real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     real = real.to(states.device)

@@ -1,4 +1,4 @@
-"""Arguments of the three kinds of Serve applications: encoder, index and API. A config file holds them as JSON.
+"""Arguments of three kinds of Serve applications: encoder, index and API. A config file holds them as JSON.
 
 The name of an encoder or index application contains a digest of its arguments, so applications with different arguments
 can run beside each other, and equal ones are shared.
@@ -17,16 +17,18 @@ from infembed_ray.config.serving import ServeSettings
 
 APPLICATION = "infembed"
 """Serve application of the API, and prefix of the others."""
-ENCODER, INGRESS, METRICS, STORE = "encoder", "ingress", "metrics", "store"
+ENCODER, INGRESS, METRICS, RERANKER, STORE = "encoder", "ingress", "metrics", "reranker", "store"
 """Deployments; `STORE` stands for the shards where an external engine holds the index."""
 INGRESS_CPUS = 0.1
 """CPUs that an ingress replica reserves; it mostly waits."""
 
 
-class _Arguments(BaseModel):
+class Arguments(BaseModel):
+    """Arguments of an application."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    relevant: ClassVar[set[str]]
+    relevant: ClassVar[set[str]] = set()
     """Names of the settings that affect the application."""
     settings: ServeSettings
     """The relevant settings; the others get their defaults, so they do not change the digest."""
@@ -43,7 +45,7 @@ class _Arguments(BaseModel):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
-class EncoderArguments(_Arguments):
+class EncoderArguments(Arguments):
     """Arguments of `deployments.encoder_application`."""
 
     relevant: ClassVar[set[str]] = {
@@ -63,7 +65,7 @@ class EncoderArguments(_Arguments):
         return f"{APPLICATION}-encoder-{self.fingerprint[:8]}-{self.digest()}"
 
 
-class IndexArguments(_Arguments):
+class IndexArguments(Arguments):
     """Arguments of `deployments.index_application`."""
 
     relevant: ClassVar[set[str]] = {
@@ -85,13 +87,13 @@ class IndexArguments(_Arguments):
         return f"{APPLICATION}-index-{self.version[:8]}-{self.digest()}"
 
 
-class ApiArguments(_Arguments):
+class ApiArguments(Arguments):
     """Arguments of `deployments.api_application`."""
 
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
         *("shard_replicas", "max_queue", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
-        *("max_changed_documents", "ranking", "obedience_sample"),
+        *("max_changed_documents", "ranking", "obedience_sample", "filter_model"),
     }
     locked: bool
     """API keys are configured; a replica that finds none does not start."""

@@ -1,6 +1,6 @@
-"""The Ray Serve applications: an encoder, the shards of an index, and the API over a release of them.
+"""The Ray Serve applications: an encoder, the shards of an index, perhaps a reranker, and the API over a release of them.
 
-`infembed-encoder-*` and `infembed-index-*` are named after their content, so several can run at a time. `infembed` is the
+`infembed-encoder-*`, `infembed-index-*` and `infembed-reranker-*` are named after their content, so several can run at a time. `infembed` is the
 HTTP API. Its `user_config` names the encoder and the index that it uses, so a new release does not restart it (blue/green).
 """
 
@@ -25,6 +25,7 @@ from infembed_ray.serving.arguments import (
     INGRESS,
     INGRESS_CPUS,
     METRICS,
+    RERANKER,
     STORE,
     ApiArguments,
     EncoderArguments,
@@ -32,6 +33,8 @@ from infembed_ray.serving.arguments import (
 )
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.replicas import Encoder, Ingress, MetricsPage, ShardSearch
+from infembed_ray.serving.reranking.arguments import RerankerArguments
+from infembed_ray.serving.reranking.replica import Reranker
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S
 from infembed_ray.serving.store_search import StoreSearch
@@ -89,6 +92,24 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
     # An application is a graph with one root. Any shard can be the root, because shards do not call each other.
     *others, last = range(len(shards))
     return shards[last].bind(arguments, last, *(shards[other].bind(arguments, other) for other in others))
+
+
+def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> serve.Application:
+    """Build the reranker."""
+    arguments = RerankerArguments.model_validate(arguments)
+    settings = arguments.rerank
+    return serve.deployment(
+        Reranker,
+        name=RERANKER,
+        ray_actor_options={
+            "num_cpus": settings.cpus,
+            "num_gpus": settings.gpus,
+            "runtime_env": {"env_vars": _environment(startup.import_reranker_modules, settings.cpus)},
+        },
+        max_replicas_per_node=spread(settings.replicas, CPU=settings.cpus, GPU=settings.gpus),
+        **_replicas(settings.replicas),
+        **_limits(arguments.settings, settings.max_queue),
+    ).bind(arguments)
 
 
 def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Application:
@@ -189,11 +210,12 @@ def _replicas(smallest: int, largest: int | None = None) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def _limits(settings: ServeSettings) -> dict[str, Any]:
-    # The encoding engine's queue is the actual bound; these limits only keep Serve's own queues from growing.
+def _limits(settings: ServeSettings, max_queue: int | None = None) -> dict[str, Any]:
+    # The engine's queue is the actual bound; these limits only keep Serve's own queues from growing.
+    most = 2 * (max_queue or settings.max_queue)
     return {
-        "max_ongoing_requests": 2 * settings.max_queue,
-        "max_queued_requests": 2 * settings.max_queue,
+        "max_ongoing_requests": most,
+        "max_queued_requests": most,
         "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
         "health_check_period_s": 2,
         "graceful_shutdown_wait_loop_s": 0.1,

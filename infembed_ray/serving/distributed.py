@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray import serve
 from ray.serve.config import ControllerOptions
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig, ServeStatus
+from ray.serve.schema import ApplicationStatus, LoggingConfig, ServeStatus
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
@@ -36,28 +36,26 @@ from infembed_ray.serving.address import (
     served_fingerprint,
     wait_until_served,
 )
-from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, ApiArguments
+from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, RERANKER, ApiArguments
 from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
-from infembed_ray.serving.deployments import api_over, encoder_application, index_application, require_resources
+from infembed_ray.serving.deployments import (
+    api_over,
+    encoder_application,
+    index_application,
+    require_resources,
+)
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.probes import Probe, ProbeFigures, probe
 from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
 from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.served import open_encoder, open_release
 from infembed_ray.serving.service import Query
+from infembed_ray.serving.starting import START_TIMEOUT_S, wait_until_running
 
-START_TIMEOUT_S = 600.0
-"""Time for replicas to start: a large model is read and warmed up, and a node may have to be added first. `Plan.reading_s` is
-added for the index and the model."""
 READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
-POLL_S = 0.5
-MAX_POLL_S = 5.0
-"""Least and most seconds between two status queries to Serve's controller; each costs it work."""
-PROGRESS_S = 10.0
-"""Seconds between two lines about a starting application."""
 CANARY_MARGIN_S = 60.0
 """Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
@@ -141,7 +139,8 @@ def _deploy(plan: Plan) -> None:
     models = dict.fromkeys(spec.card.id for spec in specs.values())
     say(
         f"serve: starting {counted(sum(len(spec.shards) for spec in specs.values()), 'shard')}, "
-        f"{'encoder' if len(models) == 1 else 'encoders'} {', '.join(models)} and the HTTP API"
+        f"{'encoder' if len(models) == 1 else 'encoders'} {', '.join(models)}"
+        f"{f', reranker {plan.release.card.reranker}' if plan.reranker else ''} and the HTTP API"
     )
     missing = plan.release.applications - _running_applications()
     try:
@@ -169,8 +168,10 @@ def _deploy(plan: Plan) -> None:
 
 
 def _start_applications(plan: Plan, missing: set[str]) -> None:
-    """Start the missing ones of the release's encoders and indexes, and wait until they run."""
-    names = [name for name in (*plan.encoders, *plan.indexes) if name in missing]
+    """Start the missing parts of the release, and wait until they run."""
+    reranker = plan.reranker
+    rerankers = {} if reranker is None else {reranker.application: reranker}
+    names = [name for name in (*plan.encoders, *plan.indexes, *rerankers) if name in missing]
     for name in names:
         if name in plan.encoders:
             application = encoder_application(plan.encoders[name])
@@ -178,7 +179,7 @@ def _start_applications(plan: Plan, missing: set[str]) -> None:
             application = index_application(plan.indexes[name])
         ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
     for name in names:
-        _wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
+        wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
 
 
 def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) -> None:
@@ -228,7 +229,7 @@ def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) 
 
 def _switch_to(arguments: ApiArguments, spec: ReleaseSpec) -> None:
     ray_compat.start_application(api_over(arguments, spec), APPLICATION, "/", LoggingConfig(**LOGGING))
-    _wait_until_running(APPLICATION)
+    wait_until_running(APPLICATION)
 
 
 def _require_unswitched(previous: ReleaseSpec) -> None:
@@ -343,7 +344,7 @@ def _status_without_leftovers() -> ServeStatus:
 
 
 def _check_with_query(plan: Plan) -> None:
-    """Send a query through every new encoder and every new shard before the API is switched."""
+    """Send a query through every part of the new release before the API is switched."""
     vectors = {name: _check_encoder(plan, name) for name in plan.encoders}
     for spec in plan.release.by_name.values():
         handles = [serve.get_deployment_handle(shard, app_name=spec.index) for shard in spec.shards]
@@ -352,6 +353,13 @@ def _check_with_query(plan: Plan) -> None:
             (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
             if isinstance(answer, BaseException):
                 raise StartError(f"{spec.index}: {shard} does not answer: {in_one_line(answer)}") from answer
+    if rerank := plan.release.rerank:
+        reranker = serve.get_deployment_handle(RERANKER, app_name=rerank.application)
+        call = reranker.score_many.remote([(CHECK_QUERY, None, [CHECK_QUERY])], plan.settings.request_timeout_s)
+        try:
+            call.result(timeout_s=READY_TIMEOUT_S)
+        except Exception as error:
+            raise StartError(f"{rerank.application} does not answer: {in_one_line(error)}") from error
 
 
 def _check_encoder(plan: Plan, name: str) -> np.ndarray:
@@ -384,55 +392,11 @@ def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
 
 
 def _used_applications() -> set[str]:
-    """Return the encoders and indexes that the API uses now; another command may have chosen them."""
+    """Return the applications that the API uses now; another command may have chosen them."""
     if (served := _served()) is None:
         return set()
     canary = served[1].canary
     return served[1].applications | (canary.release.applications if canary else set())
-
-
-def _wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait for an application, with progress lines.
-
-    Raises:
-        InputError: a replica raised it.
-        StartError: the application failed or did not start in time.
-    """
-    started = time.monotonic()
-    deadline, progress_at = started + timeout_s, started + PROGRESS_S
-    while (found := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
-        failed = found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-        if failed or time.monotonic() > deadline:
-            raise _start_failure(name, found)
-        if time.monotonic() > progress_at:
-            say(f"serve: waiting for {name}: {_pending(found)}")
-            progress_at = time.monotonic() + PROGRESS_S
-        # A status costs 0.1 s of CPU, which the replicas need on a small machine: poll every 5 % of the time waited so far.
-        time.sleep(min(max(POLL_S, (time.monotonic() - started) / 20), MAX_POLL_S))
-
-
-def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:
-    """Return why an application did not start: the last lines of its replicas' tracebacks."""
-    messages = [deployment.message for deployment in application.deployments.values() if deployment.message]
-    reasons = [message.strip().splitlines()[-1] for message in messages]
-    for reason in reasons:
-        _, is_input_error, message = reason.partition(f"{InputError.__qualname__}: ")
-        if is_input_error:
-            return InputError(message)
-    return StartError(f"{name} did not start: {'; '.join(reasons) or application.message}")
-
-
-def _pending(application: ApplicationStatusOverview) -> str:
-    """Return which deployments of an application have not started, and what resources the cluster has left."""
-    pending = [
-        f"{name} ({', '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())})"
-        + (f": {' '.join(deployment.message.split())}" if deployment.message else "")
-        for name, deployment in application.deployments.items()
-        if deployment.status != DeploymentStatus.HEALTHY
-    ]
-    total, free = ray.cluster_resources(), ray.available_resources()
-    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
-    return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"
 
 
 def _delete_after_drain(applications: set[str], drain_s: float) -> None:

@@ -6,47 +6,49 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import find, is_weights, local
-from infembed_ray.object_store import is_uri
-from infembed_ray.places import address, listing, place_of
+from infembed_ray.modeling.checkpoint import local
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
-from infembed_ray.retrieval.index import Index, IndexFacts
-from infembed_ray.retrieval.shard_files import local_directory
-from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.milvus import Milvus
-from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.arguments import (
     APPLICATION,
     INGRESS,
     INGRESS_CPUS,
-    STORE,
     ApiArguments,
+    Arguments,
     EncoderArguments,
     IndexArguments,
 )
-from infembed_ray.serving.encoder.calibration import require_runnable
-from infembed_ray.serving.encoder.known import describe
+from infembed_ray.serving.described import (
+    ServedEncoder,
+    ServedIndex,
+    describe_encoder,
+    describe_index,
+    errors_of,
+    model_bytes,
+    model_name,
+    require_apart,
+)
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.probes import Probe, read_probes
+from infembed_ray.serving.reranking import arguments as reranking
+from infembed_ray.serving.reranking.arguments import RerankerArguments
 from infembed_ray.serving.routing.blue_green import CollectionSpec, ReleaseSpec
-from infembed_ray.storage import MANIFEST, read_manifest, resolve_input
+from infembed_ray.storage import resolve_input
 from infembed_ray.telemetry import json_logs
 
 SLOW_BYTES_PER_S = 50e6
@@ -64,11 +66,12 @@ class Plan:
     """Application -> its arguments: an encoder for each distinct fingerprint of the indexes."""
     indexes: Mapping[str, IndexArguments]
     """Application -> its arguments: the index of each collection."""
+    reranker: RerankerArguments | None
     api: ApiArguments
     release: ReleaseSpec
     index_bytes: int
     model_bytes: int
-    """Of the weights; 0 for a model on the hub."""
+    """Of the weights, the reranker's included; 0 for a model on the hub."""
     probes: Sequence[Probe]
     """Of the canary; empty: it has no probe set."""
 
@@ -88,28 +91,31 @@ class Plan:
         _require_safe(settings, locked)
         probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
         suggestions = [] if settings.suggestions is None else read_suggestions(settings.suggestions)
-        indexes: dict[str, _Index] = {}
-        encoders: dict[str, _Encoder] = {}
+        indexes: dict[str, ServedIndex] = {}
+        encoders: dict[str, ServedEncoder] = {}
         for name, place in settings.indexes.items():
-            with _errors_of(name):
-                indexes[name] = index = _describe(settings, place)
+            with errors_of(name):
+                indexes[name] = index = describe_index(settings, place)
                 if settings.ranking.hybrid and not index.facts.lexical:
                     raise InputError(f"ranking.hybrid={settings.ranking.hybrid:g}: index={place}: {schema.NO_WORDS}")
-                _require_apart(index, indexes, name)
+                require_apart(index, indexes, name)
                 if index.facts.encoder not in encoders:
-                    encoders[index.facts.encoder] = _encoder(settings, index, encoders.values())
+                    encoders[index.facts.encoder] = describe_encoder(settings, index, encoders.values())
         parts = {name: (index, encoders[index.facts.encoder]) for name, index in indexes.items()}
-        collections = {name: _spec(settings, locked, *parts[name], [], name) for name in settings.collections}
+        reranker = reranking.resolve(settings, parts[DEFAULT_COLLECTION][1].arguments.model)
+        collections = {name: _spec(settings, locked, *parts[name], reranker, [], name) for name in settings.collections}
         others = [spec.fingerprint for spec in collections.values()]
-        default = _spec(settings, locked, *parts[DEFAULT_COLLECTION], suggestions, *others)
+        default = _spec(settings, locked, *parts[DEFAULT_COLLECTION], reranker, suggestions, *others)
+        models = [encoder.arguments.model for encoder in encoders.values()] + ([reranker.model] if reranker else [])
         return cls(
             settings,
             {encoder.arguments.application: encoder.arguments for encoder in encoders.values()},
             {index.arguments.application: index.arguments for index in indexes.values()},
+            reranker,
             ApiArguments(locked=locked, settings=settings),
             ReleaseSpec(**dict(default), collections=collections),
             sum(index.facts.bytes for index in indexes.values()),
-            sum(_model_bytes(encoder.arguments.model) for encoder in encoders.values()),
+            sum(map(model_bytes, models)),
             probes,
         )
 
@@ -139,6 +145,9 @@ class Plan:
         yield "CPU", f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, INGRESS_CPUS
         yield "GPU", f"gpus_per_encoder={settings.gpus_per_encoder:g}", encoders, settings.gpus_per_encoder
         yield "GPU", f"gpus_per_shard={settings.gpus_per_shard:g}", shards, settings.gpus_per_shard
+        if rerank := settings.rerank:
+            yield "CPU", f"rerank.cpus={rerank.cpus:g}", rerank.replicas, rerank.cpus
+            yield "GPU", f"rerank.gpus={rerank.gpus:g}", rerank.replicas, rerank.gpus
 
     @property
     def controller_environment(self) -> dict[str, str]:
@@ -158,11 +167,13 @@ class Plan:
 
     def config(self) -> dict[str, Any]:
         """Return the config of `serve deploy`."""
-        builders: list[tuple[str, str, BaseModel]] = [
+        builders: list[tuple[str, str, Arguments]] = [
             *((name, "encoder_application", arguments) for name, arguments in self.encoders.items()),
             *((name, "index_application", arguments) for name, arguments in self.indexes.items()),
-            (APPLICATION, "api_application", self.api),
         ]
+        if self.reranker:
+            builders.append((self.reranker.application, "reranker_application", self.reranker))
+        builders.append((APPLICATION, "api_application", self.api))
         applications: list[dict[str, Any]] = [
             {
                 "name": name,
@@ -184,8 +195,8 @@ class Plan:
     def write_config(self, file: Path) -> None:
         """Write the config file of `serve deploy`; an existing file describes what is served until then.
 
-        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the encoders
-        and the indexes of the previous release; writing it once more removes them.
+        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the parts of
+        the previous release; writing it once more removes them.
 
         Raises:
             InputError: the file exists and is not a config file of `infembed serve`.
@@ -222,101 +233,6 @@ class Plan:
         )
 
 
-class _Index(NamedTuple):
-    """An index that is not open: of files, or in an external engine."""
-
-    arguments: IndexArguments
-    facts: IndexFacts
-    shards: tuple[str, ...]
-    changes: str | None
-
-    @property
-    def changed_at(self) -> str:
-        """Where changes of its documents are kept: equal for two names of one index."""
-        if self.changes is None:
-            return self.arguments.index
-        return self.changes if is_uri(self.changes) else str(Path(self.changes).resolve())
-
-
-class _Encoder(NamedTuple):
-    """An encoder that is not loaded."""
-
-    arguments: EncoderArguments
-    name: str
-    """Of the model, in the API."""
-    vocabulary: int
-
-
-@contextmanager
-def _errors_of(name: str) -> Iterator[None]:
-    """Let an InputError of the block name the setting of a collection in place of `index`."""
-    try:
-        yield
-    except InputError as error:
-        if name == DEFAULT_COLLECTION:
-            raise
-        setting, text = f"collections.{name}", str(error)
-        raise InputError(f"{setting}{text[5:] if text.startswith('index=') else f': {text}'}") from error
-
-
-def _describe(settings: ServeSettings, place: str) -> _Index:
-    """Read the facts of an index, and check the files of its shards.
-
-    Raises:
-        InputError: there is no such index, it is damaged, or the external engine cannot be used.
-    """
-    if is_address(place):
-        engine = Milvus(Address.parse(place, "index", settings.store_token_env))
-        version = engine.current()
-        if engine.one_writer and settings.shard_replicas > 1:
-            raise InputError(
-                f"shard_replicas={settings.shard_replicas}: {place} takes one writer at a time; set 1, or use a "
-                "server of several nodes"
-            )
-        facts = IndexFacts.of_manifest(version.manifest, engine.address)
-        arguments = IndexArguments(index=str(engine.address), version=version.id, settings=settings)
-        return _Index(arguments, facts, (STORE,), None)
-    index = Index.describe(place)
-    if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
-        for shard in index.facts.shards:
-            local_directory(index.path, shard)
-    names = tuple(shard.name for shard in index.facts.shards)
-    arguments = IndexArguments(index=address(index.path), version=index.version, settings=settings)
-    return _Index(arguments, index.facts, names, address(index.changes))
-
-
-def _require_apart(index: _Index, indexes: Mapping[str, _Index], name: str) -> None:
-    """InputError if another collection has the same index: a document put in one would be found in both."""
-    for other, known in indexes.items():
-        if other != name and index.changed_at == known.changed_at:
-            raise InputError(
-                f"index={index.arguments.index}: is the index of the collection {other!r} too, and both would change "
-                "the same documents; give each collection an index of its own"
-            )
-
-
-def _encoder(settings: ServeSettings, index: _Index, others: Collection[_Encoder]) -> _Encoder:
-    """Describe the encoder of an index; InputError unless it built the index, can run, and has a name of its own."""
-    found = find(settings.model or index.facts.model, "model")
-    path = local(found.path)
-    known = describe(path, index.facts.dimensions)
-    index.facts.require_encoder(known.fingerprint, index.arguments.index)
-    _require_runnable(settings, path)
-    name = _model_name(settings.model or index.facts.model, path)
-    if not others:
-        name = settings.model_name or name
-    elif taken := [other.arguments for other in others if other.name == name]:
-        raise InputError(
-            f"index={index.arguments.index}: its encoder {known.fingerprint} has the same name in the API, {name}, as "
-            f"another one, {taken[0].fingerprint}; build both indexes with one encoder, or give one of the two directories "
-            "another name"
-        )
-    arguments = EncoderArguments(
-        model=found.path, fingerprint=known.fingerprint, dimensions=index.facts.dimensions, settings=settings
-    )
-    return _Encoder(arguments, name, known.vocabulary)
-
-
 def read_suggestions(value: str) -> list[schema.Suggestion]:
     """Read the example searches of the playground.
 
@@ -346,8 +262,9 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
 def _spec(
     settings: ServeSettings,
     locked: bool,
-    index: _Index,
-    encoder: _Encoder,
+    index: ServedIndex,
+    encoder: ServedEncoder,
+    reranker: RerankerArguments | None,
     suggestions: list[schema.Suggestion],
     *more: str,
 ) -> CollectionSpec:
@@ -363,9 +280,12 @@ def _spec(
         metadata=dict(index.facts.metadata),
         writable=settings.writable,
         lexical=index.facts.lexical,
+        reranker=reranker and model_name(reranker.model, local(reranker.model)),
+        suggests_filters=settings.filter_model is not None,
         suggestions=suggestions,
     )
     applications = encoder.arguments.application, index.arguments.application
+    more = (*more, *([reranker.application] if reranker else []))
     return CollectionSpec(
         fingerprint=_fingerprint(settings, card, locked, *applications, *more),
         encoder=applications[0],
@@ -373,35 +293,8 @@ def _spec(
         shards=index.shards,
         changes=index.changes,
         card=card,
+        rerank=reranker and settings.rerank and reranker.spec(settings.rerank),
     )
-
-
-def _model_name(given: str, path: str) -> str:
-    """Return a name for a model: a hub name as it is, else the last part of its URI or directory that is not its digest.
-
-    Args:
-        given: directory, URI or hub name of the settings or of the index.
-        path: where it is on this machine, or the hub name.
-    """
-    if not Path(path).is_absolute():
-        return path
-    place = PurePosixPath(given) if is_uri(given) else Path(path)
-    published = (Path(path) / MANIFEST).is_file() and read_manifest(Path(path), "model").get("identity") == place.name
-    return place.parent.name if published else place.name
-
-
-def _model_bytes(place: str) -> int:
-    """Return the size of the weights in a directory or its URI; 0 for a hub name."""
-    files = listing(place_of(place)) if is_uri(place) or Path(place).is_absolute() else {}
-    return sum(size for name, size in files.items() if is_weights(name))
-
-
-def _require_runnable(settings: ServeSettings, path: str) -> None:
-    """InputError if the settings demand a runtime that cannot run the model; only then the model's configuration is loaded."""
-    if settings.runtime in ("onnx", "vllm") or settings.dtype == "int8":
-        from infembed_ray.modeling.encoder import InstructionEncoder
-
-        require_runnable(InstructionEncoder.from_pretrained(path, device="meta"), settings, path)
 
 
 def _require_safe(settings: ServeSettings, locked: bool) -> None:

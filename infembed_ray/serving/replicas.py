@@ -303,6 +303,13 @@ class Ingress:
                 f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxy_limit:g} and keep it; "
                 f"end Serve with `serve shutdown` first, or set max_body_mib={proxy_limit:g} or less"
             )
+        self._suggester = None
+        if settings.filter_model:
+            from infembed_ray.serving.filter_suggestions import (
+                FilterSuggester,  # imports `openai`, which takes a second
+            )
+
+            self._suggester = FilterSuggester(settings.filter_model)
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._outcomes = Outcomes(self._registry)
@@ -323,6 +330,7 @@ class Ingress:
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
             searches=self._choose,
             collections=lambda: self._now.releases,
+            suggester=self._suggester,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -342,7 +350,8 @@ class Ingress:
 
     async def _switch_to(self, new: Served) -> None:
         for opened in filter(None, (*new.releases.values(), new.canary)):
-            while not await opened.ready():
+            # A replica without a release does not wait for the reranker: searches do without it.
+            while not await opened.ready(with_reranker=self._served is not None):
                 await asyncio.sleep(POLL_S)
         self._served = new
         if new.canary is None:

@@ -9,12 +9,13 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.serving.arguments import ENCODER
+from infembed_ray.serving.arguments import ENCODER, RERANKER
 from infembed_ray.serving.routing.blue_green import CollectionSpec, Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls
 from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.routing.reranking import OUTCOMES, RerankStage
 
 
 def open_encoder(application: str, settings: ServeSettings) -> EncoderCalls:
@@ -47,6 +48,9 @@ def open_release(
         ranking=settings.ranking,
         outcomes=outcomes,
         obedience=obedience,
+        reranker=RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.rerank.application))
+        if spec.rerank
+        else None,
     )
 
 
@@ -107,6 +111,13 @@ class ServedMetrics:
         yield CounterMetricFamily(
             "infembed_query_cache_misses", "Queries that were encoded.", sum(cache.misses for cache in caches)
         )
+        if stages := [release.reranker for release in served.releases.values() if release.reranker]:
+            searches = CounterMetricFamily(
+                "infembed_rerank_searches", "Searches to re-rank, by outcome.", labels=["outcome"]
+            )
+            for outcome in OUTCOMES:
+                searches.add_metric([outcome], sum(stage.counts[outcome] for stage in stages))
+            yield searches
         names = GaugeMetricFamily(
             "infembed_collection_info",
             "1 for each collection: its release, and the application of its shards.",

@@ -32,6 +32,7 @@ class Search:
         hybrid: share of BM25 in the score; None: as the server is set.
         explain: say what the instruction of the only query did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
         background: a search that the API makes for itself; it is not counted among the searches of the release.
+        rerank: re-rank the first hits; None: as the server's settings say.
     """
 
     queries: Sequence[Query]
@@ -43,6 +44,7 @@ class Search:
     hybrid: float | None = None
     explain: bool = False
     background: bool = False
+    rerank: bool | None = None
 
 
 class Document(NamedTuple):
@@ -94,6 +96,10 @@ class TooManyChanges(Exception):
 
 class NotApplied(Exception):
     """A shard has not applied the changes up to `min_sequence` in time; the arguments are that, the shard and its sequence."""
+
+
+class NoSuggestion(Exception):
+    """The LLM gave no usable filter; the text says why, in one line without the endpoint's own words."""
 
 
 class ShardState(NamedTuple):

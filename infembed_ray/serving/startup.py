@@ -25,6 +25,7 @@ REPLICA = f"{REPLICA_TITLE}infembed"
 """Beginning of the process title of this package's replicas."""
 MODULES = (REPLICA_MODULE, "infembed_ray.serving.replicas")
 ENCODER_MODULES = (*MODULES, "infembed_ray.serving.encoder.engine")
+RERANKER_MODULES = (*MODULES, "infembed_ray.serving.reranking.replica", "infembed_ray.modeling.late_interaction")
 
 
 def in_background(function: Callable[[], T]) -> T:
@@ -52,6 +53,11 @@ def import_modules() -> None:
 def import_encoder_modules() -> None:
     """Import the modules of an encoder replica."""
     _import(ENCODER_MODULES)
+
+
+def import_reranker_modules() -> None:
+    """Import the modules of a reranker replica."""
+    _import(RERANKER_MODULES)
 
 
 def _import(modules: tuple[str, ...]) -> None:

@@ -10,7 +10,9 @@ import yaml
 
 from infembed_ray.cli import main
 from infembed_ray.config.manifests import ManifestsSettings
+from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.manifests import render
 from infembed_ray.manifests.render import run
 from tests.serving.indexes import AGAIN, PASSAGES, publish_index
 from tests.support import kubernetes
@@ -138,6 +140,13 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_reranker_needs_room_too() -> None:
+    rerank = RerankSettings(kind="late_interaction", replicas=3, cpus=2, gpus=1)
+    demands = list(render._demands("serve", ServeSettings(index="i", rerank=rerank)))
+    assert demands[-1] == ("rerank.replicas", 3, {"CPU": 2, "GPU": 1})
+    assert not [name for name, _, _ in render._demands("serve", ServeSettings(index="i")) if "rerank" in name]
+
+
 def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["stages.train.nodes={cpu: 1}", "stages.index.nodes={cpu: 1}", "stages.serve=null"]
     assert main(["manifests", "--config", CONFIG, f"output={tmp_path / 'out'}", *wrong]) == 2
@@ -152,7 +161,8 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -
     served = []
     for index in (*indexes, indexes[1]):
         file = tmp_path / "serve.yaml"
-        file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2}}")
+        rerank = "{kind: late_interaction, cpus: 0.5}"
+        file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2, rerank: {rerank}}}")
         run(
             settings(
                 tmp_path / "out", f"stages={{serve: {{config: {file}, nodes: {{cpu: 2}}, max_nodes: {{cpu: 8}}}}}}"
@@ -166,6 +176,7 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -
         api = next(application for application in config.applications if application.name == "infembed")
         assert api.args["locked"]  # replicas without keys do not start
         served.append({application.name for application in config.applications})
+    assert all(any("-reranker-" in name for name in names) for names in served)
     assert served[0] < served[1]  # the second file keeps what the API uses until the switch
     assert served[2] < served[1]
     assert service["spec"]["excludeHeadPodFromServeSvc"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.serving import FilterModelSettings, RerankSettings, ServeSettings
 from infembed_ray.serving.arguments import ApiArguments, EncoderArguments, IndexArguments
 
 SETTINGS = ServeSettings(index="index")
@@ -24,6 +24,8 @@ SETTINGS = ServeSettings(index="index")
         ({"shard_replicas": 2}, {"index", "api"}),
         ({"ingress_replicas": 2}, {"api"}),
         ({"max_body_mib": 1}, {"api"}),
+        ({"filter_model": FilterModelSettings(model="m")}, {"api"}),
+        ({"rerank": RerankSettings(kind="late_interaction")}, set()),
     ],
 )
 def test_a_setting_changes_only_the_applications_that_it_affects(change: dict[str, Any], changed: set[str]) -> None:

@@ -425,7 +425,7 @@ def test_progress_names_what_has_not_started(
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 0.5})
     monkeypatch.setattr(distributed, "PROGRESS_S", 0.05)
-    distributed._wait_until_running("app")
+    distributed.wait_until_running("app")
     line = "serve: waiting for app: encoder (2 starting): no room for 2 replicas; free: 0.5 of 4 CPU"
     assert set(capsys.readouterr().out.splitlines()) == {line}
 

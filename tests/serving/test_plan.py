@@ -21,8 +21,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
+from infembed_ray.serving.described import model_bytes, model_name
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan, _model_bytes, _model_name, read_suggestions
+from infembed_ray.serving.plan import Plan, read_suggestions
 from infembed_ray.storage import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
 from tests.support.ports import free_port
@@ -181,7 +182,7 @@ def test_a_model_keeps_its_name_where_it_is_copied_or_downloaded(
     here = tmp_path / Path(given).name
     here.mkdir()
     (here / MANIFEST).write_text(json.dumps({"identity": digest}))
-    assert _model_name(given, str(here)) == name
+    assert model_name(given, str(here)) == name
 
 
 def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
@@ -209,8 +210,8 @@ def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
     store = Folder.open(f"{bucket}/sized", "model")
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"):
         store.write(name, "12345")
-    assert _model_bytes(store.uri) == 10
-    assert _model_bytes("org/model") == 0
+    assert model_bytes(store.uri) == 10
+    assert model_bytes("org/model") == 0
 
 
 def test_a_relative_shard_cache_is_rejected(settings: ServeSettings) -> None:
@@ -302,7 +303,7 @@ def test_every_encoder_is_started_once_and_reserves_resources(
     assert cards["law"].encoder != cards["news"].encoder == cards["index"].encoder
     reserved = {setting.partition("=")[0]: replicas for _, setting, replicas, _ in plan.reservations()}
     assert (reserved["cpus_per_encoder"], reserved["cpus_per_shard"]) == (2, 4)
-    assert plan.model_bytes == _model_bytes(minilm) + _model_bytes(model)
+    assert plan.model_bytes == model_bytes(minilm) + model_bytes(model)
     assert plan.index_bytes == sum(Index.open(place).facts.bytes for place in (settings.index, news, law))
     assert "collection law: " in plan.startup_message()
 

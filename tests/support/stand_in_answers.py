@@ -147,6 +147,8 @@ def say(prompt: str, mistaken: float = 0.0, stubborn: float = 0.0, poor: float =
     rng = random.Random(prompt)
     if prompt.startswith(PROBE):
         return "Answer: yes"
+    if "Answer: <the JSON object>" in prompt:
+        return f"Answer: {_filter(prompt)}"
     if "Candidates:" in prompt:
         return f"Answer: {_judge(prompt, rng, mistaken, stubborn)}"
     if "Passage: <" in prompt:
@@ -186,6 +188,23 @@ def _judge(prompt: str, rng: random.Random, mistaken: float, stubborn: float) ->
             return str(intended or "none")
         right = rng.choice([0, *(number for number in range(1, len(shown) + 1) if number != right)])
     return str(right or "none")
+
+
+def _filter(prompt: str) -> str:
+    """Return a filter for the instruction between its tags, by a few rules. It names a field that no index has, too."""
+    tagged = re.search(r"<instruction-(\w+)>\n(.*)\n</instruction-\1>", prompt, re.DOTALL)
+    assert tagged is not None, "no instruction in the prompt"
+    conditions: dict[str, Any] = {}
+    if since := re.search(r"since (\d{4})\b", tagged[2]):
+        conditions["year"] = {"gte": int(since[1])}
+    if before := re.search(r"before (\d{4}\S*)", tagged[2]):
+        conditions["day"] = {"lt": before[1].rstrip(".,")}
+    if "drafts" in tagged[2]:
+        conditions["draft"] = {"ne": True}
+    if "publisher" in tagged[2]:
+        conditions["publisher"] = "WHO"
+    said = f"{len(conditions)} conditions stand for parts of the instruction."
+    return json.dumps({"filter": conditions, "explanation": said})
 
 
 def _passage(query: str, instruction: str, rng: random.Random, poor: float) -> str:

@@ -20,7 +20,6 @@ import numpy as np
 
 from infembed_ray.config.evaluation import ApiSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import passage_text, query_text
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, replace_surrogates
@@ -30,6 +29,7 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport
+from infembed_ray.modeling.formats import passage_text, query_text
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.storage import local_path, require_writable
 

@@ -40,15 +40,15 @@ from infembed_ray.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
-    "encoder": ("encoders", "CheckpointEncoder"),
-    "sentence_transformers": ("encoders", "SentenceTransformersEncoder"),
-    "api": ("api", "ApiEncoder"),
-    "bm25": ("bm25", "Bm25Ranker"),
-    "run": ("runs", "RunRanker"),
-    "seq2seq": ("rerankers", "Seq2Seq"),
-    "causal": ("rerankers", "Causal"),
-    "classifier": ("rerankers", "Classifier"),
-    "random": ("rerankers", "RandomReranker"),
+    "encoder": ("evaluation.retrievers.encoders", "CheckpointEncoder"),
+    "sentence_transformers": ("evaluation.retrievers.encoders", "SentenceTransformersEncoder"),
+    "api": ("evaluation.retrievers.api", "ApiEncoder"),
+    "bm25": ("evaluation.retrievers.bm25", "Bm25Ranker"),
+    "run": ("evaluation.retrievers.runs", "RunRanker"),
+    "seq2seq": ("modeling.rerankers", "Seq2Seq"),
+    "causal": ("modeling.rerankers", "Causal"),
+    "classifier": ("modeling.rerankers", "Classifier"),
+    "random": ("modeling.rerankers", "RandomReranker"),
 }
 """Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
 _WITHOUT_WEIGHTS = ("api", "bm25", "random", "run")
@@ -266,6 +266,6 @@ def load(
     copies = {part: checkpoint.local(model) for part, model, _ in _models(settings) if is_uri(model)}
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
-    retriever = getattr(importlib.import_module(f"infembed_ray.evaluation.retrievers.{module}"), name)
+    retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
     made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)), own)
     return made

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from infembed_ray.config.evaluation import Bm25Settings
 from infembed_ray.evaluation.metrics import Run
-from infembed_ray.evaluation.retrievers.retriever import query_text
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.modeling.formats import query_text
 from infembed_ray.terms import tokenizer
 
 

@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 
 from infembed_ray.config.evaluation import EncoderSettings, SentenceTransformersSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import passage_text, query_format, query_text, split
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.modeling import checkpoint
+from infembed_ray.modeling import adapters, checkpoint
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.formats import passage_text, query_format, query_text, split
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.tokenizer import Tokens
 
@@ -64,7 +64,7 @@ class CheckpointEncoder:
             )
         if settings.adapter is not None:
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
-            self.encoder.backbone = with_adapters(self.encoder.backbone, adapter)
+            self.encoder.backbone = adapters.with_adapters(self.encoder.backbone, adapter)
         if formatted and self.encoder.interaction is not None:
             raise InputError(
                 f"model={settings.model}: reads instruction and query separately, so it cannot use formats; "
@@ -132,23 +132,6 @@ def _pooled_after(layout: Layout, left_out: torch.Tensor) -> Layout:
     within = torch.arange(len(layout.tokens)) - starts
     kept = within >= torch.repeat_interleave(left_out, layout.lengths)
     return replace(layout, tokens=layout.tokens[kept], lengths=layout.lengths - left_out)
-
-
-def with_adapters(model: Any, path: str) -> Any:
-    """Merge saved LoRA adapters into a model's weights.
-
-    Raises:
-        InputError: the path holds no adapters, or adapters of another model.
-    """
-    from peft import PeftModel
-
-    try:
-        return PeftModel.from_pretrained(model, path).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise InputError(
-            f"adapter={path}: no adapters of this model ({' '.join(str(error).split())[:160]}); give the adapters' "
-            "directory, with *.safetensors, and the model they were trained over"
-        ) from error
 
 
 class SentenceTransformersEncoder:

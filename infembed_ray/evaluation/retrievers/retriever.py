@@ -1,25 +1,14 @@
-"""The three interfaces of retrievers, none of which depends on Ray, and the formats of their inputs."""
+"""The three interfaces of retrievers, none of which depends on Ray."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from infembed_ray.config.evaluation import (
-    ApiSettings,
-    Bm25Settings,
-    EncoderSettings,
-    RerankerSettings,
-    SentenceTransformersSettings,
-)
 from infembed_ray.evaluation.metrics import Run
 from infembed_ray.evaluation.tasks.task import Query, Task
-
-FormattedSettings = EncoderSettings | SentenceTransformersSettings | ApiSettings | Bm25Settings | RerankerSettings
-"""Settings with formats for queries."""
 
 
 @runtime_checkable
@@ -63,29 +52,3 @@ class Ranker(Protocol):
 
 
 Retriever = Encoder | Reranker | Ranker
-
-
-def fill(text_format: str, **values: str) -> str:
-    """Fill in a format's placeholders. Braces inside the values are plain text."""
-    return re.sub(r"\{(\w+)\}", lambda placeholder: values[placeholder[1]], text_format)
-
-
-def split(text_format: str, placeholder: str, **values: str) -> tuple[str, str]:
-    """Return the filled-in text before a format's placeholder and the text after it."""
-    before, after = text_format.split(f"{{{placeholder}}}", 1)
-    return fill(before, **values), fill(after, **values)
-
-
-def query_format(settings: FormattedSettings, query: Query) -> str:
-    """Return the format for a query with or without an instruction; `{query}` if the settings have none."""
-    return (settings.instructed_query if query.instruction else settings.plain_query) or "{query}"
-
-
-def query_text(settings: FormattedSettings, query: Query) -> str:
-    """Format a query and its instruction, if it has one."""
-    return fill(query_format(settings, query), query=query.query, instruction=query.instruction or "")
-
-
-def passage_text(passage_format: str | None, text: str) -> str:
-    """Format a passage; without a format it stays as it is."""
-    return fill(passage_format or "{passage}", passage=text)

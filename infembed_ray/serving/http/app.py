@@ -6,7 +6,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from fastapi import FastAPI, Request, Response
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__
 from infembed_ray.config.serving import DEFAULT_COLLECTION
-from infembed_ray.serving import schema
+from infembed_ray.serving import embeddings_schema, schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.api_docs import api_docs_page
@@ -24,10 +24,14 @@ from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.collection_routes import add_collection_routes
 from infembed_ray.serving.http.collections import Collections
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid, too_large
+from infembed_ray.serving.http.filter_routes import add_filter_routes
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.serving.http.openapi import openapi_document
 from infembed_ray.serving.http.routes import add_document_routes, add_query_routes, add_status_routes
 from infembed_ray.serving.service import Service
+
+if TYPE_CHECKING:
+    from infembed_ray.serving.filter_suggestions import FilterSuggester
 
 DESCRIPTION = f"""
 Instruction-following retrieval. `POST /v1/embeddings` is OpenAI's endpoint, so OpenAI's clients work with `base_url` set to
@@ -35,7 +39,7 @@ this server; it also takes `instruction` and `input_type`. `POST /v1/search` fin
 `/v1/documents` adds, replaces and deletes passages; searches show a change within a second. Both mean the default collection;
 `/v1/collections` lists all, and `/v1/collections/NAME/...` names one.
 
-Limits: {schema.MAX_INPUTS} inputs or {schema.MAX_QUERIES} queries per request, {schema.MAX_CHARACTERS} characters per text,
+Limits: {embeddings_schema.MAX_INPUTS} inputs or {schema.MAX_QUERIES} queries per request, {schema.MAX_CHARACTERS} characters per text,
 {schema.MAX_TOP_K} hits per query and {schema.MAX_HITS} per request, {schema.MAX_DOCUMENTS} documents per change. A text longer
 than the model's maximum length is truncated. With 429, 503 and 504, `Retry-After` gives the seconds to wait before a retry.
 Errors have OpenAI's shape. Answers carry `X-Request-Id`: the request's own, or a new one.
@@ -62,6 +66,7 @@ def create_app(
     request_ids: bool = True,
     searches: Callable[[str | None], Service] | None = None,
     collections: Callable[[], Mapping[str, Service]] | None = None,
+    suggester: FilterSuggester | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
@@ -71,6 +76,7 @@ def create_app(
         keys: the accepted API keys; without any, the API serves its own machine only.
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
+        suggester: turns instructions into filters; None: `POST /v1/filters` answers 404.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
         searches: returns the service of a new search of the default collection that names this model or none; None:
             `service`.
@@ -96,6 +102,7 @@ def create_app(
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
     add_query_routes(app.router, served, searches or (lambda _: current()))
+    add_filter_routes(app.router, served, suggester)
     add_document_routes(app.router, served)
     add_collection_routes(app.router, served)
     add_status_routes(app.router, served, fingerprint)

@@ -15,7 +15,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.retrieval import filters
-from infembed_ray.serving import schema
+from infembed_ray.serving import embeddings_schema, schema
 from infembed_ray.serving.http.collections import Collections
 from infembed_ray.serving.http.errors import ApiError, json_response
 from infembed_ray.serving.http.openapi import error_responses
@@ -42,15 +42,15 @@ def add_query_routes(api: APIRouter, collections: Collections, choose: Callable[
         choose: returns the service of a search of the default collection that names a model or none.
     """
 
-    @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
-    async def embeddings(request: schema.EmbeddingsRequest) -> Response:
+    @api.post("/v1/embeddings", response_model=embeddings_schema.EmbeddingsResponse, responses=error_responses(404))
+    async def embeddings(request: embeddings_schema.EmbeddingsRequest) -> Response:
         """Embed texts or token arrays: one unit vector per input, in order."""
         service = collections.encoding(request.model)
         card = require_model(service, request.model)
         inputs = request.inputs()
         _require_possible(request, inputs, card)
         embedded = await service.embed(inputs, request.kind(), request.instruction)
-        pieces = schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, request)
+        pieces = embeddings_schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, request)
         return Response(await _join(pieces), media_type="application/json")
 
     @api.post("/v1/search", response_model=SearchAnswer, responses=error_responses(404))
@@ -148,6 +148,9 @@ async def answer_search(service: Service, request: schema.SearchRequest) -> Resp
     queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
     if request.hybrid and not card.lexical:
         raise ApiError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
+    if request.rerank and card.reranker is None:
+        message = "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
+        raise ApiError(400, message, param="rerank")
     asked = Search(
         queries,
         request.top_k,
@@ -157,6 +160,7 @@ async def answer_search(service: Service, request: schema.SearchRequest) -> Resp
         request.exclude,
         request.hybrid,
         request.explain,
+        rerank=request.rerank,
     )
     found = await service.search(asked)
     return json_response(_search_answer(found, isinstance(request.query, list)))
@@ -218,7 +222,7 @@ def _other_model(name: str, cards: Sequence[schema.Model]) -> NoReturn:
 
 
 def _require_possible(
-    request: schema.EmbeddingsRequest, inputs: list[str] | list[list[int]], card: schema.Model
+    request: embeddings_schema.EmbeddingsRequest, inputs: list[str] | list[list[int]], card: schema.Model
 ) -> None:
     """ApiError if the model has fewer dimensions than the request asks for, or does not know a token id."""
     if request.dimensions is not None and request.dimensions > card.dimension:

@@ -32,6 +32,7 @@ from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, no
 from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
+from infembed_ray.serving.routing.reranking import Reranked, RerankSpec, RerankStage
 from infembed_ray.serving.service import (
     Document,
     Found,
@@ -70,6 +71,8 @@ class CollectionSpec(BaseModel):
     changes: str | None
     """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
     card: schema.Model
+    rerank: RerankSpec | None = None
+    """Re-ranking of the first hits; None: there is none."""
 
 
 class ReleaseSpec(CollectionSpec):
@@ -87,8 +90,9 @@ class ReleaseSpec(CollectionSpec):
 
     @property
     def applications(self) -> set[str]:
-        """The encoders and indexes of all collections, without those of the canary."""
-        return {name for spec in self.by_name.values() for name in (spec.encoder, spec.index)}
+        """The encoders and indexes of all collections and the reranker, without those of the canary."""
+        names = {name for spec in self.by_name.values() for name in (spec.encoder, spec.index)}
+        return names | ({self.rerank.application} if self.rerank else set())
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values; those of one collection do not mention collections."""
@@ -120,6 +124,10 @@ class Release:
         ranking: scoring channels of searches that do not say.
         outcomes: counts the searches.
         obedience: samples instructed searches.
+        reranker: re-orders the first hits; None: there is none.
+
+    Attributes:
+        reranker: as above.
     """
 
     def __init__(
@@ -135,8 +143,10 @@ class Release:
         ranking: RankingSettings = NO_CHANNELS,
         outcomes: Outcomes | None = None,
         obedience: ObedienceLog | None = None,
+        reranker: RerankStage | None = None,
     ) -> None:
         self.spec = spec
+        self.reranker = reranker
         self._obedience = obedience
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
@@ -182,19 +192,28 @@ class Release:
             with tracing.span("encode", queries=len(asked.queries)):
                 vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
             encoded = time.perf_counter()
+            reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
+            depth = max(search.top_k, reranker.spec.depth) if reranker else search.top_k
             own = vectors[: len(search.queries)]
-            query = channels.query(ShardQuery(own, search.top_k, search.filter, search.min_sequence))
+            query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
             ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
+            searched = time.perf_counter()
+            reranked = Reranked(ranked.results, None, 0.0)
+            if reranker:
+                with tracing.span("rerank", queries=len(search.queries)):
+                    reranked = await reranker(search.queries, ranked.results, deadline)
             found = Found(
-                results=ranked.results,
+                results=[hits[: search.top_k] for hits in reranked.results],
                 model=self.card.id,
                 index_version=self.card.index_version,
                 sequence=ranked.sequence,
                 timings=schema.Timings(
                     encode_ms=round(1e3 * (encoded - start), 3),
-                    search_ms=round(1e3 * (time.perf_counter() - encoded), 3),
+                    search_ms=round(1e3 * (searched - encoded), 3),
+                    rerank_ms=round(reranked.ms, 3) if reranker else None,
                 ),
                 missing_shards=ranked.missing,
+                notes=[reranked.note] if reranked.note else [],
             )
             if search.explain:
                 with tracing.span("explain"):
@@ -247,14 +266,14 @@ class Release:
         found: Document | None = await HedgedCalls(is_lost)(lambda: shard("document", id), self._timeout_s)
         return found
 
-    async def ready(self) -> bool:
-        """Return whether the encoder and every shard answer."""
-        probes = asyncio.gather(self._encoder.ready(), *(shard("ready") for shard in self._shards))
+    async def ready(self, with_reranker: bool = False) -> bool:
+        """Return whether the encoder and every shard answer, and the reranker if asked for: searches do without it."""
+        stages = [self.reranker.ready()] if with_reranker and self.reranker else []
+        probes = asyncio.gather(self._encoder.ready(), *(shard("ready") for shard in self._shards), *stages)
         try:
-            await asyncio.wait_for(probes, PROBE_TIMEOUT_S)
+            return all(await asyncio.wait_for(probes, PROBE_TIMEOUT_S))
         except (asyncio.TimeoutError, ReplicaLost):
             return False
-        return True
 
     async def fault(self) -> str | None:
         """As `Service.fault`. A shard that does not answer keeps the fault that it reported last."""

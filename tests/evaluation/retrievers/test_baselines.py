@@ -9,8 +9,8 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import fill, passage_text, query_text
 from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.modeling.formats import fill, passage_text, query_text
 from tests.modeling import backbones
 
 QUERY, PLAIN = Query("1", "Q", "I"), Query("2", "Q")

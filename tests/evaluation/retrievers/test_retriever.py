@@ -1,6 +1,6 @@
 from infembed_ray.config.evaluation import EncoderSettings
-from infembed_ray.evaluation.retrievers.retriever import passage_text, query_text, split
 from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.modeling.formats import passage_text, query_text, split
 
 E5 = EncoderSettings(
     model="e5", instructed_query="query: {query} {instruction}", plain_query="query: {query}", passage="p: {passage}"

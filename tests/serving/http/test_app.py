@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from infembed_ray.serving import schema
+from infembed_ray.serving import embeddings_schema, schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, EmptySequence
 from infembed_ray.serving.http.app import Limits
 from tests.serving.debug import CARD, DIMENSION, VOCABULARY, DebugService, debug_embed
@@ -44,7 +44,7 @@ def client() -> TestClient:
         ({"input": {"a": 1}}, "input", "give a text, a list of texts"),
         ({"input": None}, "input", "give a text, a list of texts"),
         ({"input": "x" * (schema.MAX_CHARACTERS + 1)}, "input", "at most 100000 characters"),
-        ({"input": ["x"] * (schema.MAX_INPUTS + 1)}, "input", "at most 2048 items"),
+        ({"input": ["x"] * (embeddings_schema.MAX_INPUTS + 1)}, "input", "at most 2048 items"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"dimensions": DIMENSION + 1}, "dimensions", "the model has 16"),
         ({"dimensions": "4"}, "dimensions", "valid integer"),

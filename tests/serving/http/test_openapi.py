@@ -59,6 +59,7 @@ def test_every_route_is_documented() -> None:
     assert set(operations()) == {
         "POST /v1/embeddings",
         "POST /v1/search",
+        "POST /v1/filters",
         "PUT /v1/documents",
         "DELETE /v1/documents",
         "GET /v1/documents/{id}",

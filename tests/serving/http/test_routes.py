@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from infembed_ray.serving import schema
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.service import Found, Search
 from tests.serving.debug import CARD, PASSAGES, DebugService, listening
 from tests.serving.http.clients import JSON, client_of, make_app, refused, vector
 
@@ -84,14 +85,14 @@ def test_search_ranks_the_passages_under_the_instruction(client: TestClient) -> 
     assert answer.status_code == 200
     body = answer.json()
     assert [hit["id"] for hit in body["hits"]] == ranking("q", "I")[:2]
-    assert set(body["hits"][0]) == {"id", "score", "text", "metadata"}
+    assert set(body["hits"][0]) == {"id", "score", "text", "metadata", "rerank_score"}
     del body["hits"]
     assert body == {
         "object": "search_results",
         "index_version": "v1",
         "sequence": 0,
         "model": "debug",
-        "timings": {"encode_ms": 1.0, "search_ms": 2.0},
+        "timings": {"encode_ms": 1.0, "search_ms": 2.0, "rerank_ms": None},
         "partial": False,
         "missing_shards": [],
         "notes": [],
@@ -160,6 +161,27 @@ def test_a_filter_selects_hits_by_their_metadata(client: TestClient) -> None:
         "p1": {"year": 2021, "language": "en"},
         "p3": {"year": 2023, "language": "en"},
     }
+
+
+def test_reranking_needs_a_reranker_and_its_notes_are_answered(client: TestClient) -> None:
+    error = refused(client.post("/v1/search", json={"query": "q", "rerank": True}), 400)
+    assert error["param"] == "rerank"
+    assert "rerank.kind" in error["message"]
+    for rerank in (False, None):
+        answer = client.post("/v1/search", json={"query": "q", "rerank": rerank}).json()
+        assert (answer["notes"], answer["timings"]["rerank_ms"]) == ([], None)
+    asked = []
+
+    class Reranking(DebugService):
+        async def search(self, search: Search) -> Found:
+            asked.append(search.rerank)
+            return (await super().search(search))._replace(notes=["Not re-ranked: too slow."])
+
+    reranking = client_of(make_app(Reranking(card=CARD.model_copy(update={"reranker": "r"}))))
+    for rerank in (True, False, None):
+        assert reranking.post("/v1/search", json={"query": "q", "rerank": rerank}).json()["notes"]
+    assert asked == [True, False, None]
+    assert reranking.get("/v1/models").json()["data"][0]["reranker"] == "r"
 
 
 def test_a_partial_answer_needs_allow_partial_and_is_marked() -> None:

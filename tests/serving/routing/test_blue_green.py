@@ -25,6 +25,7 @@ from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hed
 from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
 from infembed_ray.serving.routing.outcomes import Outcomes
+from infembed_ray.serving.routing.reranking import RerankSpec, RerankStage
 from infembed_ray.serving.service import (
     Document,
     Query,
@@ -177,6 +178,44 @@ def test_shards_apply_the_filter(world: World) -> None:
         assert found.results[0][0].metadata == {"year": int(found.results[0][0].id[1:])}
 
     world.play(scenario)
+
+
+def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) -> None:
+    depth, lengths = 20, {"reranked": 0}
+
+    def relevance(instruction: str | None, text: str) -> float:
+        return float(vector(f"{instruction} {text}")[0])
+
+    async def reranker(method: str, *arguments: Any) -> Any:
+        if method == "ready":
+            return True
+        if lengths["reranked"] < 0:
+            raise ReplicaLost
+        lengths["reranked"] = max(len(texts) for _, _, texts in arguments[0])
+        return [np.array([relevance(i, text) for text in texts], np.float32) for _, i, texts in arguments[0]]
+
+    spec = RerankSpec(application="r", by_default=False, depth=depth, weight=1.0, budget_ms=10_000)
+
+    async def scenario(release: Release) -> None:
+        by_cosine = best("I q", depth)
+        expected = sorted(by_cosine, key=lambda id: -relevance("I", PASSAGES[id]))
+        assert expected[:5] != by_cosine[:5]
+        found = await release.search(Search([Query("q", "I")], 5, rerank=True))
+        assert [hit.id for hit in found.results[0]] == expected[:5]
+        assert (lengths["reranked"], found.notes) == (depth, [])
+        assert found.timings.rerank_ms is not None
+        found = await release.search(Search([Query("q", "I")], 30, rerank=True))
+        assert [hit.id for hit in found.results[0]] == expected + best("I q", 30)[depth:]
+        found = await release.search(Search([Query("q", "I")], 5))  # not by default
+        assert [hit.id for hit in found.results[0]] == by_cosine[:5]
+        assert found.timings.rerank_ms is None
+        lengths["reranked"] = -1
+        found = await release.search(Search([Query("q", "I")], 5, rerank=True))
+        assert [hit.id for hit in found.results[0]] == by_cosine[:5]
+        assert [note for note in found.notes if "the reranker is not available" in note]
+        assert await release.ready(with_reranker=True)
+
+    world.play(scenario, reranker=RerankStage(spec, reranker))
 
 
 def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:

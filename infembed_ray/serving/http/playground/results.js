@@ -58,8 +58,9 @@ export function show({ request, path, found, roundTrip, ask }) {
   $("summary").replaceChildren(sentence, ...(detail ? [" ", element("span", "hint", detail)] : []));
   $("summary").title = detail && MOVED;
   const facts = {
-    Encode: ms(found.timings.encode_ms), Search: ms(found.timings.search_ms), "Round trip": ms(roundTrip),
-    Model: found.model, Index: found.index_version,
+    Encode: ms(found.timings.encode_ms), Search: ms(found.timings.search_ms),
+    Rerank: found.timings.rerank_ms && ms(found.timings.rerank_ms), "Round trip": ms(roundTrip),
+    Model: found.model, Index: found.index_version, Notes: found.notes.join(" ") || null,
   };
   $("facts").replaceChildren(...pairs(facts).children);
   const names = request.instruction[0] === null ? ["Off", "On"] : ["First", "Second"];

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from infembed_ray.serving.filter_suggestions import FilterSuggester
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.schema import Suggestion
@@ -84,10 +85,16 @@ class Server:
 
 
 @contextmanager
-def served(service: Search, *keys: str, file: Path | None = None, **others: Search) -> Iterator[Server]:
+def served(
+    service: Search,
+    *keys: str,
+    file: Path | None = None,
+    suggester: FilterSuggester | None = None,
+    **others: Search,
+) -> Iterator[Server]:
     """The API at a free port of this machine while the block runs; `others` are further collections."""
     services: dict[str, Service] = {"index": service, **others}
-    app = create_app(service, "playground", ApiKeys(keys, file), collections=lambda: services)
+    app = create_app(service, "playground", ApiKeys(keys, file), collections=lambda: services, suggester=suggester)
     with listening(app) as url:
         yield Server(service, f"{url}/")
 

@@ -16,8 +16,9 @@ from transformers import (
 
 from infembed_ray.config.evaluation import RandomSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers import baselines, rerankers
+from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.modeling import rerankers
 from tests.evaluation.retrievers import models
 
 pytestmark = pytest.mark.integration

@@ -30,10 +30,8 @@ from infembed_ray.config.evaluation import (
     Seq2SeqSettings,
 )
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.encoders import with_adapters
-from infembed_ray.evaluation.retrievers.retriever import fill, passage_text, query_text
-from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.modeling import checkpoint
+from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.progress import say
 
@@ -45,17 +43,20 @@ class RandomReranker:
         self.identity = identity
         self._seed = settings.seed
 
-    def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
+    def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
         """Draw scores from a hash of the texts: (n) float32 in [0, 1)."""
         return np.array([self._draw(query, passage) for query, passage in pairs], dtype=np.float32)
 
-    def _draw(self, query: Query, passage: str) -> float:
+    def _draw(self, query: Asked, passage: str) -> float:
         texts = "\0".join((str(self._seed), query.query, query.instruction or "", passage))
         return int.from_bytes(hashlib.sha256(texts.encode()).digest()[:3], "big") / 2**24  # float32 has 24 bits
 
 
-class _ModelReranker(ABC):
-    """A reranker with a Hugging Face model. Subclasses differ in the input and in the logits that are the answer."""
+class ModelReranker(ABC):
+    """A reranker with a Hugging Face model. Subclasses differ in the input and in the logits that are the answer.
+
+    On the device `meta` no weights are read: the constructor checks that model, kind and settings fit.
+    """
 
     model_class: Any
     model: Any
@@ -75,6 +76,7 @@ class _ModelReranker(ABC):
                 dtype=getattr(torch, settings.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
+                **({"device_map": device} if device == "meta" else {}),
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise checkpoint.unloadable(f"kind={settings.kind}, model={settings.model}", error) from error
@@ -100,25 +102,34 @@ class _ModelReranker(ABC):
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.model.to(device).eval()
 
-    @torch.inference_mode()
-    def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
+    def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
         """Score pairs: (n) float32.
 
         Raises:
             InputError: a score is not finite.
         """
-        texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
-        inputs = self._tokenize([(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs])
+        inputs = self.tokenized(pairs)
         scores = np.zeros(len(pairs), dtype=np.float32)
-        for rows in length_sorted_batches([len(each["input_ids"]) for each in inputs], self._batch_tokens):
-            batch = self.tokenizer.pad([inputs[row] for row in rows], return_tensors="pt").to(self._device)
-            scores[rows] = self._relevance(batch).float().cpu().numpy()
+        for rows in length_sorted_batches(list(map(tokens_of, inputs)), self._batch_tokens):
+            scores[rows] = self.relevance([inputs[row] for row in rows])
         if not np.isfinite(scores).all():
             row = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise InputError(
                 f"model={self._settings.model}: the score of {pairs[row][0].query[:60]!r} with {pairs[row][1][:60]!r} is "
                 f"not finite; the weights are damaged or dtype={self._settings.dtype} overflows: try float32"
             )
+        return scores
+
+    def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
+        """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
+        texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
+        return self._tokenize([(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs])
+
+    @torch.inference_mode()
+    def relevance(self, inputs: Sequence[dict[str, list[int]]]) -> np.ndarray:
+        """Score tokenized pairs in one forward pass: (n) float32."""
+        batch = self.tokenizer.pad(list(inputs), return_tensors="pt").to(self._device)
+        scores: np.ndarray = self._relevance(batch).float().cpu().numpy()
         return scores
 
     @abstractmethod
@@ -129,7 +140,7 @@ class _ModelReranker(ABC):
     def _relevance(self, batch: Any) -> Tensor:
         """Return the logit differences of a padded batch: (n)."""
 
-    def _query_text(self, query: Query) -> str:
+    def _query_text(self, query: Asked) -> str:
         """Format a query with its instruction and truncate it to `query_length`."""
         text = query_text(self._settings, query)
         return text if self._settings.query_length is None else self._truncated(text, self._settings.query_length)
@@ -151,7 +162,7 @@ class _ModelReranker(ABC):
             self._warned = True
 
 
-class _Answering(_ModelReranker):
+class _Answering(ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
 
     _settings: Seq2SeqSettings | CausalSettings
@@ -229,9 +240,9 @@ class Causal(_Answering):
     def __init__(self, settings: CausalSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
-        if settings.adapter is not None:
+        if settings.adapter is not None and device != "meta":
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
-            self.model = with_adapters(self.model, adapter).eval()
+            self.model = adapters.with_adapters(self.model, adapter).eval()
 
     def _relevance(self, batch: Any) -> Tensor:
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -239,7 +250,7 @@ class Causal(_Answering):
         return self._difference(logits[:, -1])
 
 
-class Classifier(_ModelReranker):
+class Classifier(ModelReranker):
     """A sequence classifier over the pair: monoBERT (arXiv 1910.14424) and other cross-encoders.
 
     With two classes the second is relevance, as in monoBERT; with one, its logit is the score.
@@ -271,6 +282,15 @@ class Classifier(_ModelReranker):
     def _relevance(self, batch: Any) -> Tensor:
         logits = self.model(**batch).logits.float()
         return logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]
+
+
+KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Causal, "seq2seq": Seq2Seq}
+"""Kind of the settings -> class."""
+
+
+def tokens_of(pair: dict[str, list[int]]) -> int:
+    """Return the number of tokens of a tokenized pair."""
+    return len(pair["input_ids"])
 
 
 def _rows(encoded: Any, *names: str) -> list[dict[str, list[int]]]:

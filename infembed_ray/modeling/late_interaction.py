@@ -1,0 +1,94 @@
+"""Late interaction: MaxSim over the token vectors of an encoder (ColBERT, arXiv 2004.12832), without further training.
+
+    score = mean over the tokens of the query of the largest cosine with a token of the passage
+
+The query's tokens are those of the instruction and the query as the encoder reads them, special tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infembed_ray.errors import InputError
+from infembed_ray.lru_cache import LruCache
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.interaction import in_rows
+from infembed_ray.modeling.pair_scorer import PairScorer
+from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.tokenizer import Tokens
+
+_Key = tuple[str, tuple[int, ...]]
+
+
+class TokenPair(NamedTuple):
+    """The tokens of a query under its instruction, and of a passage."""
+
+    query: Tokens
+    passage: Tokens
+
+
+class LateInteraction(PairScorer):
+    """MaxSim over the token vectors of an encoder.
+
+    Args:
+        encoder: on its device.
+        cache_bytes: memory for the token vectors of recent queries and passages; 0: none. A passage has 1.5 KB per token
+            with 384 dimensions in float32.
+    """
+
+    def __init__(self, encoder: InstructionEncoder, cache_bytes: int = 0) -> None:
+        if encoder.interaction is not None:
+            raise InputError(
+                f"model={encoder.source}: encodes instruction and query separately (interaction=cross_attention), so late "
+                "interaction has no token vectors of both; give a checkpoint with interaction=joint"
+            )
+        self._encoder = encoder.eval()
+        self._texts = encoder.texts
+        self._cache = LruCache[_Key, Tensor](cache_bytes, lambda _, vectors: vectors.nbytes)
+
+    def tokenize(self, query: str, instruction: str | None, texts: Sequence[str]) -> list[TokenPair]:
+        """As `PairScorer.tokenize`."""
+        (asked,) = self._texts.tokenize_queries([query], [instruction])
+        return [TokenPair(asked, passage) for passage in self._texts.tokenize_passages(texts)]
+
+    def cost(self, pair: TokenPair) -> int:
+        """As `PairScorer.cost`; a passage whose token vectors are in the cache counts one token."""
+        return 1 if _key(pair.passage) in self._cache else len(pair.passage)
+
+    @torch.inference_mode()
+    def relevance(self, pairs: Sequence[TokenPair]) -> np.ndarray:
+        """As `PairScorer.relevance`: (len(pairs)) float32 in [-1, 1]."""
+        vectors = self._token_vectors([text for pair in pairs for text in pair])
+        scores = torch.zeros(len(pairs), device=self._encoder.device)
+        of_query: dict[_Key, list[int]] = {}
+        for row, pair in enumerate(pairs):
+            of_query.setdefault(_key(pair.query), []).append(row)
+        for query, rows in of_query.items():
+            passages = [vectors[_key(pairs[row].passage)] for row in rows]
+            together, real = in_rows(torch.cat(passages), torch.tensor([len(passage) for passage in passages]))
+            cosines = torch.einsum("qd,npd->nqp", vectors[query], together).masked_fill(~real.unsqueeze(1), -1.0)
+            scores[rows] = cosines.amax(dim=2).mean(dim=1)
+        return scores.cpu().numpy()
+
+    def _token_vectors(self, texts: Sequence[Tokens]) -> dict[_Key, Tensor]:
+        """Return the unit vectors of the tokens of each distinct text: (tokens, d) float32."""
+        keyed = {_key(text): text for text in texts}
+        found = {key: vectors for key in keyed if (vectors := self._cache.get(key)) is not None}
+        new = [key for key in keyed if key not in found]
+        sequences = [keyed[key] for key in new]
+        for rows, layout in self._encoder.layouts(sequences, max(1, sum(map(len, sequences)))):
+            flat = self._encoder.states(layout).flatten(0, 1)[layout.tokens]
+            units = truncate(flat.float(), self._encoder.dimension)
+            for row, vectors in zip(rows, units.split(layout.lengths.tolist()), strict=True):
+                found[new[row]] = vectors
+                self._cache.put(new[row], vectors.clone())  # a view would keep the whole batch
+        return found
+
+
+def _key(text: Tokens) -> _Key:
+    return text.side, tuple(text.ids)

@@ -1,0 +1,1 @@
+"""The reranker that `infembed serve` starts: its arguments, its engine and its replica."""

@@ -1,0 +1,119 @@
+"""The re-ranking stage over a reranker that is too slow, full, lost or broken."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
+from infembed_ray.serving.routing.reranking import RerankSpec, RerankStage, fused_order
+from infembed_ray.serving.schema import SearchHit
+from infembed_ray.serving.service import Query, ReplicaLost
+
+SPEC = RerankSpec(application="r", by_default=True, depth=3, weight=1.0, budget_ms=200)
+HITS = [SearchHit(id=f"p{n}", score=0.9 - n / 10, text=f"text {n}") for n in range(5)]
+RELEVANCE = {"text 0": 0.1, "text 1": 0.3, "text 2": 0.2, "text 3": 9.0, "text 4": 9.0}
+QUERIES = [Query("q", "i"), Query("other")]
+
+
+class Reranker:
+    def __init__(self, error: BaseException | None = None, seconds: float = 0.0) -> None:
+        self.error, self.seconds = error, seconds
+        self.calls: list[Any] = []
+        self.cancelled = False
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if method == "ready":
+            if self.error:
+                raise self.error
+            return True
+        items, timeout_s = arguments
+        self.calls.append((items, timeout_s))
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if self.error:
+            raise self.error
+        return [np.array([RELEVANCE[text] for text in texts], dtype=np.float32) for _, _, texts in items]
+
+
+def rerank(reranker: Reranker, left_s: float = 10.0, **changes: Any) -> tuple[RerankStage, Any]:
+    stage = RerankStage(SPEC.model_copy(update=changes), reranker)
+
+    async def run() -> Any:
+        return await stage(QUERIES, [HITS, HITS[:2]], asyncio.get_running_loop().time() + left_s)
+
+    return stage, asyncio.run(run())
+
+
+def test_the_first_hits_are_in_the_rerankers_order_and_the_others_follow() -> None:
+    stage, found = rerank(reranker := Reranker())
+    first, second = found.results
+    assert [hit.id for hit in first] == ["p1", "p2", "p0", "p3", "p4"]
+    assert [hit.rerank_score for hit in first] == pytest.approx([0.3, 0.2, 0.1, None, None])
+    assert [hit.score for hit in first] == pytest.approx([0.8, 0.7, 0.9, 0.6, 0.5])  # still the cosine
+    assert [hit.id for hit in second] == ["p1", "p0"]
+    assert found.note is None
+    ((items, timeout_s),) = reranker.calls
+    assert items == [("q", "i", ["text 0", "text 1", "text 2"]), ("other", None, ["text 0", "text 1"])]
+    assert 0 < timeout_s <= 0.2
+    assert dict(stage.counts) == {"reranked": 1, "late": 0, "full": 0, "lost": 0, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("reranker", "outcome", "reason"),
+    [
+        (Reranker(seconds=9), "late", "did not answer within its budget of 50 ms"),
+        (Reranker(DeadlineExceeded(0.05)), "late", "did not answer within its budget of 50 ms"),
+        (Reranker(QueueFull(1)), "full", "too many passages wait for the reranker"),
+        (Reranker(ReplicaLost()), "lost", "the reranker is not available"),
+        (Reranker(RuntimeError("weights")), "failed", "the reranker failed"),
+    ],
+)
+def test_without_an_answer_in_time_the_order_is_the_retrievals_and_a_note_says_why(
+    reranker: Reranker, outcome: str, reason: str
+) -> None:
+    stage, found = rerank(reranker, budget_ms=50)
+    assert found.results == [HITS, HITS[:2]]
+    assert reason in found.note
+    assert "retrieval's order" in found.note
+    assert stage.counts[outcome] == sum(stage.counts.values()) == 1
+    assert found.ms < 5_000
+    assert reranker.cancelled == (reranker.seconds > 0)
+
+
+def test_the_deadline_of_the_search_limits_the_budget() -> None:
+    _, found = rerank(reranker := Reranker(seconds=9), left_s=0.05, budget_ms=60_000)
+    assert found.note
+    assert reranker.cancelled
+    _, found = rerank(reranker := Reranker(), left_s=-1)
+    assert "Not re-ranked" in found.note
+    assert reranker.calls == []
+
+
+def test_a_request_overrides_the_default() -> None:
+    for by_default in (True, False):
+        stage = RerankStage(SPEC.model_copy(update={"by_default": by_default}), Reranker())
+        assert [stage.asked(rerank) for rerank in (None, True, False)] == [by_default, True, False]
+
+
+def test_a_lost_reranker_is_not_ready() -> None:
+    assert asyncio.run(RerankStage(SPEC, Reranker()).ready())
+    assert not asyncio.run(RerankStage(SPEC, Reranker(ReplicaLost())).ready())
+
+
+def test_scores_are_standardised_before_they_are_weighed() -> None:
+    cosines, relevance = [0.9, 0.8, 0.7, 0.2], np.array([-3.0, 5.0, 1.0, 5.0], dtype=np.float32)
+    assert fused_order(cosines, relevance, 0.0) == [0, 1, 2, 3]
+    assert fused_order(cosines, relevance, 1.0) == [1, 3, 2, 0]  # a tie keeps the retrieval's order
+    z = [(np.array(x) - np.mean(x)) / np.std(x) for x in (cosines, relevance.astype(float))]
+    by_hand = sorted(range(4), key=lambda n: -(0.6 * z[0][n] + 0.4 * z[1][n]))
+    assert fused_order(cosines, relevance, 0.4) == by_hand
+    assert fused_order(cosines, 1000 * relevance + 7, 0.4) == by_hand  # any scale and offset
+    assert fused_order(cosines, np.zeros(4), 0.5) == [0, 1, 2, 3]
+    assert fused_order([], np.zeros(0), 0.5) == []
