@@ -114,7 +114,7 @@ class Release:
         encoder_replicas, shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         query_cache_bytes: size of the query cache; 0: none.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
-        ranking: scoring channels of searches that do not say.
+        ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
         outcomes: counts the searches.
 
     Attributes:
@@ -139,7 +139,8 @@ class Release:
         self.spec = spec
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
-        self._ranking = ranking
+        # A release that a canary or a roll-back serves beside the new one may have no words.
+        self._ranking = ranking if spec.card.lexical else ranking.model_copy(update={"hybrid": 0.0})
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s
