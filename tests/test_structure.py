@@ -23,6 +23,7 @@ TESTS_WITHOUT_A_MODULE = {
     "jobs": "submit the job scripts",
     "reporting/test_browser.py": "opens every report in a browser",
     "retrieval/updates/test_refresh.py": "live shards while changes arrive, are damaged or missing",
+    "retrieval/updates/test_channels.py": "hybrid searches of live_shard, against brute force",
     "serving/test_collections.py": "several collections behind one API on a cluster",
     "synthesis/test_batch_resuming.py": "runs that are killed while batches are pending",
     "synthesis/test_batch_runs.py": "whole runs in batches",

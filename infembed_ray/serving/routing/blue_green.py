@@ -121,7 +121,7 @@ class Release:
         timeout_s: request time-out.
         shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
-        ranking: scoring channels of searches that do not say.
+        ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
         outcomes: counts the searches.
         obedience: samples instructed searches.
         reranker: re-orders the first hits; None: there is none.
@@ -150,7 +150,8 @@ class Release:
         self._obedience = obedience
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
-        self._ranking = ranking
+        # A release that a canary or a roll-back serves beside the new one may have no words.
+        self._ranking = ranking if spec.card.lexical else ranking.model_copy(update={"hybrid": 0.0})
         self._shards = shards
         self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * timeout_s

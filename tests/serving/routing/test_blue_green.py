@@ -117,7 +117,7 @@ class World:
             self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, 0)))
         card = schema.Model(
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
-            vocabulary=9, metadata={"year": "integer"}, writable=writable,
+            vocabulary=9, metadata={"year": "integer"}, writable=writable, lexical=True,
         )  # fmt: skip
         self.spec = ReleaseSpec(
             fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card

@@ -91,6 +91,17 @@ def test_requests_override_the_defaults(world: World) -> None:
     world.play(scenario, ranking=RankingSettings(exclude=True, hybrid=0.2))
 
 
+def test_an_older_release_without_words_ignores_the_default(world: World) -> None:
+    world.spec = world.spec.model_copy(update={"card": world.spec.card.model_copy(update={"lexical": False})})
+
+    async def scenario(release: Release) -> None:
+        default = await release.search(Search([QUERY], 5))
+        plain = await release.search(Search([QUERY], 5, hybrid=0.0))
+        assert default.results == plain.results
+
+    world.play(scenario, ranking=RankingSettings(hybrid=0.9))
+
+
 def test_queries_of_one_search_keep_their_order_whether_or_not_they_exclude(world: World) -> None:
     queries = [Query("a", "I"), QUERY, Query("b"), Query("c", "no cats")]
 
