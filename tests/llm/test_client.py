@@ -96,7 +96,7 @@ def test_transient_faults_are_retried_until_every_request_is_answered_once(
     tmp_path: Path, fault: dict[str, float]
 ) -> None:
     with stand_in(**fault) as server:
-        where = endpoint(server, max_retries=20, timeout_s=0.5 if "hang" in fault else 20)
+        where = endpoint(server, max_retries=20, timeout_s=1.5 if "hang" in fault else 20)
         got = using(where, tmp_path, lambda chat: ask_all(chat, QUERIES))
         log = server.log()
     assert all(f"query {number}:" in completion.text for number, completion in enumerate(got))

@@ -253,10 +253,9 @@ def test_with_a_missing_shard_only_partial_searches_are_answered(world: World, m
 
 
 def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
-
     async def scenario(release: Release) -> None:
         assert await release.ready()
+        monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
         world.shards[0].silent = True
         assert not await release.ready()
 
