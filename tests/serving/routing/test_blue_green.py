@@ -212,7 +212,7 @@ def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch:
 
     async def scenario() -> None:
         release = Release(world.spec, HalfSilent(), world.shards, world.encoder, timeout_s=20, encoder_replicas=2)
-        found = await asyncio.wait_for(release.search(Search([Query("q", "I")], 3)), 5)
+        found = await asyncio.wait_for(release.search(Search([Query("q", "I")], 3)), 20)
         assert [hit.id for hit in found.results[0]] == best("I q", 3)
 
     asyncio.run(scenario())
