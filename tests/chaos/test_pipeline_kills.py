@@ -14,6 +14,7 @@ import io
 import json
 import random
 import re
+import secrets
 import threading
 import time
 import urllib.request
@@ -38,13 +39,9 @@ from tests.support.stand_in_llm import stand_in_process as stand_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 
-SECRETS = {
-    "OPENAI_API_KEY": "canary-of-the-llm-0cf1e5a2",
-    "AWS_SECRET_ACCESS_KEY": "canary-of-the-store-7d13b94e",
-    "AWS_SESSION_TOKEN": "canary-of-the-session-55e0d7c1",
-    "INFEMBED_API_KEYS": "canary-of-the-http-api-91ab37c6",
-    "RAY_AUTH_TOKEN": "canary-of-the-cluster-3e8f20d4-that-is-long",
-}
+NAMES = ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "INFEMBED_API_KEYS", "RAY_AUTH_TOKEN")
+SECRETS = {name: f"canary-{secrets.token_hex(16)}" for name in NAMES}
+"""Random, because this file itself is in the working directory that a submission uploads."""
 STORE = {"AWS_ACCESS_KEY_ID": "testing", "AWS_REGION": "us-east-1"}
 STAGES = ("synthesize", "analyze", "train", "evaluate", "index")
 DATA = {"synthesize": "*.parquet", "train": "*.safetensors", "evaluate": "*.parquet", "index": "shard-*/*"}
@@ -327,13 +324,21 @@ def _contents(files: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
 def _pages(nodes: Nodes, api: str, key: str) -> Iterator[tuple[str, bytes]]:
     """Yield the pages of the head, the metrics of every node, and the metrics of the HTTP API."""
     token = SECRETS["RAY_AUTH_TOKEN"]
+
+    def page(url: str, key: str) -> tuple[str, bytes]:
+        for _ in range(20):  # the pages about states fail while a node does not answer
+            with contextlib.suppress(OSError):
+                return url, nodes.page(url, key).encode()
+            time.sleep(3)
+        raise AssertionError(f"{url} does not answer")
+
     states = [f"/api/v0/{kind}?detail=1" for kind in ("jobs", "actors", "tasks", "runtime_envs", "nodes", "workers")]
     for path in ("/api/jobs/", "/api/serve/applications/", "/nodes?view=summary", "/logical/actors", *states):
-        yield path, nodes.page(nodes.address + path, token).encode()
+        yield page(nodes.address + path, token)
     listed = next(
         file for file in nodes.files() if file.name == "prom_metrics_service_discovery.json" and not file.is_symlink()
     )
     for group in json.loads(listed.read_text()):
         for target in group["targets"]:
-            yield target, nodes.page(f"http://{target}/metrics", token).encode()
-    yield "metrics of the API", nodes.page(f"{api}/metrics", key).encode()
+            yield page(f"http://{target}/metrics", token)
+    yield page(f"{api}/metrics", key)
