@@ -374,6 +374,11 @@ def _add_operations(add: Callable[..., argparse.ArgumentParser]) -> None:
     promote.add_argument(
         "alias", metavar="ALIAS", help="path or URI that ends in .release, such as runs/production.release"
     )
+    promote.add_argument(
+        "--mlflow",
+        metavar="MODEL",
+        help="register the checkpoint as a version of this model in MLflow's registry, with the alias's name",
+    )
     lineage = add("lineage", "lineage:print_lineage", "show what an output was made from, back to the first inputs")
     lineage.add_argument(
         "output", metavar="RUN", help="an output, or the URL of an API: then of the index that it serves"

@@ -40,6 +40,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 STATES = "states"
 _HISTORY = (MANIFEST, STATES)
+_PACKAGE = Path(__file__).parent
 _ORIGIN = ".uri"
 """File beside a copy of an input, with the URI that it was copied from."""
 
@@ -418,9 +419,12 @@ def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry], still
 
 
 def _origin(path: Place) -> str:
-    """Return the path of an input, or the URI that it is read or was copied from."""
+    """Return the path of an input, or the URI that it is read or was copied from. Files of this package have no place of their own:
+    a job's copy of it is deleted."""
     if isinstance(path, Folder):
         return path.uri
+    if path.is_relative_to(_PACKAGE):
+        return path.relative_to(_PACKAGE.parent).as_posix()
     for root in path.parents:
         if (root / _ORIGIN).is_file():
             base, _, query = (root / _ORIGIN).read_text(encoding="utf-8").partition("?")

@@ -14,7 +14,8 @@ from infembed_ray.cli import main
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.object_store import Folder
 from infembed_ray.progress import track
-from infembed_ray.storage import Step
+from infembed_ray.storage import Step, fingerprint
+from infembed_ray.synthesis import templates
 
 
 def publish(stage, output, inputs, **facts):
@@ -54,6 +55,17 @@ def test_an_output_shows_its_inputs_and_theirs(made, tmp_path, capsys):
     assert "1.25 USD" in shown[2]
     assert made["seeds"] in shown[3]
     assert lines(capsys, "lineage", str(tmp_path / "runs" / "index")) == shown  # by `latest`
+
+
+def test_the_bundled_prompts_have_the_same_name_in_every_copy_of_the_package(tmp_path, monkeypatch, capsys):
+    """The copy that `ray job submit` uploads is deleted after the job."""
+    publish("synthesize", str(tmp_path / "runs"), {"prompts": templates.DIRECTORY})
+    monkeypatch.chdir(tmp_path)
+    assert lines(capsys, "lineage", "runs")[1].split() == [
+        "prompts:",
+        "infembed_ray/synthesis/prompts",
+        fingerprint(templates.DIRECTORY),
+    ]
 
 
 def test_an_input_that_is_gone_is_said_to_be(made, tmp_path, capsys):

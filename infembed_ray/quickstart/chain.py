@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -250,13 +252,18 @@ def _questions(port: int) -> str:
     )
 
 
+def _activation() -> str:
+    """Return the line that puts `infembed` on the shell's path, empty if it is there."""
+    script = Path(sys.executable).with_name("activate")
+    return "" if shutil.which("infembed") or not script.is_file() else f"  . {script}\n"
+
+
 def ending(root: Path, report: Path, port: int) -> str:
     """Return where everything is, and what to try next."""
     return f"""
 Done. Report: {report}
 Next:
-  . .venv/bin/activate                                     (where `make` put the command)
-  infembed serve index={root / "index"} port={port} \\
+{_activation()}  infembed serve index={root / "index"} port={port} \\
     suggestions={root / SUGGESTIONS}
 {_questions(port)}
   infembed train records={root / "records"} split=train model={root / "checkpoint"} \\

@@ -114,7 +114,7 @@ def test_every_query_of_the_dashboard_returns_data(prometheus, began, stage):
 
 
 FAILING = """
-import logging, sys, traceback
+import logging, sys, time, traceback
 import ray
 from infembed_ray.progress import say
 from infembed_ray.ray_cluster import connect
@@ -127,6 +127,7 @@ def encode():
         1 / 0
     except ZeroDivisionError:
         traceback.print_exc()
+    time.sleep(3)  # Ray forwards what workers print with a delay, and nothing after the driver's end
     raise ValueError("the worker fails")
 
 telemetry.set_up_logs()

@@ -19,17 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import fs
 
 from infembed_ray.quickstart import sample
-from infembed_ray.storage import STATES
 from tests.jobs.head import ROOT
 from tests.jobs.nodes import Nodes, require_private_nodes, running_nodes
 from tests.support.files import read_jsonl, write_jsonl
-from tests.support.object_store import BUCKET, ENVIRONMENT
+from tests.support.object_store import BUCKET, published, server_process, system
 from tests.support.ports import free_port
 from tests.support.stand_in_llm import StandIn, stand_in
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.end_to_end, pytest.mark.timeout(1500)]
 
@@ -47,37 +44,8 @@ LATENCY_S = 0.3
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """An S3-compatible server in a process of its own; yields the variables that name it."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("store") / "moto.log"
-    with log.open("w") as stream:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=stream, stderr=stream
-        )
-    environment = ENVIRONMENT | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
-    patch = pytest.MonkeyPatch()
-    for name, value in environment.items():
-        patch.setenv(name, value)
-    try:
-        wait_until(lambda: _answers(environment["AWS_ENDPOINT_URL"]))
-        system(environment, allow_bucket_creation=True).create_dir(BUCKET)
+    with server_process(tmp_path_factory.mktemp("store")) as environment:
         yield environment
-    finally:
-        patch.undo()
-        server.kill()
-        server.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def system(environment: dict[str, str], **options: Any) -> fs.S3FileSystem:
-    endpoint = environment["AWS_ENDPOINT_URL"].removeprefix("http://")
-    return fs.S3FileSystem(endpoint_override=endpoint, scheme="http", **options)
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +125,7 @@ class Stages:
         done = subprocess.run(command, cwd=self.local.parent, env=alone, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         newest = (local / "latest").read_text().strip()
-        return Outputs(uri, local / newest, self.published(f"{BUCKET}/{verb}"), printed)
-
-    def published(self, folder: str) -> dict[str, bytes]:
-        with self.system.open_input_stream(f"{folder}/latest") as stream:
-            root = f"{folder}/{stream.read().decode().strip()}"
-        found = self.system.get_file_info(fs.FileSelector(root, recursive=True))
-        files = {}
-        for info in found:
-            if info.type == fs.FileType.File and f"/{STATES}/" not in info.path:  # hundreds of MB
-                with self.system.open_input_stream(info.path) as stream:
-                    name = re.sub(r"(shard-\d+)-[0-9a-f]+/", r"\1/", info.path.removeprefix(f"{root}/"))
-                    files[name] = stream.read()
-        return files
+        return Outputs(uri, local / newest, published(self.system, f"{BUCKET}/{verb}"), printed)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_requests_beyond_the_quota_wait_for_an_answer_with_a_new_one() -> None:
         assert not waiting.done()
         gated.gate.read({"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "30"})
         gated.gate.leave(limited=False)
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 30)
         assert not gated.paused
         assert not gated.reports
 
@@ -101,7 +101,7 @@ def test_with_nothing_in_flight_a_used_up_quota_is_waited_for() -> None:
             assert gated.gate.in_flight == 1
             gated.gate.leave(limited=False)
 
-        await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(5))), 1)
+        await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(5))), 30)
         assert gated.paused[0] == pytest.approx(20 * 100 / 1000)
         assert len(gated.paused) == gated.reports == 5
 
@@ -119,12 +119,12 @@ def test_a_request_larger_than_the_quota_is_sent_when_all_of_it_is_there() -> No
 def test_a_rate_limited_model_does_not_slow_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "BACKOFF_S", 0.01)
     slow = [passage_request(f"query {number}", "judge") for number in range(24)]
-    fast = [passage_request(f"query {number}") for number in range(400)]
+    fast = [passage_request(f"query {number}") for number in range(100)]
     with stand_in(latency_s=0.01, limited_model="judge", model_limit=4, model_window_s=0.5) as server:
         using(endpoint(server), tmp_path, lambda chat: ask_all(chat, [*slow, *fast]), in_flight=16)
         log = server.log()
     ended = Counter((entry["model"], entry["ended"]) for entry in log)
-    assert ended["small", "answered"] == 400
+    assert ended["small", "answered"] == 100
     assert ended["judge", "answered"] == 24
     assert ended["judge", "rate_limited"] <= 24  # it would be 16 at once, again and again
     last = {model: max(entry["time"] for entry in log if entry["model"] == model) for model in ("small", "judge")}

@@ -85,7 +85,7 @@ def test_a_watch_ends_with_the_first_fault_or_after_its_time(monkeypatch: pytest
 
     watch(pages(False).__next__, "old", "new", settings)  # those 7 failed before the watch
     with pytest.raises(Rejected, match="it failed 3 of 3"):
-        watch(pages(True).__next__, "old", "new", settings)
+        watch(pages(True).__next__, "old", "new", CanarySettings(seconds=60))
 
 
 # ------------------------------------------------------------------------------------------- on a real Ray Serve

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import urllib.request
 from collections.abc import Callable
 
 
@@ -23,3 +24,12 @@ async def wait_until_async(condition: Callable[[], object], seconds: float = 60,
     while not condition():
         assert time.monotonic() < deadline, f"condition still false after {seconds:g} s"
         await asyncio.sleep(poll_s)
+
+
+def answers(url: str) -> bool:
+    """Return whether a server answers at a URL."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False

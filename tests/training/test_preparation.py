@@ -12,6 +12,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.preparation import AHEAD, Preparer, ahead
+from tests.support.waiting import wait_until
 from tests.training.test_collate import record
 
 RECORDS = [record(n) for n in range(8)]
@@ -32,8 +33,9 @@ def test_results_come_in_order_and_ahead_of_their_use():
 
     results = ahead(slow, range(6))
     assert next(results) == 0
+    wait_until(lambda: len(started) == 1 + AHEAD)  # prepared while nothing was asked for
     time.sleep(0.1)
-    assert started == list(range(1 + AHEAD))  # prepared while nothing was asked for
+    assert started == list(range(1 + AHEAD))
     assert list(results) == [1, 4, 9, 16, 25]
     assert not threads()
 

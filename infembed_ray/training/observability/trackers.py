@@ -174,6 +174,7 @@ class MLflow(Tracker):
     """A run of MLflow in the experiment MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, settings: TrainSettings, directory: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read by the import
         from mlflow import MlflowClient
 
         # MLflow's file store must be enabled; its alternative, a database, is a heavier dependency.

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from infembed_ray.serving.http.errors import key_rate_limited
 from infembed_ray.serving.routing import admission as module
 from infembed_ray.serving.routing.admission import MAX_LIMIT, MIN_LIMIT, RECOVERY_S, AdmissionControl
+from tests.support.waiting import wait_until_async
 
 
 class Service:
@@ -176,7 +177,8 @@ def test_requests_in_flight_are_bounded_though_none_is_rejected_late() -> None:
         transport = httpx.ASGITransport(AdmissionControl(slow))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             asked = [asyncio.ensure_future(client.post("/v1/search")) for _ in range(MAX_LIMIT + 50)]
-            await asyncio.wait(asked, timeout=0.5)
+            await wait_until_async(lambda: sum(task.done() for task in asked) >= 50)
+            await asyncio.wait(asked, timeout=0.1)
             assert [task.result().status_code for task in asked if task.done()] == [429] * 50
             go.set()
             assert Counter(answer.status_code for answer in await asyncio.gather(*asked))[200] == MAX_LIMIT

@@ -268,7 +268,7 @@ def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch:
 
     async def scenario() -> None:
         release = world.release(world.calls(HalfSilent(), replicas=2))
-        found = await asyncio.wait_for(release.search(Search([Query("q", "I")], 3)), 5)
+        found = await asyncio.wait_for(release.search(Search([Query("q", "I")], 3)), 20)
         assert [hit.id for hit in found.results[0]] == best("I q", 3)
 
     asyncio.run(scenario())
@@ -426,10 +426,9 @@ def test_a_background_search_is_not_counted(world: World) -> None:
 
 
 def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
-
     async def scenario(release: Release) -> None:
         assert await release.ready()
+        monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
         world.shards[0].silent = True
         assert not await release.ready()
 

@@ -212,6 +212,22 @@ def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World)
     world.play(scenario)
 
 
+def test_a_shard_that_is_behind_is_named_though_the_deadline_passes_during_a_pause(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = asyncio.sleep
+
+    async def late(seconds: float) -> None:
+        await sleep(1.0 if seconds == fan_out.BEHIND_PAUSE_S else seconds)
+
+    async def scenario(search: Any) -> None:
+        with pytest.raises(NotApplied):
+            await search(10, min_sequence=9, timeout_s=0.5)
+
+    monkeypatch.setattr(asyncio, "sleep", late)
+    world.play(scenario)
+
+
 def test_a_shard_that_fails_at_once_takes_no_time_from_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
