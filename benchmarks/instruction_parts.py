@@ -273,8 +273,8 @@ def main() -> None:
                 timed = latencies(model, task, shards, ROWS)
             print(table(name, found), flush=True)
     print("| latency | p50 ms | p50 ms where the instruction excludes |", "|---|---:|---:|", sep="\n")
-    for row, (every, excluding) in timed.items():
-        print(f"| {row} | {every:.1f} | {excluding:.1f} |")
+    for label, (every, excluding) in timed.items():
+        print(f"| {label} | {every:.1f} | {excluding:.1f} |")
     print(json.dumps(headline(found, timed)))
 
 

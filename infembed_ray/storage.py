@@ -419,8 +419,7 @@ def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry], still
 
 
 def _origin(path: Place) -> str:
-    """Return the path of an input, or the URI that it is read or was copied from. Files of this package have no place of their own:
-    a job's copy of it is deleted."""
+    """Return the path of an input, or the URI that it is read or was copied from; that of a file of this package within the package."""
     if isinstance(path, Folder):
         return path.uri
     if path.is_relative_to(_PACKAGE):

@@ -49,6 +49,10 @@ class RankingSettings(Settings):
     exclusion_weight: float = Field(
         0.6, gt=0, description="weight of what the instruction excludes, against 1 for what it wants"
     )
+    exclusion_keeps_instruction: bool = Field(
+        False,
+        description="with exclude, encode the query under the whole instruction, not under its wanted part: for encoders that are trained on instructions",
+    )
     hybrid: float = Field(
         0.0,
         ge=0,

@@ -76,7 +76,7 @@ class Served(NamedTuple):
         settings: ServeSettings,
         metrics: RemoteDeployment,
         outcomes: Outcomes,
-        obedience: ObedienceLog | None,
+        obedience: ObedienceLog | None = None,
     ) -> Served:
         """Open a release; the collections with the same encoder share its calls and its query cache."""
         encoders = {one.encoder: open_encoder(one.encoder, settings) for one in spec.by_name.values()}

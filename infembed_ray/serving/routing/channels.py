@@ -21,7 +21,8 @@ class Channels:
     Attributes:
         queries: of the search.
         parts: of the instruction of each query, if it excludes something or words are searched.
-        exclusion: weight of the unwanted parts; 0: they stay in the instruction.
+        exclusion: weight of the unwanted parts; 0: none.
+        whole: encode queries under their whole instruction, also where it excludes something.
         hybrid: weight of words.
         depth: candidates by vector and by words.
     """
@@ -29,6 +30,7 @@ class Channels:
     queries: Sequence[Query]
     parts: Sequence[Parts]
     exclusion: float
+    whole: bool
     hybrid: float
     depth: int
 
@@ -39,15 +41,16 @@ class Channels:
         hybrid = defaults.hybrid if search.hybrid is None else search.hybrid
         parts = [split(query.instruction or "") for query in search.queries] if exclude or hybrid else []
         weight = defaults.exclusion_weight if exclude else 0.0
-        return cls(search.queries, parts, weight, hybrid, max(defaults.depth, search.top_k))
+        whole = defaults.exclusion_keeps_instruction
+        return cls(search.queries, parts, weight, whole, hybrid, max(defaults.depth, search.top_k))
 
     @property
     def texts(self) -> list[Query]:
-        """What to encode: the queries under what their instructions want, and then the unwanted parts."""
+        """What to encode: the queries, unless `whole` under what their instructions want, and then the unwanted parts."""
         if not self._excluding:
             return list(self.queries)
         wanted = [
-            Query(query.text, parts.wanted or None) if parts.unwanted else query
+            Query(query.text, parts.wanted or None) if parts.unwanted and not self.whole else query
             for query, parts in zip(self.queries, self.parts, strict=True)
         ]
         return wanted + [Query(self.parts[number].unwanted) for number in self._excluding]

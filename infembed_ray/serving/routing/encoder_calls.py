@@ -64,9 +64,9 @@ class EncoderCalls:
         )
         self.query_cache = QueryCache(self.embed, query_cache_bytes)
 
-    async def ready(self) -> None:
-        """Return once the encoder answers; ReplicaLost if it has no replica."""
-        await self._encoder("ready")
+    async def ready(self) -> bool:
+        """Return whether the encoder answers; ReplicaLost if it has no replica."""
+        return bool(await self._encoder("ready"))
 
     async def _call(self, items: Sequence[Inputs | list[Query]], deadline: float) -> Sequence[Embedded | Exception]:
         return await self._calls(lambda: self._encoder("embed_many", items, deadline - now()), deadline - now())

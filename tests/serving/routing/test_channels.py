@@ -121,3 +121,14 @@ def test_without_an_exclusion_or_words_a_search_is_as_before() -> None:
     encoded = np.ones((2, 3), np.float32)
     assert channels.vectors(encoded) is not None
     np.testing.assert_array_equal(channels.vectors(encoded), encoded)
+
+
+def test_an_encoder_that_is_trained_on_instructions_may_read_them_whole() -> None:
+    settings = RankingSettings(exclude=True, exclusion_keeps_instruction=True, exclusion_weight=0.3)
+    channels = Channels.of(Search([QUERY], 4), settings)
+    assert channels.texts == [QUERY, Query("history")]
+    wanted, unwanted = vector("a"), vector("b")
+    expected = wanted - 0.3 * unwanted
+    np.testing.assert_allclose(
+        channels.vectors(np.stack([wanted, unwanted]))[0], expected / np.linalg.norm(expected), rtol=1e-5
+    )
