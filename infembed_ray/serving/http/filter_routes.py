@@ -36,5 +36,5 @@ def add_filter_routes(api: APIRouter, collections: Collections, suggester: Filte
         "/v1/collections/{collection}/filters", response_model=FilterResponse, responses=error_responses(404, 502)
     )
     async def suggest_filter_of_collection(request: FilterRequest, collection: str) -> Response:
-        """Suggest a filter on the fields of a collection, as `POST /v1/filters`."""
+        """Suggest a filter on the fields of a collection, as POST /v1/filters."""
         return await suggest(request, collection)
