@@ -144,7 +144,14 @@ class TrainSettings(Settings):
         ge=0,
         le=1,
         description="probability of dropping, anew at each step, each word of an instruction that its record's passages "
-        "have too, so that the model cannot match words instead of meaning; 0.5 is a good value",
+        "have too, so that the model cannot match words instead of meaning; 0.5 is a good value, 0.7 with `overlap_synonyms`",
+    )
+    overlap_synonyms: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability that a word which `overlap_dropout` drops is replaced by a similar one, by the model's own "
+        "embeddings of its vocabulary before the training; needs a model that embeds words well; 0.7 is a good value",
     )
     hard_negatives: int | None = Field(
         7,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.losses import NCE, Objective
-
-_LONG_WORD = re.compile(r"\w{4,}")
+from infembed_ray.training.overlap import OverlapDropout
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def flatten(record: TrainingRecord) -> tuple[TrainingTuple, ...]:
 
 
 def drawn(
-    record: TrainingRecord, hard_negatives: int | None, seed: str, overlap_dropout: float = 0.0
+    record: TrainingRecord, hard_negatives: int | None, seed: str, overlap_dropout: OverlapDropout | None = None
 ) -> TrainingRecord:
     """Draw what a step uses of a record: words of its instructions, and of an example's passages one positive, which comes
     first, and some negatives.
@@ -74,11 +72,11 @@ def drawn(
         record: Example or InF-IR record.
         hard_negatives: Maximum number of negatives of an example; None: all.
         seed: Seed of the step; a record draws the same on every worker.
-        overlap_dropout: Probability of dropping each word of an instruction that a passage of the record has, too.
+        overlap_dropout: What to do with words of an instruction that a passage of the record has, too; None: keep them.
     """
     rng = random.Random(f"{seed}/{record.id}")
-    if overlap_dropout:
-        record = _without_overlap(record, overlap_dropout, rng)
+    if overlap_dropout is not None:
+        record = overlap_dropout(record, rng)
     if not isinstance(record, Example):
         return record
     positives = rng.sample(range(len(record.positives)), len(record.positives))
@@ -90,33 +88,6 @@ def drawn(
             values = getattr(record, name)
             changed[name] = tuple(values[n] for n in chosen) if values else ()
     return replace(record, **changed)
-
-
-def _without_overlap(record: TrainingRecord, share: float, rng: random.Random) -> TrainingRecord:
-    """Drop words from the instructions of a record that its passages have, too, with probability `share` each.
-
-    Words of at least four letters count as equal if their first five letters are, without a final s. An instruction never
-    becomes empty.
-    """
-    if isinstance(record, Example):
-        names, passages = ("instruction", "negative_instruction"), record.positives + record.negatives
-    else:
-        names = ("instruction_positive", "instruction_negative")
-        passages = tuple(t.passage for t in flatten(record))
-    common = {_stem(word) for passage in passages for word in _LONG_WORD.findall(passage)}
-
-    def thinned(instruction: str | None) -> str | None:
-        kept = _LONG_WORD.sub(
-            lambda word: "" if _stem(word[0]) in common and rng.random() < share else word[0], instruction or ""
-        )
-        return " ".join(kept.split()) or instruction
-
-    changed: dict[str, Any] = {name: thinned(getattr(record, name)) for name in names}
-    return replace(record, **changed)
-
-
-def _stem(word: str) -> str:
-    return word.casefold().rstrip("s")[:5]
 
 
 def token_counts(

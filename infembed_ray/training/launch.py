@@ -37,7 +37,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
 from infembed_ray.storage import STATES, Published, Staging, Step
-from infembed_ray.training import deepspeed_config, sources
+from infembed_ray.training import deepspeed_config, overlap, sources
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collectives import from_first
@@ -188,6 +188,7 @@ def _check_settings(settings: TrainSettings) -> None:
         _check_processes,
         trackers.check,
         Objective.from_settings,
+        overlap.check,
         _check_temperature,
         _check_quantization,
         _check_batches,

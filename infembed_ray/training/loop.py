@@ -22,16 +22,18 @@ from infembed_ray.modeling.pooling import truncate
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.progress import say
 from infembed_ray.storage import STATES
+from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch
 from infembed_ray.training.collectives import from_first, mean_over_workers, world
 from infembed_ray.training.distillation import distill
-from infembed_ray.training.engine import Engine
+from infembed_ray.training.engine import Engine, connect
 from infembed_ray.training.export import export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability.anomalies import Monitor
 from infembed_ray.training.observability.events import EventLog
 from infembed_ray.training.observability.metrics import Meter, RunLog, measure, read_metrics, rounded
+from infembed_ray.training.overlap import similar_words
 from infembed_ray.training.preparation import Prepared, Preparer, ahead
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
@@ -107,6 +109,7 @@ class _Trainer:
         self._directory = directory
         self._preempted = preempted
         self._objective = Objective.from_settings(settings)
+        self._similar = self._find_similar_words(device)
         torch.manual_seed(settings.seed)
         self._encoder = load_for_training(settings, device)
         self._engine = Engine(self._encoder, settings)
@@ -133,12 +136,24 @@ class _Trainer:
         done = self._progress.step * self._settings.accumulation
         if done < self._sampler.steps:
             self._choose_kernels(done)
-        preparer = Preparer(self._settings, self._records, self._rank, self._encoder)
-        with closing(ahead(preparer.prepare, enumerate(self._sampler.rows(done), done))) as batches:
+        with closing(ahead(self._preparer().prepare, enumerate(self._sampler.rows(done), done))) as batches:
             while self._progress.step < self._steps and not self._validation.exhausted(self._progress):
                 self._train_step(batches)
                 if self._stopped is not None:
                     break
+
+    def _find_similar_words(self, device: torch.device) -> dict[str, tuple[str, ...]]:
+        """Find similar words for `overlap_synonyms` with the untrained model on worker 0, and give them to all."""
+        settings = self._settings.model_copy(update={"lora": None})
+        if not settings.overlap_synonyms:
+            return {}
+        connect(settings)
+        if world()[0] > 0:
+            return from_first({})
+        return from_first(similar_words(load_encoder(settings, device), self._records))
+
+    def _preparer(self) -> Preparer:
+        return Preparer(self._settings, self._records, self._rank, self._encoder, self._similar)
 
     @property
     def _stopped(self) -> str | None:
@@ -150,7 +165,7 @@ class _Trainer:
 
         def sides() -> tuple[list[Tokens], list[Tokens]]:
             rows = next(self._sampler.rows(number))
-            batch = Preparer(self._settings, self._records, self._rank, self._encoder).prepare((number, rows)).batch
+            batch = self._preparer().prepare((number, rows)).batch
             return batch.queries, batch.passages
 
         chosen = self._engine.choose_kernels(sides)

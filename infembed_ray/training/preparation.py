@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
+from infembed_ray.training.overlap import OverlapDropout
 
 AHEAD = 2
 """Micro-batches prepared before they are needed."""
@@ -57,15 +58,24 @@ class Preparer:
         records: All records.
         rank: Rank of this worker.
         encoder: Encoder in training.
+        similar: Similar words for `overlap_synonyms`; see `similar_words`.
     """
 
     def __init__(
-        self, settings: TrainSettings, records: Sequence[TrainingRecord], rank: int, encoder: InstructionEncoder
+        self,
+        settings: TrainSettings,
+        records: Sequence[TrainingRecord],
+        rank: int,
+        encoder: InstructionEncoder,
+        similar: Mapping[str, Sequence[str]],
     ) -> None:
         self._settings = settings
         self._records = records
         self._rank = rank
         self._objective = Objective.from_settings(settings)
+        self._overlap_dropout = None
+        if settings.overlap_dropout:
+            self._overlap_dropout = OverlapDropout(settings.overlap_dropout, settings.overlap_synonyms, similar)
         # A tokenizer is not thread-safe, and a validation sets the encoder to `eval` in the meantime.
         self._encoder = copy.copy(encoder)
         self._encoder.tokenizer = copy.deepcopy(encoder.tokenizer)
@@ -76,9 +86,7 @@ class Preparer:
         number, rows = item
         settings = self._settings
         seed = f"{settings.seed}/{number}"
-        draw = partial(
-            drawn, hard_negatives=settings.hard_negatives, seed=seed, overlap_dropout=settings.overlap_dropout
-        )
+        draw = partial(drawn, hard_negatives=settings.hard_negatives, seed=seed, overlap_dropout=self._overlap_dropout)
         shares = [[draw(self._records[row]) for row in share] for share in rows]
         batch = collate(
             self._encoder,

@@ -1,5 +1,4 @@
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -171,46 +170,6 @@ def test_an_example_draws_a_positive_and_negatives_with_their_scores():
     assert set(drawn(whole, None, "0").negatives) == set(drawn(whole, 9, "0").negatives) == set(whole.negatives)
     assert drawn(whole, 0, "0").negatives == ()
     assert drawn(record(1), 2, "0") == record(1)
-
-
-RIVERS = replace(
-    record(0),
-    instruction_positive="Explain rivers to a farmer; no TIDES, no maps.",
-    instruction_negative="Tides farming",  # all of it is in the passages
-    document_positive="A river flows past the farmers' land. It is no map.",
-    hard_negative_document_1="The tide turns twice a day.",
-    hard_negative_document_2="To explore a tidal basin",
-)
-
-
-def test_overlap_dropout_drops_the_words_that_instructions_share_with_passages():
-    got = drawn(RIVERS, None, "0", overlap_dropout=1.0)
-    # "farmer" and "farmers" begin alike; "no" and "to" are short; "Explain" and "explore" differ; "map" is not "maps".
-    assert got.instruction_positive == "Explain to a ; no , no maps."
-    assert got.instruction_negative == "farming"
-    assert replace(got, **{n: getattr(RIVERS, n) for n in ("instruction_positive", "instruction_negative")}) == RIVERS
-    assert drawn(RIVERS, None, "0") == drawn(RIVERS, None, "0", overlap_dropout=0.0) == RIVERS
-    everything = replace(RIVERS, instruction_negative="Tides, river")
-    assert drawn(everything, None, "0", overlap_dropout=1.0).instruction_negative == ","
-    emptied = replace(RIVERS, instruction_negative="tides")
-    assert drawn(emptied, None, "0", overlap_dropout=1.0).instruction_negative == "tides"
-
-
-def test_overlap_dropout_drops_each_word_with_its_probability_anew_at_each_step():
-    words = [f"{n:04}" for n in range(2000)]
-    long = replace(record(0), instruction_positive=" ".join(words), document_positive=" ".join(words[:1000]))
-    one, again, other = (drawn(long, None, seed, overlap_dropout=0.3) for seed in ("7/1", "7/1", "7/2"))
-    assert one == again != other
-    kept = one.instruction_positive.split()
-    assert set(words[1000:]) <= set(kept)
-    assert 640 < len(kept) - 1000 < 760  # 700 expected, standard deviation 14.5
-
-
-def test_overlap_dropout_of_an_example_compares_both_instructions_with_all_its_passages():
-    fields = {"instruction": "without wrong words", "negative_instruction": "only answers"}
-    got = drawn(example(0, **fields), None, "0", overlap_dropout=1.0)
-    assert (got.instruction, got.negative_instruction) == ("without words", "only")
-    assert drawn(example(0), 0, "0", overlap_dropout=1.0).instruction is None
 
 
 def test_hard_negatives_follow_the_passages_of_the_rows(encoder):

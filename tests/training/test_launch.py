@@ -25,8 +25,8 @@ from tests.training.test_collate import record
 
 
 def records():
-    """Return records of uneven lengths."""
-    made = [record(n) for n in range(7)]
+    """Return records of uneven lengths, whose instructions have a word of their passages."""
+    made = [record(n, instruction=f"good passage {n}") for n in range(7)]
     return [replace(r, document_positive=r.document_positive + " and so on" * 3 * n) for n, r in enumerate(made)]
 
 
@@ -41,6 +41,8 @@ def decoder_settings(root):
         workers=1,
         records_per_step=4,
         instruction_negatives=2,
+        overlap_dropout=0.7,
+        overlap_synonyms=0.7,
         learning_rate=1e-3,
         deepspeed={"zero_optimization": {"reduce_bucket_size": 100_000}},
         cpus_per_worker=0.5,
