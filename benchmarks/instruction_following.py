@@ -56,7 +56,8 @@ RECIPE_SETTINGS: dict[str, Any] = {
     "objective": "uni{P,I,IQ}",
     "term_weights": {"I": 8.0, "IQ": 0.5},
     **ONE_NEGATIVE,
-    "overlap_dropout": 0.5,
+    "overlap_dropout": 0.7,
+    "overlap_synonyms": 0.7,
     "learning_rate": 1e-4,
 }
 """The recipe of docs/guides/train.md against word matching."""
@@ -64,7 +65,8 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "headline": {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
     "recipe": {
         RECIPE: RECIPE_SETTINGS,
-        "recipe without overlap dropout": {**RECIPE_SETTINGS, "overlap_dropout": 0.0},
+        "recipe without similar words": {**RECIPE_SETTINGS, "overlap_dropout": 0.5, "overlap_synonyms": 0.0},
+        "recipe without overlap dropout": {**RECIPE_SETTINGS, "overlap_dropout": 0.0, "overlap_synonyms": 0.0},
         MULTI: ONE_NEGATIVE,
         "uni{P}": {"objective": "uni{P}"},
         "uni{I}": {"objective": "uni{I}", **ONE_NEGATIVE},
