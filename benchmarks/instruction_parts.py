@@ -1,4 +1,4 @@
-"""What each part of a search adds to a model: exclusions of the instruction, words (BM25), and both.
+"""What each part of a search adds to a model: exclusions of the instruction, words (BM25), late interaction, and several.
 
     python benchmarks/instruction_parts.py --data DATA                       # MiniLM
     python benchmarks/instruction_parts.py --data DATA --model CHECKPOINT    # a trained model
@@ -7,9 +7,8 @@
 Collections: the InF-IR records of DATA/infir_mini (dev, and dev_reworded, whose instructions share no content words with the
 passages) with 1,000 distractors, Cranfield, and InstructIR's instructions over the passages of their queries (instructir_seeds.py).
 Each is an index of two FAISS shards with words, in this process. The searches are the product's: `Channels`, `LiveShard` and
-`merge_rankings`, without Ray and HTTP. Latency is of one query at a time: encoding, shards and merge, on one thread.
-
-Add a part as a row of `ROWS`; `then` reorders the hits of a query.
+`merge_rankings`, without Ray and HTTP. Latency is of one query at a time: encoding, shards, merge and re-ranking, on one thread;
+token vectors of passages are cached, as in a server that has seen them.
 
 The last line is one JSON object, with a figure of each row:
     violation_2_reworded   changed instructions of dev_reworded that exclude something by our rule, with a document in the first
@@ -42,6 +41,7 @@ from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Query as TaskQuery
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.records import Passage, Record, read
 from infembed_ray.retrieval.answers import ShardQuery, ShardRanking, merge_rankings
 from infembed_ray.retrieval.instruction_parts import split
@@ -49,28 +49,30 @@ from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
 from infembed_ray.serving.routing.channels import Channels
+from infembed_ray.serving.routing.reranking import fused_order
 from infembed_ray.serving.service import Query, Search
 
 COLLECTIONS = ["dev", "reworded", "cranfield", "instructir"]
 DEPTH = 100
 """Hits of a query; documents below are not ranked."""
 SHARDS = 2
+CACHE_BYTES = 2**31
+"""Of token vectors."""
 TIMED = 60
 """Queries whose latency is measured."""
-Then = Callable[[TaskQuery, Mapping[str, float]], Mapping[str, float]]
+RERANKED = 50
+Rerank = Callable[[TaskQuery, Mapping[str, float]], Mapping[str, float]]
+"""Query and its hits (id -> score, best first) -> the hits in another order, with falling numbers as scores."""
 
 
 class Row(NamedTuple):
-    """A part, or several.
-
-    Attributes:
-        then: reorders the hits of a query: id -> score.
-    """
+    """A part, or several."""
 
     name: str
     exclude: bool = False
     hybrid: float = 0.0
-    then: Then | None = None
+    rerank: bool = False
+    """Late interaction, with the same encoder, over the first `RERANKED` hits."""
 
 
 ROWS = (
@@ -80,6 +82,9 @@ ROWS = (
     Row("+ hybrid 0.3", hybrid=0.3),
     Row("+ both 0.1", exclude=True, hybrid=0.1),
     Row("+ both 0.3", exclude=True, hybrid=0.3),
+    Row("+ re-ranking", rerank=True),
+    Row("+ exclusion, re-ranking", exclude=True, rerank=True),
+    Row("+ all, hybrid 0.1", exclude=True, hybrid=0.1, rerank=True),
 )
 
 
@@ -166,13 +171,31 @@ def search(shards: Sequence[LiveShard], channels: Channels, encoded: np.ndarray)
     return [dict(zip(found.ids, found.scores, strict=True)) for found in merged]
 
 
+def late_interaction(scorer: LateInteraction, task: Task) -> Rerank:
+    """Re-rank as `infembed serve rerank.kind=late_interaction` does."""
+    texts = dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
+
+    def rerank(query: TaskQuery, hits: Mapping[str, float]) -> Mapping[str, float]:
+        ids, first = list(hits), list(hits)[:RERANKED]
+        scores = scorer.score(query.query, query.instruction, [texts[id] for id in first], 1024)
+        order = [first[place] for place in fused_order([hits[id] for id in first], scores, 1.0)] + ids[RERANKED:]
+        return {id: -float(rank) for rank, id in enumerate(order)}
+
+    return rerank
+
+
 def run_of(
-    encoder: CachedEncoder, task: Task, shards: Sequence[LiveShard], row: Row, weight: float | None = None
+    encoder: CachedEncoder,
+    task: Task,
+    shards: Sequence[LiveShard],
+    row: Row,
+    rerank: Rerank,
+    weight: float | None = None,
 ) -> Run:
     channels = channels_of(row, task.queries, weight)
     found = search(shards, channels, encoder.queries(channels.texts))
-    then = row.then or (lambda _, hits: hits)
-    return {query.id: dict(then(query, hits)) for query, hits in zip(task.queries, found, strict=True)}
+    both = zip(task.queries, found, strict=True)
+    return {query.id: dict(rerank(query, hits)) if row.rerank else hits for query, hits in both}
 
 
 def violations(task: Task, run: Run) -> dict[str, float]:
@@ -200,7 +223,7 @@ def figures(task: Task, run: Run) -> dict[str, float]:
 
 
 def latencies(
-    encoder: Any, task: Task, shards: Sequence[LiveShard], rows: Sequence[Row]
+    encoder: Any, task: Task, shards: Sequence[LiveShard], rows: Sequence[Row], rerank: Rerank
 ) -> dict[str, tuple[float, float]]:
     """p50 of one query in ms for each row: of all, and of the queries whose instruction excludes something. Rows alternate."""
     spent: dict[str, list[tuple[float, bool]]] = {row.name: [] for row in rows}
@@ -210,8 +233,8 @@ def latencies(
             channels = channels_of(row, [query])
             texts, instructions = zip(*channels.texts, strict=True)
             (hits,) = search(shards, channels, encoder.encode_queries(texts, instructions))
-            if row.then:
-                row.then(query, hits)
+            if row.rerank:
+                rerank(query, hits)
             if number >= 3:  # the first ones warm up
                 excludes = bool(split(query.instruction or "").unwanted)
                 spent[row.name].append((1e3 * (time.perf_counter() - start), excludes))
@@ -221,7 +244,7 @@ def latencies(
     }
 
 
-def tune(encoder: CachedEncoder, task: Task, shards: Sequence[LiveShard]) -> None:
+def tune(encoder: CachedEncoder, task: Task, shards: Sequence[LiveShard], rerank: Rerank) -> None:
     """Print the figures of each weight on a collection."""
     print(
         "| exclusion | hybrid | nDCG@10 of each kind | p-MRR | violation@2, excluding |",
@@ -231,7 +254,7 @@ def tune(encoder: CachedEncoder, task: Task, shards: Sequence[LiveShard]) -> Non
     for weight in (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         for hybrid in (0.0, 0.1, 0.2, 0.3, 0.5) if weight in (0.0, 0.6) else (0.0,):
             row = Row("", exclude=weight > 0, hybrid=hybrid)
-            found = figures(task, run_of(encoder, task, shards, row, weight or None))
+            found = figures(task, run_of(encoder, task, shards, row, rerank, weight or None))
             kinds = " ".join(f"{value:.3f}" for name, value in found.items() if name.startswith("nDCG@10 ("))
             last = f"{found['p-MRR']:.1f} | {found['violation@2, excluding']:.1f}"
             print(f"| {weight:g} | {hybrid:g} | {kinds} | {last} |")
@@ -254,7 +277,7 @@ def main() -> None:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
     model = InstructionEncoder.from_pretrained(options.model or material.minilm())
-    encoder = CachedEncoder(model, options.cache)
+    encoder, scorer = CachedEncoder(model, options.cache), LateInteraction(model, CACHE_BYTES)
     found: dict[str, dict[str, dict[str, float]]] = {row.name: {} for row in ROWS}
     timed: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -262,15 +285,16 @@ def main() -> None:
             task = load(name, options.data, Path(scratch), options.queries)
             vectors = encoder.passages(task.corpus["text"].to_pylist())
             shards = open_index(task, vectors, Path(scratch) / "index" / name)
+            rerank = late_interaction(scorer, task)
             if options.tune:
-                tune(encoder, task, shards)
+                tune(encoder, task, shards, rerank)
                 encoder.save()
                 return
             for row in ROWS:
-                found[row.name][name] = figures(task, run_of(encoder, task, shards, row))
+                found[row.name][name] = figures(task, run_of(encoder, task, shards, row, rerank))
             encoder.save()
             if name == "reworded":
-                timed = latencies(model, task, shards, ROWS)
+                timed = latencies(model, task, shards, ROWS, rerank)
             print(table(name, found), flush=True)
     print("| latency | p50 ms | p50 ms where the instruction excludes |", "|---|---:|---:|", sep="\n")
     for label, (every, excluding) in timed.items():
