@@ -43,6 +43,7 @@ from infembed_ray.serving.deployments import (
     encoder_application,
     index_application,
     require_resources,
+    reranker_application,
 )
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.probes import Probe, ProbeFigures, probe
@@ -169,14 +170,15 @@ def _deploy(plan: Plan) -> None:
 
 def _start_applications(plan: Plan, missing: set[str]) -> None:
     """Start the missing parts of the release, and wait until they run."""
-    reranker = plan.reranker
-    rerankers = {} if reranker is None else {reranker.application: reranker}
+    rerankers = {plan.reranker.application: plan.reranker} if plan.reranker else {}
     names = [name for name in (*plan.encoders, *plan.indexes, *rerankers) if name in missing]
     for name in names:
         if name in plan.encoders:
             application = encoder_application(plan.encoders[name])
-        else:
+        elif name in plan.indexes:
             application = index_application(plan.indexes[name])
+        else:
+            application = reranker_application(rerankers[name])
         ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
     for name in names:
         wait_until_running(name, START_TIMEOUT_S + plan.reading_s)

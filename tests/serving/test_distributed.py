@@ -43,6 +43,7 @@ from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import distributed
+from infembed_ray.serving import starting as serving_starting
 from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS
 from infembed_ray.serving.deployments import api_over
 from infembed_ray.serving.distributed import run, serving
@@ -425,8 +426,8 @@ def test_progress_names_what_has_not_started(
     monkeypatch.setattr(serve, "status", lambda: next(statuses))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 0.5})
-    monkeypatch.setattr(distributed, "PROGRESS_S", 0.05)
-    distributed.wait_until_running("app")
+    monkeypatch.setattr(serving_starting, "PROGRESS_S", 0.05)
+    serving_starting.wait_until_running("app")
     line = "serve: waiting for app: encoder (2 starting): no room for 2 replicas; free: 0.5 of 4 CPU"
     assert set(capsys.readouterr().out.splitlines()) == {line}
 

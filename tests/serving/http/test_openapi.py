@@ -66,6 +66,7 @@ def test_every_route_is_documented() -> None:
         "DELETE /v1/documents/{id}",
         "GET /v1/collections",
         "POST /v1/collections/{collection}/search",
+        "POST /v1/collections/{collection}/filters",
         "PUT /v1/collections/{collection}/documents",
         "DELETE /v1/collections/{collection}/documents",
         "GET /v1/collections/{collection}/documents/{id}",
