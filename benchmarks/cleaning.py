@@ -66,7 +66,7 @@ def rows(number: int) -> Iterator[dict[str, Any]]:
 
 def write(directory: Path, number: int) -> None:
     """Write the records and the evaluation set."""
-    from infembed_ray.records import RECORD
+    from infembed_ray.records.tables import RECORD
 
     passages = []
     with pq.ParquetWriter(directory / "records.parquet", RECORD) as file:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import material
 
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 
 TRAINING = {"objective": "multi{P,I}", "instruction_negatives": 1, "records_per_step": 4, "workers": 1, "zero_stage": 0}
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.engine import Engine
 from infembed_ray.training.losses import Objective, marginal_loss

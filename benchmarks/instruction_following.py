@@ -133,16 +133,16 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, con
 
 def training_records(data: Path, mined: Path | None, kept: int | None) -> list[Any]:
     """Return the InF-IR records, or their tuples with `kept` mined negatives after the two of their record."""
-    from infembed_ray import examples
-    from infembed_ray.records import Record, read
-    from infembed_ray.storage import find_input
+    from infembed_ray.records import tuples
+    from infembed_ray.records.tables import Record, read
+    from infembed_ray.storage.steps import find_input
 
     if kept is None:
         return read(data / "infir_mini" / "train.jsonl", Record, "records")
     assert mined is not None, "--mined is missing"
     return [
         replace(row, negatives=row.negatives[: 2 + kept])
-        for row in examples.stream(find_input(str(mined), "mined"), "mined")
+        for row in tuples.stream(find_input(str(mined), "mined"), "mined")
     ]
 
 
@@ -155,7 +155,7 @@ def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
     from infembed_ray.evaluation.scoring import means, score
     from infembed_ray.evaluation.tasks import catalogue
     from infembed_ray.evaluation.tasks.infir import instruction_following
-    from infembed_ray.records import Passage, Record, read
+    from infembed_ray.records.tables import Passage, Record, read
 
     others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
     tasks = [

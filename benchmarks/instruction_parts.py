@@ -42,7 +42,7 @@ from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Query as TaskQuery
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.modeling.late_interaction import LateInteraction
-from infembed_ray.records import Passage, Record, read
+from infembed_ray.records.tables import Passage, Record, read
 from infembed_ray.retrieval.answers import ShardQuery, ShardRanking, merge_rankings
 from infembed_ray.retrieval.instruction_parts import split
 from infembed_ray.retrieval.shards import Build, Shard, shard_of

@@ -48,7 +48,7 @@ from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Tokens
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.scores import score_batch

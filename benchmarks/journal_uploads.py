@@ -20,7 +20,7 @@ from infembed_ray.config.llm import JournalUpload
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import open_journal
-from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.storage.object_store import SCRATCH, Folder
 
 SECONDS, PER_SECOND = 12, 1000
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from infembed_ray import records as tables
+from infembed_ray.records import tables
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval import build
 from infembed_ray.retrieval.index import Index
-from infembed_ray.storage import read_manifest
+from infembed_ray.storage.steps import read_manifest
 
 WORDS = 20
 """Words of a passage."""

@@ -40,12 +40,12 @@ import psutil
 import pyarrow as pa
 from pyarrow import fs
 
-from infembed_ray.object_store import Folder
 from infembed_ray.retrieval.checksums import whole_file_checksum
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import verify
 from infembed_ray.retrieval.shards import Build
-from infembed_ray.storage import output_files
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.steps import output_files
 
 DIMENSION = 384
 WORDS = 40

@@ -39,7 +39,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.modeling.pair_scorer import CrossEncoder, PairScorer
 from infembed_ray.modeling.rerankers import Classifier
-from infembed_ray.records import Passage, Record, read
+from infembed_ray.records.tables import Passage, Record, read
 from infembed_ray.serving.routing.reranking import fused_order
 
 Run = dict[str, dict[str, float]]

@@ -43,8 +43,8 @@ import material
 import numpy as np
 import torch
 
-from infembed_ray import records
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import tables
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import Shard
 
@@ -69,7 +69,7 @@ def texts() -> tuple[list[str], list[str], list[str], str]:
     ]
     found = ElementTree.fromstring((SHARED / "cranfield" / "cran.qry.xml").read_text())
     queries = [" ".join((top.findtext("title") or "").split()) for top in found.iter("top")]
-    seeds = records.read(SHARED / "msmarco_seeds" / "seeds.jsonl", records.Seed, "seeds")
+    seeds = tables.read(SHARED / "msmarco_seeds" / "seeds.jsonl", tables.Seed, "seeds")
     queries += [seed.query for seed in seeds]
     sentences = [s for text in [*passages, *(seed.passage for seed in seeds)] for s in re.split(r"(?<=[.!?]) +", text)]
     sentences = sorted({s for s in sentences if len(s) > 30})

@@ -46,7 +46,7 @@ DRIVER = """
 import functools, sys, time
 def note(step): print(f"step {time.time():.3f} {step}", flush=True)
 note("interpreter")
-from infembed_ray import cli
+from infembed_ray.cli import main as cli
 from infembed_ray.serving import distributed
 note("imports")
 def timed(owner, name, step):

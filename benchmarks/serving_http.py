@@ -74,7 +74,7 @@ REPEATS = 0.3
 OURS = """
 import ray, sys
 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 """The command, on a cluster with enough logical CPUs for as many encoder threads as the plain graph has."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.llm.endpoint import completion_of
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.pipeline import synthesize
 from tests.support import stand_in_answers
 

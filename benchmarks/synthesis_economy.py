@@ -49,8 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def measure(options: argparse.Namespace, case: str, directory: Path) -> dict[str, Any]:
     """Run one case against a server of its own; return its figures."""
-    from infembed_ray import records
     from infembed_ray.config.synthesis import SynthesizeSettings
+    from infembed_ray.records import tables
     from infembed_ray.synthesis.distributed import run
 
     behaviour = {
@@ -72,8 +72,8 @@ def measure(options: argparse.Namespace, case: str, directory: Path) -> dict[str
         published = run(SynthesizeSettings.from_mapping(given))
         seconds = time.perf_counter() - began
     manifest = published.manifest
-    kept = records.read_raw(published.path / records.KEPT_FILE)
-    rejected = records.read_raw(published.path / records.REJECTED_FILE)
+    kept = tables.read_raw(published.path / tables.KEPT_FILE)
+    rejected = tables.read_raw(published.path / tables.REJECTED_FILE)
     judged = [row for row in rejected if "judge_" in row["step"]]
     counts, tokens = manifest["counts"], {name: manifest[name] for name in ("tokens", "tokens_replayed")}
     return {

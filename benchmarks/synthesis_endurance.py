@@ -146,7 +146,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-    from infembed_ray import records, storage
+    from infembed_ray.records import tables
+    from infembed_ray.storage import steps
 
     faults = dict.fromkeys((*ATTEMPT_FAULTS, *REQUEST_FAULTS), 0.01)
     with tempfile.TemporaryDirectory() as name:
@@ -156,10 +157,10 @@ def main() -> None:
         ) as server:
             samples = synthesize(seeds, output, server, Path(name) / "driver.log")
             log = server.log()
-        published = storage.resolve(output)
-        manifest = storage.read_manifest(published, "output")
-        files = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
-        ids = Counter(row["id"] for file in files for row in records.read_raw(published / file))
+        published = steps.resolve(output)
+        manifest = steps.read_manifest(published, "output")
+        files = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)
+        ids = Counter(row["id"] for file in files for row in tables.read_raw(published / file))
     if options.samples:
         options.samples.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     if options.figure:

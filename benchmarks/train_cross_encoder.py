@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Record, read
+from infembed_ray.records.tables import Record, read
 
 DISTRACTORS = 1000
 """Seeds from the first that the evaluation has as distractors."""

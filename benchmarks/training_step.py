@@ -41,7 +41,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling import encoder as encoder_module
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.collate import Batch, collate, flatten
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.scores import score_batch

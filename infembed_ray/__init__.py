@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from infembed_ray.client import AsyncClient, Client
     from infembed_ray.errors import InputError
     from infembed_ray.modeling.encoder import InstructionEncoder
-    from infembed_ray.records import Passage, Record, Seed
+    from infembed_ray.records.tables import Passage, Record, Seed
     from infembed_ray.retrieval.index import Index
-    from infembed_ray.storage import Published
+    from infembed_ray.storage.steps import Published
     from infembed_ray.training.marginal_loss import MarginalLoss
 
 __version__ = "0.2.0"
@@ -30,9 +30,9 @@ _MODULES = {
     "client": ("AsyncClient", "Client"),
     "errors": ("InputError",),
     "modeling.encoder": ("InstructionEncoder",),
-    "records": ("Passage", "Record", "Seed"),
+    "records.tables": ("Passage", "Record", "Seed"),
     "retrieval.index": ("Index",),
-    "storage": ("Published",),
+    "storage.steps": ("Published",),
     "training.marginal_loss": ("MarginalLoss",),
 }
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infembed_ray import records as tables
 from infembed_ray.errors import InputError
-from infembed_ray.records import Record
-from infembed_ray.storage import Published, find_input
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Record
+from infembed_ray.storage.steps import Published, find_input
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -112,7 +112,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
 
 
 def _run(verb: str, settings: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Published:
-    from infembed_ray.cli import VERBS
+    from infembed_ray.cli.main import VERBS
 
     published: Published = VERBS[verb].run(_settings(verb, settings, keywords))
     return published
@@ -124,7 +124,7 @@ def _settings(verb: str, given: Settings | Mapping[str, Any] | None, keywords: M
     Raises:
         InputError: a value is invalid, or `given` has the settings of another stage.
     """
-    from infembed_ray.cli import VERBS
+    from infembed_ray.cli.main import VERBS
 
     expected = VERBS[verb].settings
     if isinstance(given, expected):

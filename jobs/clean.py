@@ -2,7 +2,7 @@
 
 import sys
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["clean", *sys.argv[1:]]))

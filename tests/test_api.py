@@ -14,7 +14,7 @@ import infembed_ray
 from infembed_ray import InputError, api
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from tests.docs.pages import blocks
 from tests.support.files import write_jsonl
 

@@ -116,7 +116,7 @@ def test_the_wheel_contains_the_package_and_the_files_of_init(wheel: zipfile.Zip
 def test_init_of_an_installed_wheel_writes_the_files_of_the_checkout(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     site, target = tmp_path / "site", tmp_path / "new" / "project"
     wheel.extractall(site)
-    program = "import sys; from infembed_ray.cli import main; sys.exit(main(['init', *sys.argv[1:]]))"
+    program = "import sys; from infembed_ray.cli.main import main; sys.exit(main(['init', *sys.argv[1:]]))"
     subprocess.run(
         [sys.executable, "-c", program, target], env=os.environ | {"PYTHONPATH": str(site)}, cwd=tmp_path, check=True
     )

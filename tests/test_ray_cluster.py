@@ -12,7 +12,7 @@ import ray
 
 from infembed_ray import ray_compat
 from infembed_ray.analysis import report
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.errors import InputError
 from infembed_ray.ray_cluster import connect
 from tests.support.strangers import ask_gcs

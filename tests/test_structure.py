@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infembed_ray"
-FILE_LINES = 450
+FILE_LINES = 700
 FUNCTION_LINES = 60
 REASON = "# Long: "
 """A comment that begins so, above the def or its decorators, permits a longer function."""

@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 
 from infembed_ray import telemetry
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.progress import say, track
 
 

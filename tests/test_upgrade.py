@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from infembed_ray import Index, InputError, InstructionEncoder, load_records
-from infembed_ray.lineage import print_runs
+from infembed_ray.cli.runs import print_runs
 from infembed_ray.llm.chat import Request
 from infembed_ray.llm.journal import Journal
 

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "infembed_ray"
 sys.path.insert(0, str(ROOT))
 
-from infembed_ray import cli  # noqa: E402
+from infembed_ray.cli import main as cli  # noqa: E402
+from infembed_ray.cli.help import describe_type  # noqa: E402
 from infembed_ray.config.base import Settings, settings_classes  # noqa: E402
-from infembed_ray.settings_help import describe_type  # noqa: E402
 
 SETTINGS = {
     **{name: [verb.settings] for name, verb in cli.VERBS.items()},

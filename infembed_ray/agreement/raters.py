@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from infembed_ray import durable, records
 from infembed_ray.agreement.figure import Answers, as_csv, as_text, figure, render
 from infembed_ray.analysis import agreement
 from infembed_ray.config.analysis import AgreementSettings
@@ -26,9 +25,11 @@ from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport
-from infembed_ray.places import Place
 from infembed_ray.progress import Advance, say, track
-from infembed_ray.storage import Published, Step, find_input, folder_of, resolve_input
+from infembed_ray.records import tables
+from infembed_ray.storage import durable
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Published, Step, find_input, folder_of, resolve_input
 from infembed_ray.synthesis import preflight, templates
 from infembed_ray.synthesis.judge import NONE, Lineup
 from infembed_ray.synthesis.pipeline import rate
@@ -92,7 +93,7 @@ def run(settings: AgreementSettings) -> Published:
             (staging.path / PAGE_FILE).write_text(render(found, settings.sheet), encoding="utf-8")
             (staging.path / TABLE_FILE).write_text(as_csv(found), encoding="utf-8")
             rows = [{"item_id": i.id, **{rater: rated[rater].get(i.id) for rater in rated}} for i in study.items]
-            records.write_lines(staging.path / ANSWERS_FILE, rows)
+            tables.write_lines(staging.path / ANSWERS_FILE, rows)
             staging.counts = {"items": len(study.items), "unanswered": reasons.total()}
             staging.facts["kappa"] = {bar.rater: bar.kappa.kappa for bar in found.bars}
         for reason, times in reasons.most_common(PRINTED):
@@ -168,7 +169,7 @@ def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:
 
 def _items(sheet: Place) -> list[Item]:
     items = []
-    for number, row in enumerate(records.raw_rows(sheet, "sheet"), start=1):
+    for number, row in enumerate(tables.raw_rows(sheet, "sheet"), start=1):
         passages, name = row.get("passages"), agreement.cell(row.get("item_id"))
         instruction, query = row.get("instruction"), row.get("query")
         texts = [name, instruction, query]

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray import records
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place
-from infembed_ray.records import Record
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Record
+from infembed_ray.storage.places import Place
 
 ITEM_COLUMNS = ("item_id", "instruction", "query", "passages")
 """Columns of an item; all other columns are raters."""
@@ -60,13 +60,13 @@ def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[st
     """Read rater -> item_id -> answer from one or more files about the same items.
 
     Raises:
-        InputError: as `records.raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than `least` raters.
+        InputError: as `tables.raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than `least` raters.
     """
     raters: dict[str, dict[str, str]] = {}
     for path in paths:
         of_file: dict[str, dict[str, str]] = {}
         seen: set[str] = set()
-        for number, row in enumerate(records.raw_rows(path, name), start=1):
+        for number, row in enumerate(tables.raw_rows(path, name), start=1):
             item = cell(row.get("item_id"))
             if item is None:
                 raise InputError(f"{name}={path}: row {number}: item_id is missing; give each item a unique one")
@@ -196,7 +196,7 @@ def sheet(rows: Sequence[Record], items: int, seed: int) -> tuple[list[dict[str,
     asked, key = [], []
     for number, index in enumerate(chosen):
         row = rows[index]
-        scenario = rng.choice(records.SCENARIOS)
+        scenario = rng.choice(tables.SCENARIOS)
         passages = {
             "positive": row.document_positive,
             "negative_instruction": row.hard_negative_document_1,

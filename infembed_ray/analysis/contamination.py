@@ -13,10 +13,10 @@ from hashlib import blake2b
 from pathlib import PurePosixPath
 from typing import Any
 
-from infembed_ray import records
 from infembed_ray.analysis.shingles import normalised
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place, listing
+from infembed_ray.records import tables
+from infembed_ray.storage.places import Place, listing
 
 EXAMPLES = 5
 _ID = re.compile(r"(^|[_-])id$", re.IGNORECASE)
@@ -55,13 +55,13 @@ def read(path: Place, name: str) -> Iterator[str]:
     """Yield all strings except ids of a file, or of all files of a directory but hidden ones and README.md.
 
     Raises:
-        InputError: as `records.raw_rows`, or the directory is empty.
+        InputError: as `tables.raw_rows`, or the directory is empty.
     """
-    names = [n for n in sorted(listing(path)) if not records.hidden(PurePosixPath(n)) and not n.endswith("README.md")]
+    names = [n for n in sorted(listing(path)) if not tables.hidden(PurePosixPath(n)) and not n.endswith("README.md")]
     if not names:
         raise InputError(f"{name}={path}: no files in this directory; give those of an evaluation set")
     for file in names:
-        for row in records.raw_rows(path / file, name):
+        for row in tables.raw_rows(path / file, name):
             yield from _strings(row)
 
 

@@ -18,19 +18,19 @@ import pyarrow.parquet as pq
 import ray
 import ray.data
 
-from infembed_ray import records
 from infembed_ray.analysis import cleaning, contamination
 from infembed_ray.analysis.inputs import is_ours
 from infembed_ray.config.analysis import CleanSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.records import KEPT_FILE, Record
-from infembed_ray.storage import Published, Step, find_input
+from infembed_ray.records import tables
+from infembed_ray.records.tables import KEPT_FILE, Record
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Published, Step, find_input
 
 REMOVED_FILE = "removed.parquet"
-REMOVED = pa.schema([*records.RECORD, ("reason", pa.string()), ("detail", pa.string())])
+REMOVED = pa.schema([*tables.RECORD, ("reason", pa.string()), ("detail", pa.string())])
 """`reason` is `near-duplicate` or `contaminated by LABEL`; `detail` is the id of the record that stays, or the shared words."""
 NEAR_DUPLICATE = "near-duplicate"
 
@@ -91,14 +91,14 @@ def count(files: Mapping[str, Place]) -> Iterator[tuple[str, int, str]]:
     """
     for name, path in files.items():
         if name == "records":
-            yield name, sum(1 for _ in records.stream(path, Record, name)), f"records of {path}"
+            yield name, sum(1 for _ in tables.stream(path, Record, name)), f"records of {path}"
         else:
             yield name, sum(1 for _ in contamination.read(path, name)), f"texts of {path}"
 
 
 def _blocks(path: Place, advance: Callable[..., None]) -> Iterator[pa.Table]:
     """Yield all records as tables of `cleaning.TEXTS`."""
-    rows = enumerate(records.stream(path, Record, "records"))
+    rows = enumerate(tables.stream(path, Record, "records"))
     while block := [{"row": row, **vars(record)} for row, record in islice(rows, ROWS_PER_BLOCK)]:
         advance(len(block), "records read")
         yield pa.Table.from_pylist(block, cleaning.TEXTS)
@@ -177,7 +177,7 @@ def _write(directory: Any, path: Place, removed: Removed) -> dict[str, int]:
     ids: dict[int, str] = {}
     counts = {"kept": 0}
     with (
-        pq.ParquetWriter(directory / KEPT_FILE, records.RECORD) as kept,
+        pq.ParquetWriter(directory / KEPT_FILE, tables.RECORD) as kept,
         pq.ParquetWriter(directory / REMOVED_FILE, REMOVED) as dropped,
     ):
         rows = enumerate(_rows(path))
@@ -192,7 +192,7 @@ def _write(directory: Any, path: Place, removed: Removed) -> dict[str, int]:
                     goes.append({**row, "reason": reason, "detail": ids.get(detail, detail)})
                     counts[reason] = counts.get(reason, 0) + 1
             counts["kept"] += len(stays)
-            kept.write_table(pa.Table.from_pylist(stays, records.RECORD))
+            kept.write_table(pa.Table.from_pylist(stays, tables.RECORD))
             dropped.write_table(pa.Table.from_pylist(goes, REMOVED))
     return counts
 
@@ -200,6 +200,6 @@ def _write(directory: Any, path: Place, removed: Removed) -> dict[str, int]:
 def _rows(path: Place) -> Iterator[dict[str, Any]]:
     """Yield the columns of all records, with the provenance of those that synthesis wrote."""
     file = path if path.is_file() else path / KEPT_FILE
-    ours = records.raw_rows(file, "records") if file.is_file() and is_ours(file) else None
-    for record in records.stream(path, Record, "records"):
+    ours = tables.raw_rows(file, "records") if file.is_file() and is_ours(file) else None
+    for record in tables.stream(path, Record, "records"):
         yield vars(record) | ({"provenance": next(ours)["provenance"]} if ours else {})

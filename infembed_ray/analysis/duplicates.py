@@ -15,7 +15,7 @@ import numpy as np
 
 from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.analysis.shingles import BANDS, ROWS, hashes, jaccard, normalised, signatures
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 
 EXAMPLES = 5
 THRESHOLD = 0.7

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infembed_ray.analysis.inputs import RecordSet
-from infembed_ray.records import SCENARIOS
+from infembed_ray.records.tables import SCENARIOS
 
 STEPS = (
     "seed",  # checks of its own texts

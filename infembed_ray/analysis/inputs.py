@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from infembed_ray import records
-from infembed_ray.places import Place, errors_at, open_binary
-from infembed_ray.records import Record
-from infembed_ray.storage import MANIFEST, read_manifest
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Record
+from infembed_ray.storage.places import Place, errors_at, open_binary
+from infembed_ray.storage.steps import MANIFEST, read_manifest
 
 Rows = list[dict[str, Any]]
 
@@ -28,8 +28,8 @@ class RecordSet:
     """Records, and for a synthesis output also its rejected rows and their costs.
 
     Attributes:
-        rejected, dead_letter: rows of `records.REJECTED` and `records.DEAD_LETTER`.
-        complements: rows of `records.COMPLEMENT`; empty if none were asked for.
+        rejected, dead_letter: rows of `tables.REJECTED` and `tables.DEAD_LETTER`.
+        complements: rows of `tables.COMPLEMENT`; empty if none were asked for.
         provenance: `kept`, `rejected` or `dead_letter` -> provenance of its rows, if they have one.
         manifest: manifest of the synthesis; empty for other records.
     """
@@ -52,17 +52,17 @@ def read(path: Place, name: str) -> RecordSet:
     """Read a synthesis output (a directory) or a file of records.
 
     Raises:
-        InputError: as `records.read`; but a synthesis output without kept records is valid if it has rejected rows.
+        InputError: as `tables.read`; but a synthesis output without kept records is valid if it has rejected rows.
     """
     with errors_at(path, name):
-        rejected, dead_letter = _rows(path / records.REJECTED_FILE), _rows(path / records.DEAD_LETTER_FILE)
-        file = path if path.is_file() else path / records.KEPT_FILE
+        rejected, dead_letter = _rows(path / tables.REJECTED_FILE), _rows(path / tables.DEAD_LETTER_FILE)
+        file = path if path.is_file() else path / tables.KEPT_FILE
         nothing_kept = (rejected or dead_letter) and file.is_file() and _metadata(file).num_rows == 0
         return RecordSet(
-            kept=[] if nothing_kept else records.read(path, Record, name),
+            kept=[] if nothing_kept else tables.read(path, Record, name),
             rejected=rejected,
             dead_letter=dead_letter,
-            complements=_rows(path / records.COMPLEMENTS_FILE),
+            complements=_rows(path / tables.COMPLEMENTS_FILE),
             provenance={
                 "kept": _provenance(_rows(file) if is_ours(file) else []),
                 "rejected": _provenance(rejected),
@@ -73,7 +73,7 @@ def read(path: Place, name: str) -> RecordSet:
 
 
 def _rows(file: Place) -> Rows:
-    return records.read_raw(file) if file.is_file() else []
+    return tables.read_raw(file) if file.is_file() else []
 
 
 def _metadata(file: Place) -> pq.FileMetaData:
@@ -83,7 +83,7 @@ def _metadata(file: Place) -> pq.FileMetaData:
 
 def is_ours(file: Place) -> bool:
     """Return whether synthesis wrote the file; other records may have a `provenance` of another type."""
-    return file.suffix == ".parquet" and _metadata(file).schema.to_arrow_schema().equals(records.RECORD)
+    return file.suffix == ".parquet" and _metadata(file).schema.to_arrow_schema().equals(tables.RECORD)
 
 
 def _provenance(rows: Rows) -> Rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from infembed_ray.analysis.inputs import KINDS
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 
 PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
 """Mean words of the published InF-IR set (paper, Table 1, columns Avg. I, Avg. Q, Avg. P)."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infembed_ray import durable
 from infembed_ray.analysis import agreement, contamination, gates, inputs, page, texts
 from infembed_ray.analysis.coverage import Coverage
 from infembed_ray.analysis.diversity import Diversity
@@ -18,10 +17,11 @@ from infembed_ray.analysis.page import Summary, summarise
 from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.places import Place, place_of, read_binary
 from infembed_ray.progress import say, track
-from infembed_ray.records import write_lines
-from infembed_ray.storage import Published, Step, find_input
+from infembed_ray.records.tables import write_lines
+from infembed_ray.storage import durable
+from infembed_ray.storage.places import Place, place_of, read_binary
+from infembed_ray.storage.steps import Published, Step, find_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder

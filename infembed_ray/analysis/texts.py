@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray import records
 from infembed_ray.analysis.coverage import Coverage, coverage
 from infembed_ray.analysis.diversity import Diversity, diversity
 from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place
-from infembed_ray.records import ALIASES, Record
+from infembed_ray.records import tables
+from infembed_ray.records.tables import ALIASES, Record
+from infembed_ray.storage.places import Place
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 """n texts -> (n, d) unit vectors."""
@@ -44,17 +44,17 @@ def read(label: str, path: Place, name: str, columns: Mapping[str, str]) -> Text
         columns: kind -> column, if the column is not named after the kind.
 
     Raises:
-        InputError: as `records.raw_rows`; an unknown kind, or no column with texts.
+        InputError: as `tables.raw_rows`; an unknown kind, or no column with texts.
     """
     for kind in columns:
         if kind not in KINDS:
             raise InputError(f"compare_columns.{kind}: no such kind of text; {nearest(kind, KINDS)}")
-    file = path if path.is_file() else path / records.KEPT_FILE
+    file = path if path.is_file() else path / tables.KEPT_FILE
     if not file.is_file():
-        raise InputError(f"{name}={path}: no {records.KEPT_FILE} in this directory; give a file or a synthesis output")
+        raise InputError(f"{name}={path}: no {tables.KEPT_FILE} in this directory; give a file or a synthesis output")
     texts: dict[str, list[str]] = {kind: [] for kind in KINDS}
     seen: dict[str, None] = {}
-    for row in records.raw_rows(file, name):
+    for row in tables.raw_rows(file, name):
         seen.update(dict.fromkeys(row))
         for kind in KINDS:
             texts[kind] += _of_kind(kind, row, columns)

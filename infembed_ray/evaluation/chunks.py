@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
 from infembed_ray.evaluation.tasks import corpus as corpora
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
-from infembed_ray.object_store import Folder
-from infembed_ray.places import Place, errors_at
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import Place, errors_at
 
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""

@@ -13,7 +13,7 @@ from infembed_ray.evaluation.retrievers import runs as files
 from infembed_ray.evaluation.tasks import trec
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.task import Figure
-from infembed_ray.storage import find_input
+from infembed_ray.storage.steps import find_input
 
 DEPTH = 1000
 

@@ -20,7 +20,6 @@ import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
-from infembed_ray import storage
 from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import costs, gates, model_cards, mteb_adapter, obedience, results, tables
@@ -38,9 +37,10 @@ from infembed_ray.evaluation.retrievers.retriever import Ranker, Retriever
 from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
-from infembed_ray.places import Place, address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
+from infembed_ray.storage import steps
+from infembed_ray.storage.places import Place, address, place_of
 
 MTEB = "mteb"
 """Folder of the same figures in mteb's layout, for the tasks that mteb has."""
@@ -57,7 +57,7 @@ FirstStage = Mapping[str, Mapping[str, Sequence[str]]]
 T = TypeVar("T")
 
 
-def run(settings: EvaluateSettings) -> storage.Published:
+def run(settings: EvaluateSettings) -> steps.Published:
     """Evaluate all models on all tasks and publish the figures, the rankings, `table.md` and `report.html`.
 
     Raises:

@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, convert_errors
-from infembed_ray.places import Place, errors_at, read_binary
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder, convert_errors
+from infembed_ray.storage.places import Place, errors_at, read_binary
 
 VERSION = 1
 """Raise it when the same model computes something else for the same text, for example after a fix of pooling."""

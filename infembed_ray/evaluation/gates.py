@@ -10,9 +10,9 @@ from infembed_ray.errors import GateError, InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.obedience import AS_GIVEN, GENERIC, PARAPHRASED, SHUFFLED
 from infembed_ray.evaluation.results import Results
-from infembed_ray.places import place_of
 from infembed_ray.progress import say
-from infembed_ray.storage import Published
+from infembed_ray.storage.places import place_of
+from infembed_ray.storage.steps import Published
 
 Means = Mapping[str, Mapping[str, float | None]]
 """Condition -> figure -> mean."""

@@ -9,7 +9,6 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from infembed_ray import records, storage
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation import gates
@@ -22,7 +21,9 @@ from infembed_ray.evaluation.tasks.corpus import name_of
 from infembed_ray.evaluation.tasks.infir import TASK, instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.places import Place, address
+from infembed_ray.records import tables
+from infembed_ray.storage import steps
+from infembed_ray.storage.places import Place, address
 
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
 RANKER_KINDS = ("bm25", "run")
@@ -76,13 +77,13 @@ class Inputs:
         """Number of queries and passages."""
         return sum(len(task.queries) for task in self.tasks), sum(task.corpus.num_rows for task in self.tasks)
 
-    def step(self, settings: EvaluateSettings) -> storage.Step:
+    def step(self, settings: EvaluateSettings) -> steps.Step:
         """Return the step that publishes the evaluation of these inputs."""
         paths, names = dict[str, Place](self.data), {f"tasks.{task.name}": content_hash(task) for task in self.tasks}
         for model in self.models:
             paths |= model.inputs
             names |= model.names
-        return storage.Step("evaluate", settings, settings.output, paths, names)
+        return steps.Step("evaluate", settings, settings.output, paths, names)
 
 
 def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
@@ -117,8 +118,8 @@ def content_hash(task: Task) -> str:
 
 def store_of(settings: EvaluateSettings) -> Place:
     """Return the place of embeddings and scores; InputError if it cannot be written."""
-    store = storage.folder_of(settings, "embeddings")
-    storage.require_writable(store, "embeddings")
+    store = steps.folder_of(settings, "embeddings")
+    steps.require_writable(store, "embeddings")
     return store
 
 
@@ -155,13 +156,13 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
         parse(measure.replace("Robustness@", "nDCG@"))
     tasks = [catalogue.load(name, settings.data, settings.measures) for name in expand(settings.tasks)]
     named = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
-    data = {name: storage.find_input(path, name) for name, path in named.items() if path is not None}
-    distractors: Sequence[records.Passage] = ()
+    data = {name: steps.find_input(path, name) for name, path in named.items() if path is not None}
+    distractors: Sequence[tables.Passage] = ()
     if "distractors" in data:
-        distractors = records.read(data["distractors"], records.Passage, "distractors")
+        distractors = tables.read(data["distractors"], tables.Passage, "distractors")
     for name in (TASK, "reworded"):
         if name in data:
-            rows = records.read(data[name], records.Record, name, split=settings.split)
+            rows = tables.read(data[name], tables.Record, name, split=settings.split)
             task = instruction_following(rows, distractors, settings.max_distractors, name)
             tasks.append(catalogue.with_measures(task, settings.measures))
     for name, count in Counter(task.name for task in tasks).items():

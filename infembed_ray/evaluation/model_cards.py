@@ -21,8 +21,8 @@ from infembed_ray.evaluation.paper.sheets import CONTROLLED, Line, Sheet
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.retrievers.runs import file_name
 from infembed_ray.modeling import model_card
-from infembed_ray.places import Place, read_text
 from infembed_ray.progress import say
+from infembed_ray.storage.places import Place, read_text
 
 FOLDER = "model_cards"
 """Folder of an evaluation's cards, one file per model: `LABEL.md`."""

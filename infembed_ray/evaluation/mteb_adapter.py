@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
@@ -32,6 +31,7 @@ from infembed_ray.evaluation.tasks import registry
 from infembed_ray.evaluation.tasks.registry import Entry
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.progress import track
+from infembed_ray.storage import durable
 
 if TYPE_CHECKING:
     from mteb.models import ModelMeta

@@ -22,12 +22,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import convention, family
 from infembed_ray.evaluation.scoring import Obedience, Scores, means
 from infembed_ray.evaluation.tasks.task import Figure, Task
-from infembed_ray.places import Place, errors_at, open_binary, read_text
+from infembed_ray.storage import durable
+from infembed_ray.storage.places import Place, errors_at, open_binary, read_text
 
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.parquet"

@@ -19,9 +19,9 @@ from infembed_ray.llm.journal_store import JournalPlace, sources
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import USD, Amounts, Exchange, Grant, LeaseReport, Ledger
-from infembed_ray.object_store import Folder
-from infembed_ray.places import read_json, write_json
 from infembed_ray.progress import say
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import read_json, write_json
 
 UNJOURNALED = "unjournaled.json"
 """File beside the journal's segments. `usd`: what was spent on answers that are not in the journal. During a run and after a

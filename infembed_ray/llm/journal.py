@@ -32,11 +32,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Complete, Completion, Request, RunFailure, Unjournaled
 from infembed_ray.llm.journal_index import JournalIndex
 from infembed_ray.llm.partitions import Partition
+from infembed_ray.storage import durable
 
 _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 SYNC_EVERY_S = 0.025

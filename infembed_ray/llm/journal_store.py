@@ -25,7 +25,6 @@ from typing import BinaryIO
 
 from pyarrow import ArrowException
 
-from infembed_ray import durable
 from infembed_ray.config.llm import JournalUpload
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import RunFailure
@@ -33,9 +32,10 @@ from infembed_ray.llm.driver_watch import DRAIN_S
 from infembed_ray.llm.journal import Journal, has_writer, lock_ended, segments
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.rate_limits import LEASE_S
-from infembed_ray.object_store import Folder, convert_errors, scratch
 from infembed_ray.progress import say
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder, convert_errors, scratch
+from infembed_ray.storage.steps import resolve_input
 
 JournalPlace = Path | Folder
 """A journal's directory, or its folder in an object store."""

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
 from infembed_ray.llm.journal import decode, has_writer, lock_ended, new_segment, segments
 from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
 from infembed_ray.llm.partitions import Partition
-from infembed_ray.object_store import Folder, convert_errors, is_uri
 from infembed_ray.progress import counted, say
-from infembed_ray.storage import local_path
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
+from infembed_ray.storage.steps import local_path
 
 MERGED_AT_ONCE = 500
 """Most segments that one compaction merges, since it keeps each open. The next compaction merges the rest."""

@@ -13,7 +13,7 @@ import yaml
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.steps import resolve_input
 
 FILE = Path(__file__).with_name("prices.yaml")
 BATCH_PRICE = 0.5

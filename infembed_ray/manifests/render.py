@@ -19,10 +19,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.manifests import ManifestsSettings, StagePods
+from infembed_ray.config.verbs import VERBS, project_files
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.progress import say
-from infembed_ray.project_files import source
-from infembed_ray.verbs import VERBS
 
 BASE = "kubernetes"
 """Directory of the plain manifests, below `jobs` and below the output."""
@@ -49,7 +48,7 @@ def run(settings: ManifestsSettings) -> None:
 
     output = Path(settings.output)
     if not (output / "base").exists():  # afterwards it is the user's to edit
-        shutil.copytree(source() / "jobs" / BASE, output / "base")
+        shutil.copytree(project_files() / "jobs" / BASE, output / "base")
     (output / "jobs").mkdir(parents=True, exist_ok=True)
     render = partial(_render, settings)
     for name in (name for name in stages if name != SERVE):

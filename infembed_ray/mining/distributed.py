@@ -20,20 +20,21 @@ import ray
 from ray.exceptions import RayTaskError
 from ray.util import ActorPool
 
-from infembed_ray import durable, examples
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.examples import Example
 from infembed_ray.mining.miner import Known, Mined, Miner, known_positives, read, require_teacher
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.records import KEPT_FILE
+from infembed_ray.records import tuples
+from infembed_ray.records.tables import KEPT_FILE
+from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index, change_log
-from infembed_ray.storage import STATES, Published, Step, find_input
+from infembed_ray.storage import durable
+from infembed_ray.storage.places import Place, address
+from infembed_ray.storage.steps import STATES, Published, Step, find_input
 
 ROWS_PER_BLOCK = 256
 _IN_FLIGHT = 2
@@ -163,7 +164,7 @@ def _write_next(pool: Any, file: Path, rows: int) -> None:
             raise error.cause from None
         raise
     assert len(mined.rows) == rows
-    table = pa.Table.from_pylist([vars(row) for row in mined.rows], examples.SCHEMA)
+    table = pa.Table.from_pylist([vars(row) for row in mined.rows], tuples.SCHEMA)
     counts = {name: str(getattr(mined, name)) for name in _COUNTS}
     with durable.replacing(file) as sink:
         pq.write_table(table.replace_schema_metadata(counts), sink)
@@ -172,11 +173,11 @@ def _write_next(pool: Any, file: Path, rows: int) -> None:
 def _join(parts: Path, output: Path) -> dict[str, int]:
     """Join the blocks' files in order; return the counts of the run."""
     counts = dict.fromkeys(("tuples", *_COUNTS), 0)
-    with pq.ParquetWriter(output, examples.SCHEMA) as writer:
+    with pq.ParquetWriter(output, tuples.SCHEMA) as writer:
         for file in sorted(parts.glob("part-*.parquet")):
             table = pq.read_table(file)
             for name in _COUNTS:
                 counts[name] += int(table.schema.metadata[name.encode()])
             counts["tuples"] += table.num_rows
-            writer.write_table(table.cast(examples.SCHEMA))
+            writer.write_table(table.cast(tuples.SCHEMA))
     return counts

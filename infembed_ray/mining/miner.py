@@ -10,19 +10,19 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from infembed_ray import examples, records
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.mining.selection import select
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.places import Place
-from infembed_ray.records import Record
+from infembed_ray.records import tables, tuples
+from infembed_ray.records.tables import Record
+from infembed_ray.records.tuples import Example, TrainingRecord
 from infembed_ray.retrieval.index import Index
+from infembed_ray.storage.places import Place
 from infembed_ray.training.collate import flatten
 
 Known = Mapping[int, Collection[str]]
@@ -37,11 +37,11 @@ def read(settings: MineSettings, path: Place) -> Iterator[Example]:
     Raises:
         InputError: a row cannot be used, or a column map of several columns is given for InF-IR records.
     """
-    if examples.found_in(path, "records", settings.columns, settings.split):
-        yield from examples.stream(path, "records", settings.columns, settings.split)
+    if tuples.found_in(path, "records", settings.columns, settings.split):
+        yield from tuples.stream(path, "records", settings.columns, settings.split)
         return
-    columns = examples.single(settings.columns)
-    for record in records.stream(path, Record, "records", columns, settings.split):
+    columns = tuples.single(settings.columns)
+    for record in tables.stream(path, Record, "records", columns, settings.split):
         yield from as_examples(record)
 
 

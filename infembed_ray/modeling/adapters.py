@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from infembed_ray import durable
 from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint_writer import Stored
+from infembed_ray.storage import durable
 
 
 def add(backbones: Sequence[Any], lora: Lora) -> None:

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from infembed_ray.config.training import Interaction, PoolingMode, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.attention.dropout import set_attention_dropout
-from infembed_ray.object_store import Folder, convert_errors, is_uri
-from infembed_ray.places import Place, fingerprint_files
-from infembed_ray.storage import MANIFEST, STATES, open_input, resolve, resolve_input
+from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
+from infembed_ray.storage.places import Place, fingerprint_files
+from infembed_ray.storage.steps import MANIFEST, STATES, open_input, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"

@@ -10,8 +10,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infembed_ray import durable
 from infembed_ray.modeling.checkpoint import OWN_CONFIG, POOLING_MODES, ROUTER_CONFIG, ROUTES, SHARED, Description
+from infembed_ray.storage import durable
 
 _SHARD = "4GB"
 """Maximum size of a file of weights that are read from elsewhere; one file is in memory at a time."""

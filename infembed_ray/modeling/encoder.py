@@ -30,7 +30,7 @@ from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
-from infembed_ray.object_store import is_uri
+from infembed_ray.storage.object_store import is_uri
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.modeling.checkpoint import local
 from infembed_ray.progress import say
-from infembed_ray.storage import Published
+from infembed_ray.storage.steps import Published
 
 _WEIGHTS = "*.safetensors*"
 _MODEL = (

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from infembed_ray.errors import InputError
-from infembed_ray.lru_cache import LruCache
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import in_rows
+from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.modeling.pair_scorer import PairScorer
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.modeling.tokenizer import Tokens

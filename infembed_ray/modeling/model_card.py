@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.modeling.checkpoint import Description
 from infembed_ray.modeling.template import render
-from infembed_ray.object_store import is_uri
+from infembed_ray.storage.object_store import is_uri
 
 FILE = "README.md"
 TAG = "infembed_ray"

@@ -20,7 +20,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.progress import say
-from infembed_ray.storage import Published, Step
+from infembed_ray.storage.steps import Published, Step
 
 INPUTS = ("input_ids", "attention_mask")
 OUTPUT = "sentence_embedding"

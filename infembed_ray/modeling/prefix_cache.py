@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from infembed_ray.lru_cache import LruCache
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.tokenizer import Tokens
 

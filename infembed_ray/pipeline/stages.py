@@ -12,13 +12,13 @@ from typing import Any
 
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
+from infembed_ray.config.verbs import VERBS, load
 from infembed_ray.errors import GateError, InputError, StartError, check_all
-from infembed_ray.places import address, errors_at, place_of, read_text
 from infembed_ray.progress import say
-from infembed_ray.releases import RELEASE
-from infembed_ray.run_state import recorded
-from infembed_ray.storage import LATEST, Published, Step, set_latest
-from infembed_ray.verbs import VERBS, load
+from infembed_ray.storage.places import address, errors_at, place_of, read_text
+from infembed_ray.storage.releases import RELEASE
+from infembed_ray.storage.run_state import recorded
+from infembed_ray.storage.steps import LATEST, Published, Step, set_latest
 
 Check = Callable[..., Iterator[str]]
 """`check.check`: verb, settings, whether to ask endpoints -> its plan line by line; InputError for every mistake."""
@@ -35,7 +35,7 @@ def run(settings: PipelineSettings) -> None:
         StartError: the API did not start, or the canary was rolled back.
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
-    check_all(*(partial(_check_own, settings, stage, load("check:check")) for stage in checked))
+    check_all(*(partial(_check_own, settings, stage, load("cli.check:check")) for stage in checked))
     with recorded(place_of(settings.output), "pipeline", "pipeline"):
         _run_stages(settings)
 

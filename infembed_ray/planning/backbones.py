@@ -13,10 +13,10 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from infembed_ray import durable
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.storage import durable
 from infembed_ray.training.backbone import load_encoder
 
 TOKENS_PER_WORD = 1.35

@@ -31,8 +31,8 @@ from infembed_ray.planning.shard_estimate import BUILD_THREADS
 from infembed_ray.planning.tables import as_json as as_json
 from infembed_ray.planning.tables import table, usd
 from infembed_ray.progress import counted
-from infembed_ray.records import Seed
-from infembed_ray.storage import resolve_input
+from infembed_ray.records.tables import Seed
+from infembed_ray.storage.steps import resolve_input
 from infembed_ray.synthesis import estimate
 from infembed_ray.synthesis.pipeline import model_of, steps_of
 from infembed_ray.synthesis.preflight import Job

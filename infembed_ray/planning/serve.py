@@ -27,7 +27,7 @@ from infembed_ray.planning.shard_estimate import ShardEstimate, estimate
 from infembed_ray.planning.tables import as_json as as_json
 from infembed_ray.planning.tables import gib, table, usd
 from infembed_ray.retrieval.index import IndexFacts
-from infembed_ray.storage import find_input
+from infembed_ray.storage.steps import find_input
 from infembed_ray.training.observability.flops import peak_flops
 
 _TAIL = 0.01

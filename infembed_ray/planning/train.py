@@ -13,7 +13,6 @@ import torch
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.training import Offload, TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.planning import cost
 from infembed_ray.planning.activations import Saved, saved
@@ -31,7 +30,8 @@ from infembed_ray.planning.capacity import (
 from infembed_ray.planning.cost import Cluster
 from infembed_ray.planning.tables import table
 from infembed_ray.planning.workload import Workload, workload
-from infembed_ray.storage import resolve_input
+from infembed_ray.records.tuples import TrainingRecord
+from infembed_ray.storage.steps import resolve_input
 from infembed_ray.training import deepspeed_config
 from infembed_ray.training.observability.metrics import read_metrics
 

@@ -14,12 +14,12 @@ import torch
 
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.planning.backbones import TOKENS_PER_WORD, as_stand_in, stands_in
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
+from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training import sources
 from infembed_ray.training.collate import Batch, collate, drawn, token_counts
 from infembed_ray.training.losses import Objective

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import httpx2
 
-from infembed_ray import records
 from infembed_ray.analysis.report import PAGE_FILE as ANALYSIS_REPORT
 from infembed_ray.analysis.report import run as analyze
 from infembed_ray.client import Client
@@ -34,10 +33,11 @@ from infembed_ray.progress import say
 from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
 from infembed_ray.quickstart.report import write_report
 from infembed_ray.quickstart.sample import JOURNAL, MODEL, SEEDS
+from infembed_ray.records import tables
 from infembed_ray.retrieval.distributed import run as index
 from infembed_ray.serving.address import require_free_port
 from infembed_ray.serving.distributed import serving
-from infembed_ray.storage import Published
+from infembed_ray.storage.steps import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.launch import run as train
 from infembed_ray.training.observability.report import REPORT as TRAINING_REPORT
@@ -198,23 +198,23 @@ def _backbone() -> str:
 
 def _write_corpus(path: Path, made: Published) -> Path:
     """Write every passage of the kept records, with the id `<record>/<scenario>`."""
-    rows = records.read(made.path, records.Record, "records")
+    rows = tables.read(made.path, tables.Record, "records")
     passages: dict[str, str] = {}
     for row in rows:
         texts = row.document_positive, row.hard_negative_document_1, row.hard_negative_document_2
-        for role, text in zip(records.SCENARIOS, texts, strict=True):
+        for role, text in zip(tables.SCENARIOS, texts, strict=True):
             passages.setdefault(text, f"{row.id}/{role}")
-    records.write_lines(path, ({"id": id, "text": text} for text, id in passages.items()))
+    tables.write_lines(path, ({"id": id, "text": text} for text, id in passages.items()))
     return path
 
 
 def _write_suggestions(path: Path, made: Published) -> Path:
     """Write the playground's example searches: the example query under both instructions, and one record of each topic."""
-    held_out = records.read(made.path, records.Record, "records", split="test")
+    held_out = tables.read(made.path, tables.Record, "records", split="test")
     topics = {row.topic: row for row in reversed(held_out) if row.query_positive != QUERY}
     pairs = [(QUERY, instruction) for instruction in INSTRUCTIONS.values()]
     pairs += [(row.query_positive, row.instruction_positive) for row in topics.values()]
-    records.write_lines(path, ({"query": query, "instruction": instruction} for query, instruction in pairs))
+    tables.write_lines(path, ({"query": query, "instruction": instruction} for query, instruction in pairs))
     return path
 
 
@@ -224,7 +224,7 @@ def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ran
     wanted = next(iter(INSTRUCTIONS))
     asked = [(wanted, None), *INSTRUCTIONS.items()]
     instructions = [instruction for _, instruction in asked]
-    passages = records.read(corpus, records.Passage, "corpus")
+    passages = tables.read(corpus, tables.Passage, "corpus")
     untrained = exact_hits(InstructionEncoder.from_pretrained(backbone), QUERY, instructions, passages, TOP_K)
     with Client(url, transport=httpx2.HTTPTransport()) as client:  # its own: no proxy for loopback
         trained = [list(map(vars, client.search(QUERY, each, top_k=TOP_K).hits)) for each in instructions]

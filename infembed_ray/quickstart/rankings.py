@@ -13,7 +13,7 @@ from rich.table import Table
 
 from infembed_ray.evaluation.tables import WIDTH
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Passage
+from infembed_ray.records.tables import Passage
 
 _SHOWN = 80
 """Characters per passage in the text table."""

@@ -9,7 +9,7 @@ from infembed_ray.retrieval.index import IndexFacts, change_log
 from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
-from infembed_ray.storage import find_input
+from infembed_ray.storage.steps import find_input
 
 
 def run(action: str, directory: str, version: str | None = None) -> None:

@@ -19,8 +19,6 @@ from obstore.exceptions import BaseError
 from infembed_ray.config.retrieval import IndexSettings, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import SCRATCH, convert_errors, is_uri, scratch
-from infembed_ray.places import Place
 from infembed_ray.progress import say, track
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import BadRow, require_passages
@@ -36,6 +34,8 @@ from infembed_ray.retrieval.shard_files import (
 from infembed_ray.retrieval.shards import Build, build_shard
 from infembed_ray.retrieval.spool import partition, sorted_passages
 from infembed_ray.retrieval.work import SPOOL, Chunk, Work, chunk_rows, shard_name
+from infembed_ray.storage.object_store import SCRATCH, convert_errors, is_uri, scratch
+from infembed_ray.storage.places import Place
 
 
 @contextlib.contextmanager

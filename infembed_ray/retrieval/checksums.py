@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from infembed_ray import durable
 from infembed_ray.errors import InputError
+from infembed_ray.storage import durable
 
 BLOCK = 16 << 20
 """Bytes of a block, which is also one ranged read of an object."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place, address, delete, read_json, write_json
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.index import IndexFacts, as_published, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
@@ -29,7 +28,8 @@ from infembed_ray.retrieval.shard_files import (
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.work import shard_name
-from infembed_ray.storage import Published, Step, find_input, read_manifest
+from infembed_ray.storage.places import Place, address, delete, read_json, write_json
+from infembed_ray.storage.steps import Published, Step, find_input, read_manifest
 
 AUTO = "auto"
 """In place of an index type: let `factory.choose` choose it."""

@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import records
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place
-from infembed_ray.records import Passage
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval.passages import as_typed
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import resolve_input
 
 _OWN = ("id", "text")
 
@@ -65,7 +65,7 @@ def names_in(
     Raises:
         InputError: the file has no ids or no texts.
     """
-    own = records.mapping(first, Passage, file, "corpus", {n: theirs for n, theirs in columns.items() if n in _OWN})
+    own = tables.mapping(first, Passage, file, "corpus", {n: theirs for n, theirs in columns.items() if n in _OWN})
     return {name: own[name] for name in _OWN} | {name: columns.get(name, name) for name in metadata}
 
 
@@ -99,7 +99,7 @@ def rows(
 ) -> Iterator[list[Any]]:
     """Yield id, text and metadata of each row; adds the column names of the file to `seen`."""
     names: dict[str, str] = {}
-    for number, values in enumerate(records.raw_rows(file, "corpus"), start=1):
+    for number, values in enumerate(tables.raw_rows(file, "corpus"), start=1):
         names = names or names_in(values, file, columns, metadata)
         seen.update(values)
         yield passage(values, names, metadata, file, number)

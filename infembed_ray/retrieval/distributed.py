@@ -27,7 +27,6 @@ from ray.exceptions import RayTaskError
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.places import Place
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, on_a_cluster, require_resources
 from infembed_ray.retrieval import factory, versions
@@ -55,7 +54,8 @@ from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.retrieval.work import Chunk, Work, chunk_rows, work_directory
-from infembed_ray.storage import Published, Staging, find_input
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Published, Staging, find_input
 from infembed_ray.telemetry import report
 
 _MAX_BLOCKS = 4096

@@ -16,10 +16,8 @@ import numpy as np
 
 from infembed_ray.config.retrieval import FieldType, IndexSettings, Precision
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
-from infembed_ray.places import Place, address, errors_at
 from infembed_ray.progress import counted, say
-from infembed_ray.records import Passage
+from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
 from infembed_ray.retrieval.corpus import corpus_file, require_columns
 from infembed_ray.retrieval.reuse import Base
@@ -28,7 +26,9 @@ from infembed_ray.retrieval.shards import Hit, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from infembed_ray.retrieval.work import Chunk, Work, work_directory
-from infembed_ray.storage import MANIFEST, Published, Step, find_input, read_manifest, set_latest
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import Place, address, errors_at
+from infembed_ray.storage.steps import MANIFEST, Published, Step, find_input, read_manifest, set_latest
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray import durable
 from infembed_ray.config.evaluation import Bm25
 from infembed_ray.retrieval.passages import TEXT, open_passages, row_of
 from infembed_ray.retrieval.shard_files import POSTINGS_FILE, TERMS_FILE
+from infembed_ray.storage import durable
 
 BM25 = Bm25()
 """Tokenization (English) and formula of all shards."""
@@ -30,7 +30,7 @@ def write(directory: Path, texts: Iterable[str]) -> None:
     """Write the terms and postings of a shard's passages, in the order of its rows. The terms of all passages are in memory."""
     import bm25s
 
-    from infembed_ray.terms import tokenizer
+    from infembed_ray.modeling.terms import tokenizer
 
     terms = tokenizer(BM25)
     documents = list(terms.streaming_tokenize(texts, allow_empty=False))
@@ -122,7 +122,7 @@ class DeltaTerms:
 
 def terms_of(text: str) -> list[str]:
     """The terms of a text, in order, with repetitions."""
-    from infembed_ray.terms import tokenizer  # late: bm25s takes 17 MB, and most shards have no words
+    from infembed_ray.modeling.terms import tokenizer  # late: bm25s takes 17 MB, and most shards have no words
 
     (terms,) = tokenizer(BM25).tokenize([text], return_as="string", show_progress=False, allow_empty=False)
     return list(terms)

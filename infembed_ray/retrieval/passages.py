@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.filters import Value, typed
+from infembed_ray.storage import durable
 
 TEXT = pa.large_string()  # pa.string() holds 2 GiB at most
 COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {

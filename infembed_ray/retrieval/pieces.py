@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infembed_ray import records
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place, errors_at, listing, open_binary
+from infembed_ray.records import tables as readers
 from infembed_ray.retrieval.corpus import names_in, passage
 from infembed_ray.retrieval.passages import schema
+from infembed_ray.storage.places import Place, errors_at, listing, open_binary
 
 PARTS = 64
 """Most parts of a corpus, which tasks read side by side."""
@@ -63,7 +63,7 @@ class Piece:
 def parts_of(corpus: Place) -> list[dict[int, Piece]]:
     """Divide a corpus into at most `PARTS` parts of similar size; returns number -> piece for each. Numbers follow the files."""
     sizes = {corpus / name: size for name, size in listing(corpus).items()}
-    files = records.data_files(corpus, "corpus")
+    files = readers.data_files(corpus, "corpus")
     total = sum(max(sizes[file], _FILE_BYTES) for file in files)
     each = max(PART_BYTES, -(-total // PARTS))
     pieces = dict(enumerate(piece for file in files for piece in _divided(file, -(-sizes[file] // each), sizes[file])))
@@ -90,7 +90,7 @@ def _reading(file: Place) -> Iterator[None]:
         try:
             yield
         except pa.ArrowException:
-            deque(records.raw_rows(file, "corpus"), maxlen=0)  # raises InputError
+            deque(readers.raw_rows(file, "corpus"), maxlen=0)  # raises InputError
             raise
 
 
@@ -107,7 +107,7 @@ def tables(
         BadRow: an id or a text is empty, or a value has another type.
         InputError: the file cannot be read, or a column is missing.
     """
-    first = next(records.raw_rows(piece.file, "corpus"), None)
+    first = next(readers.raw_rows(piece.file, "corpus"), None)
     if first is None:
         return
     seen.update(first)
@@ -137,7 +137,7 @@ Numbered = Iterable[tuple[int, Mapping[str, Any]]]
 
 def _rows(piece: Piece, names: Mapping[str, str]) -> Iterator[Callable[[int], Numbered]]:
     """Yield some rows at a time, each as a function of the number of rows before the piece."""
-    rows = _row_groups(piece, names) if piece.file.suffix == ".parquet" else records.raw_rows(piece.file, "corpus")
+    rows = _row_groups(piece, names) if piece.file.suffix == ".parquet" else readers.raw_rows(piece.file, "corpus")
     count = 0
     while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
         yield partial(_numbered, some, count)
@@ -173,4 +173,4 @@ def _lines(piece: Piece) -> Iterator[Callable[[int], Numbered]]:
 def _parsed(file: Place, lines: Sequence[bytes], count: int, before: int) -> Numbered:
     numbered = enumerate(lines, start=before + count + 1)
     numbers = [number for number, line in numbered if line.decode(errors="replace").strip()]  # empty lines are no rows
-    return zip(numbers, records.raw_rows(file, "corpus", lines, before + count), strict=True)
+    return zip(numbers, readers.raw_rows(file, "corpus", lines, before + count), strict=True)

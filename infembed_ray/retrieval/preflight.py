@@ -7,19 +7,19 @@ from itertools import islice
 
 import pyarrow.parquet as pq
 
-from infembed_ray import records
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import scratch
-from infembed_ray.places import Place, errors_at, open_binary
+from infembed_ray.records import tables
 from infembed_ray.retrieval import factory
 from infembed_ray.retrieval.corpus import require_columns, require_passages, rows
 from infembed_ray.retrieval.index import FORMAT
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
-from infembed_ray.storage import Step, find_input
+from infembed_ray.storage.object_store import scratch
+from infembed_ray.storage.places import Place, errors_at, open_binary
+from infembed_ray.storage.steps import Step, find_input
 
 SAMPLE = 10_000
 """Most passages of a file that `count_passages` reads."""
@@ -85,7 +85,7 @@ def count_passages(corpus: Place, settings: IndexSettings) -> tuple[int, bool]:
     """
     total, more, unread = 0, False, False
     seen: set[str] = set()
-    for file in records.data_files(corpus, "corpus"):
+    for file in tables.data_files(corpus, "corpus"):
         read = sum(1 for _ in islice(rows(file, settings.columns, settings.metadata, seen), SAMPLE))
         with errors_at(file, "corpus"), open_binary(file) as source:
             if file.suffix == ".parquet":

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place
 from infembed_ray.progress import say
 from infembed_ray.retrieval.passages import position
 from infembed_ray.retrieval.shard_files import ShardFacts, verify_local
 from infembed_ray.retrieval.shards import Shard, shards_of
+from infembed_ray.storage.places import Place
 
 NEW = -1
 """Row of a passage that the older version does not have, or has with another text."""

@@ -17,13 +17,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, convert_errors, room, scratch
-from infembed_ray.places import Place, delete, open_binary, read_json, write_json
 from infembed_ray.progress import say
 from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder, convert_errors, room, scratch
+from infembed_ray.storage.places import Place, delete, open_binary, read_json, write_json
 
 INDEX_FILE = "index.faiss"
 PASSAGES_FILE = "passages.arrow"

@@ -17,10 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval import lexical as lexicals
 from infembed_ray.retrieval.checksums import FileChecksums
@@ -38,6 +36,8 @@ from infembed_ray.retrieval.shard_files import (
     local_directory,
     verify,
 )
+from infembed_ray.storage import durable
+from infembed_ray.storage.places import Place
 
 _LINKS_AT_ONCE = 1 << 20
 _NO_METADATA: Mapping[str, Any] = {}

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.corpus import BadRow
 from infembed_ray.retrieval.passages import schema, take
 from infembed_ray.retrieval.pieces import Piece, tables
 from infembed_ray.retrieval.shards import shards_of
+from infembed_ray.storage import durable
 
 SPOOL_BYTES = 64 << 20
 """Bytes of rows in memory, for all shards."""

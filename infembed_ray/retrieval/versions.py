@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, is_uri
-from infembed_ray.places import Place, address, errors_at, read_text
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval.index import IndexFacts, change_log, published
 from infembed_ray.retrieval.shard_files import verify as verify_shard
-from infembed_ray.storage import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
+from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.places import Place, address, errors_at, read_text
+from infembed_ray.storage.steps import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
 
 _DELETED = ".deleted"
 """End of the name of a version that is being deleted."""

@@ -20,11 +20,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import IndexSettings, Precision
-from infembed_ray.leases import lease
-from infembed_ray.object_store import room
-from infembed_ray.places import (
+from infembed_ray.retrieval.passages import write_passages
+from infembed_ray.retrieval.reuse import NEW, Base
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
+from infembed_ray.retrieval.shards import write_vectors
+from infembed_ray.retrieval.spool import spool_file
+from infembed_ray.storage import durable
+from infembed_ray.storage.leases import lease
+from infembed_ray.storage.object_store import room
+from infembed_ray.storage.places import (
     Place,
     clear,
     delete,
@@ -36,12 +41,7 @@ from infembed_ray.places import (
     read_text,
     write_json,
 )
-from infembed_ray.retrieval.passages import write_passages
-from infembed_ray.retrieval.reuse import NEW, Base
-from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
-from infembed_ray.retrieval.shards import write_vectors
-from infembed_ray.retrieval.spool import spool_file
-from infembed_ray.storage import Step
+from infembed_ray.storage.steps import Step
 
 CHUNK_PASSAGES = 512
 """Least passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infembed_ray import ray_compat
 from infembed_ray.errors import InputError, StartError
-from infembed_ray.object_store import scratch
+from infembed_ray.storage.object_store import scratch
 
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 2.0

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.config.serving import DEFAULT_COLLECTION, CanarySettings
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.places import address, place_of
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
 from infembed_ray.serving.address import served_fingerprint
 from infembed_ray.serving.plan import Plan
-from infembed_ray.storage import find_input
+from infembed_ray.storage.places import address, place_of
+from infembed_ray.storage.steps import find_input
 
 LOOK_S = 10.0
 """Seconds between two counts of the changed documents."""

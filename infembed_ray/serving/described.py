@@ -10,8 +10,6 @@ from typing import NamedTuple
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import find, is_weights, local
-from infembed_ray.object_store import is_uri
-from infembed_ray.places import address, listing, place_of
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.retrieval.stores.address import is_address
@@ -20,7 +18,9 @@ from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving.arguments import STORE, EncoderArguments, IndexArguments
 from infembed_ray.serving.encoder.calibration import require_runnable
 from infembed_ray.serving.encoder.known import describe
-from infembed_ray.storage import MANIFEST, read_manifest
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import address, listing, place_of
+from infembed_ray.storage.steps import MANIFEST, read_manifest
 
 
 class ServedIndex(NamedTuple):

@@ -20,7 +20,7 @@ from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import local
 from infembed_ray.ray_cluster import on_a_cluster
-from infembed_ray.records import raw_rows
+from infembed_ray.records.tables import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
 from infembed_ray.serving import schema, tracing
 from infembed_ray.serving.arguments import (
@@ -48,7 +48,7 @@ from infembed_ray.serving.probes import Probe, read_probes
 from infembed_ray.serving.reranking import arguments as reranking
 from infembed_ray.serving.reranking.arguments import RerankerArguments
 from infembed_ray.serving.routing.blue_green import CollectionSpec, ReleaseSpec
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.steps import resolve_input
 from infembed_ray.telemetry import json_logs
 
 SLOW_BYTES_PER_S = 50e6

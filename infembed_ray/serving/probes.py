@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
-from infembed_ray.records import raw_rows
+from infembed_ray.records.tables import raw_rows
 from infembed_ray.serving.service import Found, Query, Search
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.steps import resolve_input
 
 TOP_K = 100
 """Hits per probe; a passage that is not among them has rank TOP_K + 1."""

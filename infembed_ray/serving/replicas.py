@@ -28,7 +28,6 @@ from ray.serve.handle import DeploymentHandle
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.object_store import is_uri
 from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
 from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.retrieval.shards import Content, Shard
@@ -54,7 +53,8 @@ from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.served import Served, ServedMetrics
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.steps import resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.serving.encoder.engine import EncodingEngine, Facts

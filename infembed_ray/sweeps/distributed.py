@@ -18,10 +18,10 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.evaluation.results import Results
-from infembed_ray.places import address, place_of
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.storage import Published
+from infembed_ray.storage.places import address, place_of
+from infembed_ray.storage.steps import Published
 from infembed_ray.sweeps import table
 from infembed_ray.sweeps.table import Outcome
 from infembed_ray.sweeps.trials import Trial, combined, prepare

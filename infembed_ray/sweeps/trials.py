@@ -21,8 +21,8 @@ from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.places import Place, address, fingerprint_files, place_of
-from infembed_ray.storage import Step, find_input, fingerprint
+from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
+from infembed_ray.storage.steps import Step, find_input, fingerprint
 from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files

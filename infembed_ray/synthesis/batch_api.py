@@ -26,7 +26,6 @@ from typing import Any
 from openai.types import Batch as RemoteBatch
 from openai.types import BatchError
 
-from infembed_ray import durable
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import prices
 from infembed_ray.llm.batch_client import BatchClient
@@ -38,7 +37,8 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import USD, worst_case
 from infembed_ray.progress import counted, say
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
+from infembed_ray.storage import durable
 from infembed_ray.synthesis.batch_files import Batch, Fault, read_answers, upload_line
 from infembed_ray.synthesis.batch_rest import Rest
 from infembed_ray.synthesis.pipeline import next_request

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infembed_ray import durable
 from infembed_ray.llm.batch_quota import prompt_tokens
 from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, adapted
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, Unanswered, completion_of, one_line
+from infembed_ray.storage import durable
 
 LEFT_OUT = "no batch answered"
 """Beginning of the error of a dead letter whose request was not asked online."""

@@ -27,7 +27,6 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infembed_ray import durable
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import Canary, SynthesizeSettings
 from infembed_ray.errors import InputError
@@ -41,11 +40,12 @@ from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats
-from infembed_ray.object_store import Folder
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
-from infembed_ray.records import Seed
-from infembed_ray.storage import Published, Staging, Step
+from infembed_ray.records.tables import Seed
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.steps import Published, Staging, Step
 from infembed_ray.synthesis import self_hosted
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out

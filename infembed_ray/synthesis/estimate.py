@@ -13,7 +13,7 @@ from itertools import islice
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis import templates
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, model_of, next_request, steps_of
 from infembed_ray.synthesis.preflight import Job

@@ -12,7 +12,7 @@ import numpy as np
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.config.synthesis import Canary
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.outcome import Outcome
 
 CONFIDENCE = 0.95

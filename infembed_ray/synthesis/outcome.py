@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.records import DEAD_LETTER, RECORD, REJECTED
+from infembed_ray.records.tables import DEAD_LETTER, RECORD, REJECTED
 
 Kind = Literal["kept", "rejected", "dead_letter"]
 

@@ -13,19 +13,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infembed_ray import records
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted
-from infembed_ray.storage import Staging
+from infembed_ray.records import tables
+from infembed_ray.storage.steps import Staging
 from infembed_ray.synthesis.audit import JudgeAudit
 from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
 from infembed_ray.telemetry import report
 
 _FILES: Mapping[Kind, str] = {
-    "kept": records.KEPT_FILE,
-    "rejected": records.REJECTED_FILE,
-    "dead_letter": records.DEAD_LETTER_FILE,
+    "kept": tables.KEPT_FILE,
+    "rejected": tables.REJECTED_FILE,
+    "dead_letter": tables.DEAD_LETTER_FILE,
 }
 _ROW_GROUP = 1000
 
@@ -40,7 +40,7 @@ class Outputs:
     def __init__(self, directory: Path, table: PriceTable) -> None:
         self._prices_as_of = table.as_of
         self._tables = {kind: _Table(directory / name, SCHEMAS[kind], empty=True) for kind, name in _FILES.items()}
-        self._complements = _Table(directory / records.COMPLEMENTS_FILE, records.COMPLEMENT)
+        self._complements = _Table(directory / tables.COMPLEMENTS_FILE, tables.COMPLEMENT)
         self._waiting = sqlite3.connect("", isolation_level=None)  # "": a temporary database in memory and on disk
         self._waiting.execute("PRAGMA journal_mode=OFF")
         self._waiting.execute("CREATE TABLE waiting (seed INTEGER PRIMARY KEY, outcome BLOB)")
@@ -151,7 +151,7 @@ class Outputs:
 def nothing_kept(staging: Staging, why: str) -> str:
     """Return the message of a run that keeps no record."""
     counts = staging.counts
-    files = f"{records.REJECTED_FILE} and {records.DEAD_LETTER_FILE} are in {staging.path}"
+    files = f"{tables.REJECTED_FILE} and {tables.DEAD_LETTER_FILE} are in {staging.path}"
     return (
         f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
         f"nothing is published: {why}; {files}, the journal keeps every answer"

@@ -34,7 +34,7 @@ from infembed_ray.llm.chat import (
 from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.llm.partitions import route_of
 from infembed_ray.llm.structured_output import labelled
-from infembed_ray.records import SCENARIOS, Seed
+from infembed_ray.records.tables import SCENARIOS, Seed
 from infembed_ray.synthesis import filters, judge, templates
 from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
 

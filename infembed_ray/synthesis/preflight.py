@@ -26,11 +26,11 @@ from infembed_ray.llm.endpoint import api_key, missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.object_store import convert_errors, is_uri
-from infembed_ray.places import Place
 from infembed_ray.progress import say, track
-from infembed_ray.records import Seed
-from infembed_ray.storage import Step, folder_of, require_writable, resolve_input
+from infembed_ray.records.tables import Seed
+from infembed_ray.storage.object_store import convert_errors, is_uri
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Step, folder_of, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, model_of, next_request, steps_of
 from infembed_ray.synthesis.sources import SeedSurvey, Source

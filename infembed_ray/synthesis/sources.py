@@ -20,12 +20,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import replace_surrogates
-from infembed_ray.records import Seed
-from infembed_ray.storage import resolve_input
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Seed
+from infembed_ray.storage.steps import resolve_input
 from infembed_ray.synthesis.selection import Embed, select
 
 POOL_SIZE = 10_000
@@ -123,16 +123,16 @@ class Source:
 
     def _tables(self) -> Callable[[], Iterator[Seed | LeftOut]]:
         readers = []
-        for file in records.data_files(self.path, "seeds", self._settings.split):
-            first = next(records.raw_rows(file, "seeds"), None)
+        for file in tables.data_files(self.path, "seeds", self._settings.split):
+            first = next(tables.raw_rows(file, "seeds"), None)
             if first is not None:
                 readers.append((file, self._reader(file, first)))
 
         def read() -> Iterator[Seed | LeftOut]:
             for file, seeds_of in readers:
-                for number, row in enumerate(records.raw_rows(file, "seeds"), start=1):
+                for number, row in enumerate(tables.raw_rows(file, "seeds"), start=1):
                     for item in seeds_of(row, number):
-                        yield self._with_split(item, records.split_of(file)) if isinstance(item, Seed) else item
+                        yield self._with_split(item, tables.split_of(file)) if isinstance(item, Seed) else item
 
         return read
 
@@ -148,7 +148,7 @@ class Source:
         if layout == "table":
 
             def columns(present: Mapping[str, Any]) -> dict[str, str]:
-                return records.mapping(present, Seed, file, "seeds", self._settings.columns)
+                return tables.mapping(present, Seed, file, "seeds", self._settings.columns)
 
             of_first = columns(first)  # a row of JSON may have more
             return lambda row, _: _table(row, of_first if row.keys() <= first.keys() else columns({**first, **row}))
@@ -268,7 +268,7 @@ def _robust04(directory: Path) -> Callable[[], Iterator[Seed | LeftOut]]:
     files = [
         file
         for file in sorted(directory.rglob("*"))
-        if file.is_file() and not records.hidden(file.relative_to(directory)) and file not in (topics_file, qrels_file)
+        if file.is_file() and not tables.hidden(file.relative_to(directory)) and file not in (topics_file, qrels_file)
     ]
     for file in files:
         if re.fullmatch(r"\.\d?z", file.suffix.lower()):

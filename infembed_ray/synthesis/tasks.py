@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from infembed_ray.llm.partitions import Partition, route_of
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 
 _SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 

@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any
 
 from infembed_ray.config.training import IQNegatives
-from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.records.tuples import Example, TrainingRecord
 from infembed_ray.training.losses import NCE, Objective
 from infembed_ray.training.overlap import OverlapDropout
 

@@ -15,12 +15,13 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray import durable, examples
-from infembed_ray.examples import Example, TrainingRecord
-from infembed_ray.object_store import Folder
-from infembed_ray.places import Place, address, listing, open_binary
-from infembed_ray.records import Record
-from infembed_ray.storage import fingerprint, resolve_input
+from infembed_ray.records import tuples
+from infembed_ray.records.tables import Record
+from infembed_ray.records.tuples import Example, TrainingRecord
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import Place, address, listing, open_binary
+from infembed_ray.storage.steps import fingerprint, resolve_input
 
 RECORDS = "records.arrow"
 _ROWS = 1024
@@ -28,7 +29,7 @@ _ROWS = 1024
 _BLOCK = 1 << 20
 _TOKENS = "tokens"
 _COLUMNS = {kind: [f.name for f in fields(kind)] for kind in (Record, Example)}
-_SCHEMA = pa.unify_schemas([pa.schema([(name, pa.string()) for name in _COLUMNS[Record]]), examples.SCHEMA])
+_SCHEMA = pa.unify_schemas([pa.schema([(name, pa.string()) for name in _COLUMNS[Record]]), tuples.SCHEMA])
 """Columns of both kinds of records; a row has those of its own kind, and the others are null."""
 
 

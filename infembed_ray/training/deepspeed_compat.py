@@ -25,7 +25,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 
-from infembed_ray import durable
+from infembed_ray.storage import durable
 
 communication: Any = importlib.import_module("deepspeed.comm.torch")
 """DeepSpeed's communication backend. `import deepspeed.comm.torch as ...` may give torch itself, which `deepspeed.comm` imports."""

@@ -6,9 +6,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import durable
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.storage import durable
 
 FILE = "deepspeed.json"
 """File in the output of a run that shows its configuration."""

@@ -21,12 +21,12 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from infembed_ray import ray_compat, telemetry
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import TrainingRecord
-from infembed_ray.object_store import Folder, is_uri
-from infembed_ray.places import place_of
 from infembed_ray.progress import say
 from infembed_ray.ray_cluster import connect, on_a_cluster
-from infembed_ray.storage import STATES
+from infembed_ray.records.tuples import TrainingRecord
+from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.places import place_of
+from infembed_ray.storage.steps import STATES
 from infembed_ray.training.node_files import RAY_TRAIN_LOGS, node_directory
 
 

@@ -30,13 +30,13 @@ import torch.distributed as dist
 from infembed_ray import telemetry
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
 from infembed_ray.errors import InputError, check_all, in_one_line
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling import hub, model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.places import Place, address
 from infembed_ray.progress import counted, say, track
-from infembed_ray.storage import STATES, Published, Staging, Step
+from infembed_ray.records.tuples import TrainingRecord
+from infembed_ray.storage.places import Place, address
+from infembed_ray.storage.steps import STATES, Published, Staging, Step
 from infembed_ray.training import deepspeed_config, overlap, sources
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infembed_ray import durable
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.progress import say
-from infembed_ray.storage import STATES
+from infembed_ray.records.tuples import TrainingRecord
+from infembed_ray.storage import durable
+from infembed_ray.storage.steps import STATES
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch

@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 
 from infembed_ray.config.training import Variable
 from infembed_ray.errors import InputError
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import NCE, Negatives, Objective, marginal_loss
 from infembed_ray.training.scores import score_batch

@@ -7,7 +7,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from infembed_ray.examples import TrainingRecord
+from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training.collate import flatten
 
 Texts = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]

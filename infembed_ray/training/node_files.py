@@ -17,8 +17,8 @@ from pyarrow import ArrowException
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.checkpoint import is_weights
-from infembed_ray.object_store import Folder, is_uri, scratch
-from infembed_ray.storage import STATES, output_files
+from infembed_ray.storage.object_store import Folder, is_uri, scratch
+from infembed_ray.storage.steps import STATES, output_files
 from infembed_ray.training.collectives import from_all, world
 
 RAY_TRAIN_LOGS = "ray_train"

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import Example, TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.tuples import Example, TrainingRecord
 
 CHOICES = 5
 """Number of similar words that one is drawn from. One alone would make the same replacement at each step."""

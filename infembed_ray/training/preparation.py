@@ -11,10 +11,10 @@ from functools import partial
 from typing import TypeVar
 
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.overlap import OverlapDropout

@@ -14,8 +14,8 @@ import numpy as np
 from infembed_ray.config.base import nearest
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training import no_duplicates
 from infembed_ray.training.collate import token_counts
 from infembed_ray.training.dataset import Dataset

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from infembed_ray import examples, records
 from infembed_ray.config.training import Source, TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.places import Place
 from infembed_ray.progress import counted, say
-from infembed_ray.records import UNKNOWN, Record
-from infembed_ray.storage import find_input
+from infembed_ray.records import tables, tuples
+from infembed_ray.records.tables import UNKNOWN, Record
+from infembed_ray.records.tuples import TrainingRecord
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import find_input
 from infembed_ray.training.collate import flatten, token_counts
 from infembed_ray.training.dataset import Dataset
 from infembed_ray.training.losses import Objective
@@ -154,9 +154,9 @@ def _label(name: str) -> str:
 
 
 def _stream(source: Source, path: Place, name: str) -> Iterator[TrainingRecord]:
-    if examples.found_in(path, name, source.columns, source.split):
-        return examples.stream(path, name, source.columns, source.split)
-    return records.stream(path, Record, name, examples.single(source.columns), source.split)
+    if tuples.found_in(path, name, source.columns, source.split):
+        return tuples.stream(path, name, source.columns, source.split)
+    return tables.stream(path, Record, name, tuples.single(source.columns), source.split)
 
 
 def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) -> None:

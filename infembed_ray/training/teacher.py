@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.examples import TrainingRecord
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training.collate import collate, flatten
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.scores import Scores, score_batch, screened

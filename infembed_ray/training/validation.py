@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from infembed_ray import records as tables
 from infembed_ray.config.training import TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.obedience import GENERIC, SHUFFLED, Controls, word_overlap
@@ -20,10 +19,11 @@ from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import DEPTH, exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.examples import TrainingRecord
-from infembed_ray.places import Place
-from infembed_ray.records import MADE_ID, Passage, Record
-from infembed_ray.storage import find_input
+from infembed_ray.records import tables
+from infembed_ray.records.tables import MADE_ID, Passage, Record
+from infembed_ray.records.tuples import TrainingRecord
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import find_input
 from infembed_ray.training.collate import flatten
 from infembed_ray.training.collectives import from_first, gather_rows, world
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import rankings, results
-from infembed_ray.places import Place
-from infembed_ray.records import read_raw
+from infembed_ray.records.tables import read_raw
+from infembed_ray.storage.places import Place
 from infembed_ray.view.parquet import open_dataset, scan
 
 QUERIES = 10

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from infembed_ray.object_store import Folder
-from infembed_ray.places import Place
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import Place
 
 _ROWS_AT_ONCE = 1024
 """Rows of a batch of a scan, which reads 16 batches ahead: with pyarrow's own value it would read most of a file ahead."""

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.places import Place, open_binary
-from infembed_ray.records import COMPLEMENTS_FILE, DEAD_LETTER_FILE, KEPT_FILE, REJECTED_FILE
+from infembed_ray.records.tables import COMPLEMENTS_FILE, DEAD_LETTER_FILE, KEPT_FILE, REJECTED_FILE
+from infembed_ray.storage.places import Place, open_binary
 from infembed_ray.view.parquet import open_dataset, scan
 
 FILES = {"kept": KEPT_FILE, "rejected": REJECTED_FILE, "dead letter": DEAD_LETTER_FILE}

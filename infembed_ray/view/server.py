@@ -20,14 +20,14 @@ from starlette.routing import Route
 from infembed_ray.config.view import ViewSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import RESULTS_FILE
-from infembed_ray.places import Place, errors_at
 from infembed_ray.progress import say
-from infembed_ray.records import KEPT_FILE
+from infembed_ray.records.tables import KEPT_FILE
 from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
-from infembed_ray.storage import find_input
+from infembed_ray.storage.places import Place, errors_at
+from infembed_ray.storage.steps import find_input
 from infembed_ray.view.differences import Differences
 from infembed_ray.view.records import Records
 

@@ -13,7 +13,7 @@ import pytest
 from sklearn.metrics import cohen_kappa_score
 
 from infembed_ray.agreement.raters import run
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.analysis import AgreementSettings
 from infembed_ray.errors import InputError
 from tests.agreement.stub import Row, expected_kappa, stub

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.records import SCENARIOS, Record
-from infembed_ray.storage import Step
+from infembed_ray.records import tables
+from infembed_ray.records.tables import SCENARIOS, Record
+from infembed_ray.storage.steps import Step
 
 JUDGED = dict(zip(SCENARIOS, SCENARIOS, strict=True))
 
@@ -79,11 +79,11 @@ def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
     settings = SynthesizeSettings(seeds=str(source), output=str(output))
     step = Step("synthesize", settings, str(output), {"seeds": source})
     with step.publish() as staging:
-        records.write(staging.path / records.KEPT_FILE, records.RECORD, rows.kept)
-        records.write(staging.path / records.REJECTED_FILE, records.REJECTED, rows.rejected)
-        records.write(staging.path / records.DEAD_LETTER_FILE, records.DEAD_LETTER, rows.dead_letter)
+        tables.write(staging.path / tables.KEPT_FILE, tables.RECORD, rows.kept)
+        tables.write(staging.path / tables.REJECTED_FILE, tables.REJECTED, rows.rejected)
+        tables.write(staging.path / tables.DEAD_LETTER_FILE, tables.DEAD_LETTER, rows.dead_letter)
         if rows.complements:
-            records.write(staging.path / records.COMPLEMENTS_FILE, records.COMPLEMENT, rows.complements)
+            tables.write(staging.path / tables.COMPLEMENTS_FILE, tables.COMPLEMENT, rows.complements)
         sizes = {"kept": len(rows.kept), "rejected": len(rows.rejected), "dead_letter": len(rows.dead_letter)}
         staging.counts = {
             "seeds": sum(sizes.values()) if seeds is None else seeds,

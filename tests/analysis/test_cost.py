@@ -2,7 +2,7 @@ import pytest
 
 from infembed_ray.analysis.cost import cost
 from infembed_ray.analysis.inputs import read
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 from tests.analysis.samples import ROWS, Rows, kept, publish
 
 

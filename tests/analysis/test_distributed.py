@@ -6,13 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray import records
 from infembed_ray.analysis import distributed
 from infembed_ray.analysis.distributed import run
 from infembed_ray.analysis.inputs import read
 from infembed_ray.config.analysis import CleanSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records import Record, stream
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Record, stream
 from tests.analysis.samples import Rows, kept, publish, record
 from tests.analysis.test_cleaning import by_brute_force, some_texts
 from tests.support.files import write_jsonl
@@ -71,7 +71,7 @@ def test_kept_records_of_a_synthesis_keep_their_provenance_and_nothing_left_is_r
     source = publish(tmp_path / "synthesis", Rows(kept=rows, rejected=[], dead_letter=[]))
     published = run(CleanSettings(records=str(source), output=str(tmp_path / "clean")))
     assert published.manifest["counts"] == {"kept": 2, "near-duplicate": 1}
-    expected = pa.Table.from_pylist(rows[:2], records.RECORD).to_pylist()
+    expected = pa.Table.from_pylist(rows[:2], tables.RECORD).to_pylist()
     assert pq.read_table(published.path / "records.parquet").to_pylist() == expected
     assert len(read(published.path, "records").provenance["kept"]) == 2
     everything = write_jsonl(

@@ -6,7 +6,7 @@ from infembed_ray.analysis.examples import KEPT, REASONS, examples
 from infembed_ray.analysis.funnel import funnel
 from infembed_ray.analysis.inputs import read
 from infembed_ray.analysis.page import render, summarise
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 from tests.analysis.samples import Rows, kept, publish, rejected
 from tests.support.pages import Page
 

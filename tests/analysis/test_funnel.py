@@ -4,7 +4,7 @@ import pytest
 
 from infembed_ray.analysis.funnel import STEPS, Flow, Loss, Verdicts, funnel, verdicts
 from infembed_ray.analysis.inputs import read
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 from infembed_ray.synthesis import pipeline
 from tests.analysis.samples import ROWS, publish
 

@@ -4,10 +4,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray import records
 from infembed_ray.analysis.inputs import read
 from infembed_ray.errors import InputError
-from infembed_ray.storage import resolve
+from infembed_ray.records import tables
+from infembed_ray.storage.steps import resolve
 from tests.analysis.samples import ROWS, Rows, publish, record
 
 
@@ -41,7 +41,7 @@ def test_a_file_of_records_has_no_rejected_rows_and_no_manifest(tmp_path):
 
 def test_a_parquet_file_of_kept_records_has_its_provenance(tmp_path):
     file = tmp_path / "some.parquet"
-    records.write(file, records.RECORD, ROWS.kept)
+    tables.write(file, tables.RECORD, ROWS.kept)
     assert len(read(file, "records").provenance["kept"]) == 3
 
 

@@ -9,7 +9,7 @@ from infembed_ray.analysis.contamination import contamination
 from infembed_ray.analysis.inputs import read
 from infembed_ray.analysis.page import LONGEST_LIST, render, summarise
 from infembed_ray.analysis.texts import TextSet, compare, from_records
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 from tests.analysis.samples import ROWS, Rows, kept, publish
 from tests.support.pages import Page
 

@@ -5,7 +5,7 @@ import pytest
 from infembed_ray.analysis.report import run
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.storage.object_store import SCRATCH, Folder
 from tests.analysis.samples import publish, record
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload

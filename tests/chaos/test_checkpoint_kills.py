@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from infembed_ray import storage
+from infembed_ray.storage import steps
 from infembed_ray.training.checkpoints.checkpoint import Checkpoint
 from infembed_ray.training.observability.metrics import read_metrics
 from tests.support.files import write_jsonl
@@ -43,7 +43,7 @@ def start(records_file, minilm, stage, output):
 
 
 def outcome(output):
-    published = storage.resolve(output)
+    published = steps.resolve(output)
     curve = [[line["step"], line["loss"], line["grad_norm"]] for line in read_metrics(published)]
     return curve, {name: w for file in published.glob("*.safetensors") for name, w in load_file(file).items()}
 
@@ -75,7 +75,7 @@ def test_kill_while_a_checkpoint_is_written_leaves_the_newest_complete_one(stage
     assert not any(checksum.mismatch(newest / name) for name, checksum in saved.files.items())
 
     assert start(records_file, minilm, stage, output).wait() == 0, (tmp_path / "out.log").read_text()
-    published = storage.resolve(output)
+    published = steps.resolve(output)
     [skipped] = warnings(published)
     assert skipped.endswith(f"it is incomplete (no complete.json); the run resumes from step {saved.progress.step}")
     curve, weights = outcome(output)

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from infembed_ray import records, storage
+from infembed_ray.records import tables
+from infembed_ray.storage import steps
 from tests.chaos.seeds import write_seeds
 from tests.support.ports import free_ports
 from tests.support.stand_in_llm import StandIn
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+FILES = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)
 BEHAVIOUR = {"latency_s": 0.05, "jitter_s": 0.1, "mistaken": 0.2, "chaos": 0.25}
 KILLS = 10
 IN_FLIGHT = 16
@@ -126,8 +127,8 @@ Rows = dict[str, tuple[str, dict[str, Any]]]
 
 
 def rows_of(output: Path) -> Rows:
-    published = storage.resolve(output)
-    rows = [(file, row) for file in FILES for row in records.read_raw(published / file)]
+    published = steps.resolve(output)
+    rows = [(file, row) for file in FILES for row in tables.read_raw(published / file)]
     assert len(rows) == SEEDS
     return {row.pop("id"): (file, {**row, "provenance": None}) for file, row in rows}
 
@@ -135,7 +136,7 @@ def rows_of(output: Path) -> Rows:
 def assert_agree(got: Rows, wanted: Rows) -> None:
     """Every seed has one row; rows that faults spared in both runs are equal. Faults are drawn for each attempt."""
     assert got.keys() == wanted.keys()
-    spared = [seed for seed in got if records.DEAD_LETTER_FILE not in (got[seed][0], wanted[seed][0])]
+    spared = [seed for seed in got if tables.DEAD_LETTER_FILE not in (got[seed][0], wanted[seed][0])]
     assert len(spared) > SEEDS / 2
     print(dict(Counter(file for file, _ in got.values())), len(spared))
     assert [got[seed] for seed in spared] == [wanted[seed] for seed in spared]

@@ -12,7 +12,7 @@ import pytest
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
-from infembed_ray.storage import Published
+from infembed_ray.storage.steps import Published
 from infembed_ray.synthesis.distributed import run
 from tests.chaos.seeds import write_seeds
 from tests.support.stand_in_llm import StandIn

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from infembed_ray import records, storage
-from infembed_ray.object_store import SCRATCH
+from infembed_ray.records import tables
+from infembed_ray.storage import steps
+from infembed_ray.storage.object_store import SCRATCH
 from tests.chaos.seeds import write_seeds
 from tests.support.stand_in_llm import stand_in_process as stand_in
 from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+FILES = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)
 IN_FLIGHT = 16
 UPLOAD_EVERY_S = 2.0
 SLACK_S = 1.5
@@ -31,8 +32,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def rows_of(output: str) -> list[list[dict[str, Any]]]:
-    published = storage.resolve_input(output, "output")
-    return [records.read_raw(published / file) for file in FILES]
+    published = steps.resolve_input(output, "output")
+    return [tables.read_raw(published / file) for file in FILES]
 
 
 def test_a_lost_node_repeats_only_what_it_had_not_uploaded(

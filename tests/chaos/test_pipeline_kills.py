@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.quickstart import sample
 from tests.jobs.nodes import Job, Nodes, require_private_nodes, running_nodes
 from tests.modeling import backbones

@@ -15,7 +15,7 @@ from infembed_ray.errors import GateError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.pipeline.stages import run
 from infembed_ray.serving import distributed
-from infembed_ray.storage import read_manifest, resolve
+from infembed_ray.storage.steps import read_manifest, resolve
 from tests.serving.http_client import Answered, ask, under_load
 from tests.serving.indexes import AGAIN, PASSAGES
 from tests.support.files import write_jsonl

@@ -16,7 +16,7 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize
 from tests.support.stand_in_answers import CHAOS

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from infembed_ray import storage
+from infembed_ray.storage import steps
 from infembed_ray.training.observability.metrics import read_metrics
 from tests.training.test_collate import record
 
@@ -71,7 +71,7 @@ def training_workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def outcome(output: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the logged curve, without timings, and the exported weights."""
-    published = storage.resolve(output)
+    published = steps.resolve(output)
     decided = ("step", "loss", "grad_norm", "learning_rate", "records")
     curve = [{key: line[key] for key in decided if key in line} for line in read_metrics(published)]
     weights = {name: tensor for file in published.glob("*.safetensors") for name, tensor in load_file(file).items()}

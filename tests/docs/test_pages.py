@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infembed_ray import cli
+from infembed_ray.cli import main as cli
 from infembed_ray.config.base import Settings, settings_classes
 from infembed_ray.serving import embeddings_schema, filter_schema, schema
 from infembed_ray.telemetry import METRICS

@@ -10,8 +10,8 @@ from infembed_ray.evaluation import chunks
 from infembed_ray.evaluation.chunks import Pairs, Passages, Queries, share, shared
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
-from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.places import read_binary
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import read_binary
 
 
 def corpus(count, batch):

@@ -4,7 +4,7 @@ import ir_measures
 import pytest
 import pytrec_eval
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.comparison import compare
 

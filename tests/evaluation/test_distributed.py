@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RunSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results
@@ -32,8 +32,8 @@ from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Folder
-from infembed_ray.places import read_binary
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import read_binary
 from tests.evaluation import published as layouts
 from tests.evaluation.tasks.test_infir import record
 from tests.modeling import backbones

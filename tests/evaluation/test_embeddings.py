@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import embeddings
 from infembed_ray.evaluation.embeddings import Store, digest
-from infembed_ray.object_store import Folder
-from infembed_ray.places import read_binary
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import read_binary
 
 texts = st.lists(st.none() | st.text(max_size=4), max_size=4)
 

@@ -7,8 +7,8 @@ from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.inputs import content_hash, resolve
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.places import listing
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import listing
 from tests.evaluation import published
 from tests.evaluation.tasks.test_infir import record
 from tests.support.files import write_jsonl

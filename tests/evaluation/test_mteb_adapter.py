@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray import cli
+from infembed_ray.cli import main as cli
 from infembed_ray.config.evaluation import EvaluateSettings, retriever_settings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import distributed, mteb_adapter, results

@@ -30,7 +30,7 @@ from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
-from infembed_ray.records import Record, read
+from infembed_ray.records.tables import Record, read
 from tests.evaluation.tasks.test_infir import passages, record
 
 NAMES = ("tides", "bread", "comets", "tax law", "the violin", "rivers")

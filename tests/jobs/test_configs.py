@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray.cli import VERBS
+from infembed_ray.cli.main import VERBS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "jobs" / "configs"

@@ -21,10 +21,11 @@ from xml.etree import ElementTree
 import grpc
 import pytest
 
-from infembed_ray import provenance, records, storage
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.quickstart import sample
-from infembed_ray.records import Record
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Record
+from infembed_ray.storage import provenance, steps
 from tests.conftest import SHARED
 from tests.jobs.head import Head, running_head
 from tests.support.files import read_jsonl, write_jsonl
@@ -54,14 +55,14 @@ class Repeated:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        return storage.read_manifest(self.output, "output")
+        return steps.read_manifest(self.output, "output")
 
 
 def submit_and_repeat(head: Head, verb: str, output: Path, **settings: Any) -> Repeated:
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()] + [f"output={output}"]
     first = head.submit(verb, *overrides)
     assert first.returncode == 0, first.stdout
-    published = storage.resolve(output)
+    published = steps.resolve(output)
     before = {path: path.stat().st_mtime_ns for path in published.rglob("*")}
     with contextlib.redirect_stdout(io.StringIO()) as second:
         assert main([verb, *overrides]) == 0
@@ -99,7 +100,7 @@ def texts(directory: Path, synthesized: Repeated) -> Texts:
         corpus = cranfield(SHARED / "cranfield" / "cran.all.1400.xml")
     else:
         training, held_out = (
-            [vars(row) for row in records.read(synthesized.output, Record, "records", split=split)]
+            [vars(row) for row in tables.read(synthesized.output, Record, "records", split=split)]
             for split in ("train", "test")
         )
         corpus = [{"id": row["id"], "text": row["document_positive"]} for row in training + held_out]

@@ -24,9 +24,9 @@ import psutil
 import pytest
 import yaml
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.ray_compat import START_LIMITS
-from infembed_ray.storage import read_manifest, resolve
+from infembed_ray.storage.steps import read_manifest, resolve
 from tests.jobs.head import RAY
 from tests.jobs.nodes import Nodes, require_private_nodes, running_nodes
 from tests.modeling import backbones

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray import cli
+from infembed_ray.cli import main as cli
 from infembed_ray.config.llm import Limits
 from infembed_ray.llm import budget
 from infembed_ray.llm.journal import encode, new_segment

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 import pytest
 
-from infembed_ray import durable
 from infembed_ray.config.llm import JournalUpload, Limits
 from infembed_ray.llm import budget, journal_store, journal_tools
 from infembed_ray.llm.journal import Journal, lock_ended, segments
@@ -27,7 +26,8 @@ from infembed_ray.llm.journal_store import (
 )
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import SCRATCH, Folder
 from tests.support import faulty_store
 from tests.support.chat import completion, request
 from tests.support.waiting import wait_until
@@ -121,7 +121,7 @@ _WRITE_UNTIL_KILLED = """
 import asyncio, sys
 from infembed_ray.config.llm import JournalUpload
 from infembed_ray.llm.journal_store import open_journal
-from infembed_ray.object_store import Folder
+from infembed_ray.storage.object_store import Folder
 from tests.support.chat import completion, request
 
 async def main():

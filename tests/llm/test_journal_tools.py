@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray import cli
+from infembed_ray.cli import main as cli
 from infembed_ray.errors import InputError
 from infembed_ray.llm import journal_tools
 from infembed_ray.llm.journal import Journal, encode

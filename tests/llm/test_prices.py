@@ -6,7 +6,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
-from infembed_ray.object_store import Folder
+from infembed_ray.storage.object_store import Folder
 from tests.support.chat import completion
 
 TABLE = prices.PriceTable("2026-01-01", {"small": (0.5, 2.0)})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.manifests import ManifestsSettings
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray import examples
-from infembed_ray.check import check
+from infembed_ray.cli.check import check
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
-from infembed_ray.examples import Example
 from infembed_ray.mining import distributed
 from infembed_ray.mining.miner import Miner, known_positives
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
-from infembed_ray.storage import STATES
+from infembed_ray.storage.steps import STATES
 from tests.mining.test_miner import PASSAGES
 from tests.support.files import write_jsonl
 
@@ -36,7 +35,7 @@ def test_any_number_of_actors_and_an_interruption_give_the_same(ray_cluster, set
     tuples = [Example(f"row-{n + 1}", p[12:40], (p,)) for n, p in enumerate(PASSAGES)]
     alone = Miner(settings, settings.index, None, "cpu").mine(tuples, known_positives(lambda: tuples))
     published = distributed.run(settings)
-    assert list(examples.stream(published.path, "records")) == alone.rows
+    assert list(tuples.stream(published.path, "records")) == alone.rows
     short = sum(len(row.negatives) < 3 for row in alone.rows)
     assert short
     assert published.manifest["counts"] == {
@@ -59,7 +58,7 @@ def test_any_number_of_actors_and_an_interruption_give_the_same(ray_cluster, set
     after = {file.name: file.stat().st_mtime_ns for file in (again.path / STATES).glob("part-*")}
     assert len(kept) == 5
     assert {name: after[name] for name in kept} == kept  # only the lost block was mined again
-    assert list(examples.stream(again.path, "records")) == alone.rows
+    assert list(tuples.stream(again.path, "records")) == alone.rows
     assert again.path.name == published.path.name
     assert not distributed.run(two).fresh
 

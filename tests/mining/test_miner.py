@@ -7,9 +7,9 @@ from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.examples import Example
 from infembed_ray.mining.miner import Miner, as_examples, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
 from tests.evaluation.retrievers import models
 from tests.support.files import write_jsonl

@@ -13,7 +13,7 @@ from tests.support import hub
 from tests.training.test_launch import in_one_process, settings  # noqa: F401  (fixtures)
 
 TOKEN = "hf_of_the_test"
-AGAIN = "import sys; from infembed_ray.cli import main; sys.exit(main(sys.argv[1:]))"
+AGAIN = "import sys; from infembed_ray.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def train_again(finished, server, token=TOKEN, pipeline=None):

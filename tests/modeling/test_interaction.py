@@ -25,7 +25,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import padded
 from infembed_ray.modeling.tokenizer import Tokens
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.loop import train_worker
 from infembed_ray.training.observability.metrics import read_metrics
 

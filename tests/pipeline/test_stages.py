@@ -2,11 +2,11 @@
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.errors import GateError, InputError
 from infembed_ray.pipeline import stages
-from infembed_ray.storage import read_manifest, resolve
+from infembed_ray.storage.steps import read_manifest, resolve
 from tests.analysis.samples import publish
 
 ALL = {

@@ -7,7 +7,7 @@ import jinja2
 import pytest
 import yaml
 
-from infembed_ray.cli import VERBS, main
+from infembed_ray.cli.main import VERBS, main
 from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.pipeline import stages, workflows
 from tests.pipeline.test_stages import ALL

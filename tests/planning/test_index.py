@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.planning.capacity import GIB

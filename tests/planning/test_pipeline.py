@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.check import check
-from infembed_ray.cli import main
+from infembed_ray.cli.check import check
+from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanIndexSettings, PlanPipelineSettings, PlanServeSettings, PlanTrainSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.planning.serve import plan, wait

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.planning.capacity import GIB

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.quickstart import chain
 from infembed_ray.serving.plan import read_suggestions
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 from tests.support.files import read_jsonl
 from tests.support.ports import free_port
 

@@ -3,7 +3,7 @@ import pytest
 
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
-from infembed_ray.records import Passage
+from infembed_ray.records.tables import Passage
 
 
 def ranking(*ids):

@@ -14,7 +14,7 @@ from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import clear_finished
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
-from infembed_ray.storage import Step, find_input
+from infembed_ray.storage.steps import Step, find_input
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, write_shards
 from tests.retrieval.vectors import unit_vectors
 

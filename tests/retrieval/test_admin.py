@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.retrieval import shards
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
-from infembed_ray.storage import resolve
+from infembed_ray.storage.steps import resolve
 from tests.retrieval.test_compaction import fold, log_of, publish
 
 

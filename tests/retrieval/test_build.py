@@ -7,13 +7,13 @@ from obstore.exceptions import GenericError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
 from infembed_ray.retrieval import pieces
 from infembed_ray.retrieval.build import output_errors, partition_here, partition_part, sort_shard
 from infembed_ray.retrieval.corpus import BadRow
 from infembed_ray.retrieval.pieces import Piece, parts_of
 from infembed_ray.retrieval.preflight import prepare_engine
 from infembed_ray.retrieval.work import Work
+from infembed_ray.storage.object_store import Folder
 from tests.support.files import write_jsonl
 
 

@@ -11,7 +11,7 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import checksums
 from infembed_ray.retrieval.checksums import FileChecksums, whole_file_checksum
-from infembed_ray.storage import fingerprint
+from infembed_ray.storage.steps import fingerprint
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import admin, shards, versions
 from infembed_ray.retrieval.answers import ShardQuery, ShardRanking
 from infembed_ray.retrieval.compaction import Compaction
@@ -15,7 +14,8 @@ from infembed_ray.retrieval.index import Index, IndexFacts, finished
 from infembed_ray.retrieval.shard_files import clear_finished, verify
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault, Put
-from infembed_ray.storage import LATEST, output_files, resolve
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.steps import LATEST, output_files, resolve
 from tests.retrieval.lineage import BASE, QUERIES, changes, check, first_step, fold, log_of, publish
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
 

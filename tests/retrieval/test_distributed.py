@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import distributed, work
 from infembed_ray.retrieval.distributed import compact, run
 from infembed_ray.retrieval.index import Index
@@ -24,7 +23,8 @@ from infembed_ray.retrieval.shard_files import PASSAGES_FILE, ShardFacts
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
 from infembed_ray.retrieval.versions import verify
-from infembed_ray.storage import Published, read_manifest, resolve
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.steps import Published, read_manifest, resolve
 from tests.support.files import write_jsonl
 from tests.support.waiting import wait_until
 

@@ -95,7 +95,7 @@ def test_only_verbs_that_need_faiss_are_refused(site: Path) -> None:
     (site / "faiss.py").write_text("raise ModuleNotFoundError(\"No module named 'faiss'\", name='faiss')")
 
     def infembed(*arguments: str) -> subprocess.CompletedProcess[str]:
-        program = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]; from infembed_ray.cli import main; sys.exit(main())"
+        program = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]; from infembed_ray.cli.main import main; sys.exit(main())"
         return subprocess.run([sys.executable, "-c", program, *arguments], check=False, capture_output=True, text=True)
 
     assert infembed("--help").returncode == 0

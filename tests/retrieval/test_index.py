@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.places import open_binary
-from infembed_ray.records import Passage
+from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval import build, work
 from infembed_ray.retrieval.index import Index, IndexFacts, warn_of_changes
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
-from infembed_ray.storage import LATEST, MANIFEST, Step, read_manifest
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import open_binary
+from infembed_ray.storage.steps import LATEST, MANIFEST, Step, read_manifest
 from tests.retrieval.vectors import unit_vectors
 from tests.support.shards import write_shard
 

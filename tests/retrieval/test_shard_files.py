@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.shard_files import (
     ShardFacts,
@@ -24,7 +23,8 @@ from infembed_ray.retrieval.shard_files import (
     verify_local,
 )
 from infembed_ray.retrieval.shards import Build, Shard
-from infembed_ray.storage import fingerprint
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.steps import fingerprint
 from tests.retrieval.vectors import unit_vectors
 from tests.support.shards import write_shard
 

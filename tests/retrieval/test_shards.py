@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray import durable
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shards
@@ -21,6 +20,7 @@ from infembed_ray.retrieval.factory import EXACT_BELOW
 from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, hits_of, shard_of, shards_of, write_vectors
+from infembed_ray.storage import durable
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
 from tests.support.shards import search_shard, write_shard
 

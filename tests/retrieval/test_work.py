@@ -8,15 +8,15 @@ import pytest
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.places import listing, open_binary
 from infembed_ray.retrieval import work as chunks
 from infembed_ray.retrieval.passages import open_passages, schema
 from infembed_ray.retrieval.pieces import Piece
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
 from infembed_ray.retrieval.spool import partition, sorted_passages
 from infembed_ray.retrieval.work import Work, work_directory
-from infembed_ray.storage import Step
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import listing, open_binary
+from infembed_ray.storage.steps import Step
 from tests.support.files import write_jsonl
 
 
@@ -167,7 +167,7 @@ def test_builds_of_the_same_vectors_share_it_one_at_a_time(
     tmp_path: Path, bucket: str, store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
-    monkeypatch.setattr("infembed_ray.leases.SECONDS", 2.0)
+    monkeypatch.setattr("infembed_ray.storage.leases.SECONDS", 2.0)
     output = f"{bucket}/shared-work" if store else str(tmp_path / "index")
 
     def opened(**changes: object) -> tuple[Step, IndexSettings]:

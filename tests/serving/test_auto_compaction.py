@@ -16,7 +16,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.serving import auto_compaction
 from infembed_ray.serving.auto_compaction import AutoCompaction
 from infembed_ray.serving.plan import Plan
-from infembed_ray.storage import Step
+from infembed_ray.storage.steps import Step
 
 
 class Api:

@@ -19,12 +19,12 @@ from ray.serve.schema import ServeDeploySchema
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.described import model_bytes, model_name
 from infembed_ray.serving.distributed import run
 from infembed_ray.serving.plan import Plan, read_suggestions
-from infembed_ray.storage import MANIFEST
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.steps import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
 from tests.support.ports import free_port
 

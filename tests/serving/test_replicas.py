@@ -24,7 +24,6 @@ from ray.cluster_utils import Cluster
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.retrieval import checksums
 from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.index import Index
@@ -40,7 +39,8 @@ from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.replicas import Encoder, EngineMetrics, Ingress, ShardSearch
 from infembed_ray.serving.routing.encoder_calls import Inputs
 from infembed_ray.serving.service import Query
-from infembed_ray.storage import output_files
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.steps import output_files
 from tests.retrieval.test_index import write_index
 from tests.retrieval.vectors import unit_vectors
 from tests.serving.http_client import under_load

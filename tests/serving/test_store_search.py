@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError

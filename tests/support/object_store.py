@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from infembed_ray.object_store import Folder
-from infembed_ray.places import listing
-from infembed_ray.storage import STATES
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import listing
+from infembed_ray.storage.steps import STATES
 from tests.support.ports import free_port
 from tests.support.waiting import answers, wait_until
 

@@ -15,9 +15,9 @@ from ray.cluster_utils import Cluster
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
-from infembed_ray.object_store import SCRATCH, Folder
-from infembed_ray.places import read_binary
-from infembed_ray.storage import find_input
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import read_binary
+from infembed_ray.storage.steps import find_input
 from infembed_ray.sweeps.distributed import run
 from infembed_ray.sweeps.trials import trials
 from infembed_ray.training.launch import run as train

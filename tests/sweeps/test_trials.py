@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import yaml
 
+from infembed_ray.cli.help import as_yaml
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.settings_help import as_yaml
-from infembed_ray.storage import Step
+from infembed_ray.storage.steps import Step
 from infembed_ray.sweeps.trials import BASE, inputs, trials
 from tests.evaluation import published
 from tests.modeling import backbones

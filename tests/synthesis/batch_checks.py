@@ -19,7 +19,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request, RunFailure, Unjournaled
 from infembed_ray.llm.endpoint import parse_completion
 from infembed_ray.llm.journal import Journal, replaying
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize
 from tests.support import stand_in_answers

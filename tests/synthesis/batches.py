@@ -8,7 +8,7 @@ from typing import Any
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.journal import Journal
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.batch_api import BatchReport, answer_in_batches
 from tests.support.stand_in_llm import StandIn
 

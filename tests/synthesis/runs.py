@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.storage import Published
+from infembed_ray.records import tables
+from infembed_ray.storage.steps import Published
 from tests.support.stand_in_llm import StandIn
 from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+FILES = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)
 PLANTS = ("maple", "willow", "juniper", "bramble", "thistle", "clover", "heather", "mistletoe")
 USES = ("honey", "timber", "baskets", "medicine", "fodder", "hedges", "charcoal", "shelter")
 ROWS = [
@@ -34,7 +34,7 @@ def settings(seeds: Path, output: Path | str, server: StandIn | None = None, **v
 
 
 def rows_of(published: Published) -> list[list[dict[str, Any]]]:
-    return [records.read_raw(published.path / file) for file in FILES]
+    return [tables.read_raw(published.path / file) for file in FILES]
 
 
 def answered_most(server: StandIn) -> int:

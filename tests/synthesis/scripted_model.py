@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from infembed_ray import records
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.errors import InputError
-from infembed_ray.storage import Published
+from infembed_ray.records import tables
+from infembed_ray.storage.steps import Published
 from infembed_ray.synthesis.distributed import run
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.synthesis.batch_checks import kill_when, stages
@@ -27,8 +27,8 @@ def seeds_file(tmp_path: Path) -> Path:
 
 
 def rows_but_prices(published: Published) -> list[list[dict[str, Any]]]:
-    files = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
-    rows = [records.read_raw(published.path / file) for file in files]
+    files = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)
+    rows = [tables.read_raw(published.path / file) for file in files]
     for row in (row for part in rows for row in part):
         row["provenance"].pop("usd")
     return rows
@@ -64,7 +64,7 @@ def test_a_run_in_batches_makes_dead_letters_of_the_rest_and_asks_nothing_online
         batches = {"attempts": 1, "rest": "dead_letter"}
         done = run(settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches))
         assert all("batch" in entry for entry in server.log("answered"))
-    dead = records.read_raw(done.path / records.DEAD_LETTER_FILE)
+    dead = tables.read_raw(done.path / tables.DEAD_LETTER_FILE)
     assert len(dead) == done.manifest["batches"]["unanswered"]["batch_expired"] > 0
     assert {row["error"] for row in dead} == {"no batch answered: batch_expired"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray import records
 from infembed_ray.errors import InputError
+from infembed_ray.records import tables
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
 from tests.support.stand_in_llm import stand_in
@@ -46,7 +46,7 @@ def test_the_run_ends_after_the_canary_and_the_same_command_goes_on_without_payi
         assert recorded["counts"]["seeds"] == 16 == recorded["sampled"]
         assert recorded["counts"]["calls"] == answered
         assert recorded["calls"][0] == pytest.approx(4 * answered)
-        assert len(records.read_raw(directory / records.KEPT_FILE)) == recorded["counts"]["kept"]
+        assert len(tables.read_raw(directory / tables.KEPT_FILE)) == recorded["counts"]["kept"]
         assert "forecast for 64 seeds from 16: " in capsys.readouterr().out
 
         canary = given.canary.model_copy(update={"stop": False})  # type: ignore[union-attr]

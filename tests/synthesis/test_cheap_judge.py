@@ -13,7 +13,7 @@ import pytest
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request, RunFailure
 from infembed_ray.llm.journal import Journal
-from infembed_ray.records import SCENARIOS
+from infembed_ray.records.tables import SCENARIOS
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
 from infembed_ray.synthesis.outcome import Outcome, Spend

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infembed_ray import records
 from infembed_ray.llm.chat import RowFailure
+from infembed_ray.records import tables
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
 from tests.synthesis.scripted_model import JUDGING, SETTINGS, WRITING, Model, outcome
 from tests.synthesis.test_pipeline import fits
@@ -16,7 +16,7 @@ def test_a_complement_does_not_change_its_record() -> None:
     plain, got = outcome(Model()), outcome(model, COMPLEMENT)
     assert plain.complement is None
     assert got.complement is not None
-    row = fits(got.complement, records.COMPLEMENT)
+    row = fits(got.complement, tables.COMPLEMENT)
     assert row["fault"] is None
     for column in ("id", "source", "query_positive", "hard_negative_document_1", "document_positive"):
         assert row[column] == got.row[column]
@@ -42,7 +42,7 @@ def test_a_failed_complement_does_not_affect_its_record(step: str, answer: str |
     got = outcome(Model(**{step: answer}), COMPLEMENT)
     assert got.kind == "kept"
     assert got.complement is not None
-    row = fits(got.complement, records.COMPLEMENT)
+    row = fits(got.complement, tables.COMPLEMENT)
     assert fault in row["fault"]
     assert (row["instruction_complement"] is None) == isinstance(answer, Exception)
 

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import ray
 
-from infembed_ray import cli, records, storage
+from infembed_ray.cli import main as cli
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import directory_of
-from infembed_ray.object_store import SCRATCH, Folder
 from infembed_ray.quickstart import sample
-from infembed_ray.storage import Published
+from infembed_ray.records import tables
+from infembed_ray.storage import steps
+from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.steps import Published
 from infembed_ray.synthesis import distributed, preflight
 from infembed_ray.synthesis.distributed import run
 from tests.support import faulty_store, object_store
@@ -212,7 +214,7 @@ def test_a_run_that_keeps_nothing_fails_and_leaves_its_rejected_rows(
     assert said in message
     assert not (tmp_path / "latest").exists()
     directory = Path(message.partition(" are in ")[2].partition(",")[0])
-    rows = [row for file in FILES for row in records.read_raw(directory / file)]
+    rows = [row for file in FILES for row in tables.read_raw(directory / file)]
     assert len(rows) == 9
 
 
@@ -352,7 +354,7 @@ def test_journal_and_output_in_an_object_store_give_the_same_files_and_any_numbe
         answered = len(server.log("answered"))
     assert (first.manifest["counts"]["calls"], again.manifest["counts"]["replayed"]) == (answered, answered)
     assert {f"{first.manifest['identity']}/{file}" for file in FILES} < output.entries().keys()
-    stored = storage.resolve_input(output.uri, "output")
+    stored = steps.resolve_input(output.uri, "output")
     for file in FILES:
         assert (stored / file).read_bytes() == (uninterrupted.path / file).read_bytes()
         assert (again.path / file).read_bytes() == (uninterrupted.path / file).read_bytes()
@@ -405,6 +407,6 @@ def test_structured_answers_complements_and_repairs_pass_through_a_run(
     assert len(dead) < len(ROWS) / 2
     assert all("malformed answer" in row["error"] for row in dead)
     assert any("repair=1" in row["provenance"]["prompt_version"] for row in kept)
-    complements = records.read_raw(published.path / records.COMPLEMENTS_FILE)
+    complements = tables.read_raw(published.path / tables.COMPLEMENTS_FILE)
     assert [row["id"] for row in complements] == [row["id"] for row in kept]
     assert [row["fault"] for row in complements].count(None) > len(kept) / 2

@@ -9,7 +9,7 @@ import pytest
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.config.synthesis import Canary
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.forecast import Forecast, forecast, sample, wilson
 from infembed_ray.synthesis.outcome import Outcome, Spend
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.llm.chat import RowFailure
-from infembed_ray.records import SCENARIOS
+from infembed_ray.records.tables import SCENARIOS
 from infembed_ray.synthesis import judge
 
 DOCUMENTS = {scenario: f"text of {scenario}" for scenario in SCENARIOS}

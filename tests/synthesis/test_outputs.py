@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray import records
 from infembed_ray.llm.prices import PriceTable
+from infembed_ray.records import tables
 from infembed_ray.synthesis import outputs
 from infembed_ray.synthesis.outcome import Kind, Outcome, Spend
 from infembed_ray.synthesis.outputs import Outputs
 
 TABLE = PriceTable("2026-01-01", {})
-FILES = (records.KEPT_FILE, records.REJECTED_FILE, records.DEAD_LETTER_FILE)
+FILES = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)
 
 
 def outcome(index: int, kind: Kind, paid: Spend | None = None, replayed: Spend | None = None) -> Outcome:
@@ -88,18 +88,18 @@ def test_files_without_rows_have_their_columns(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE):
         pass
     schemas = [pq.read_schema(tmp_path / file).names for file in FILES]
-    assert schemas == [records.RECORD.names, records.REJECTED.names, records.DEAD_LETTER.names]
+    assert schemas == [tables.RECORD.names, tables.REJECTED.names, tables.DEAD_LETTER.names]
 
 
 def test_complements_are_written_in_seed_order_only_if_there_are_any(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE) as files:
         files.add(0, outcome(0, "kept"))
-    assert not (tmp_path / records.COMPLEMENTS_FILE).exists()
+    assert not (tmp_path / tables.COMPLEMENTS_FILE).exists()
     with Outputs(tmp_path, TABLE) as files:
         for index in (2, 0, 1):
             complement = None if index == 1 else {"id": f"seed-{index}", "instruction_complement": "the other"}
             files.add(index, replace(outcome(index, "kept"), complement=complement))
-    assert pq.read_table(tmp_path / records.COMPLEMENTS_FILE)["id"].to_pylist() == ["seed-0", "seed-2"]
+    assert pq.read_table(tmp_path / tables.COMPLEMENTS_FILE)["id"].to_pylist() == ["seed-0", "seed-2"]
 
 
 def test_the_note_forecasts_the_cost_of_all_seeds(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure
 from infembed_ray.llm.endpoint import Unanswered, completion_of, parse_completion
 from infembed_ray.llm.journal import decode, encode
-from infembed_ray.records import SCENARIOS, Seed
+from infembed_ray.records import tables
+from infembed_ray.records.tables import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.outcome import SCHEMAS, Outcome, Spend
 from infembed_ray.synthesis.pipeline import synthesize
@@ -36,7 +36,7 @@ def test_a_good_seed_becomes_a_whole_record() -> None:
     got = outcome(model)
     assert got.kind == "kept"
     assert list(model.asked) == WRITING + JUDGING
-    row = fits(got.row, records.RECORD)
+    row = fits(got.row, tables.RECORD)
     assert [name for name, value in row.items() if value is None] == ["language"]
     assert (row["id"], row["source"], row["topic"], row["split"]) == ("seed-1", "made up", "bees", "train")
     assert (row["query_positive"], row["document_positive"]) == (SEED.query, SEED.passage)
@@ -118,7 +118,7 @@ def test_a_useless_line_is_rejected_and_ends_the_row(step: str, text: str, reaso
     model = Model(**{step: text})
     got = outcome(model)
     assert got.kind == "rejected"
-    row = fits(got.row, records.REJECTED)
+    row = fits(got.row, tables.REJECTED)
     assert row["step"] == step == list(model.asked)[-1]
     assert reason in row["reason"]
     assert row["hard_negative_document_1"] is None
@@ -150,7 +150,7 @@ def test_a_wrong_verdict_rejects_the_row_and_ends_it(scenario: str, picked: str)
     pick = {"none": "Answer: none", "positive": _number_of(SEED.passage), "distractor": _number_of("A passage about")}
     model = Model(**{f"judge_{scenario}": pick[picked]})
     got = outcome(model)
-    row = fits(got.row, records.REJECTED)
+    row = fits(got.row, tables.REJECTED)
     assert (got.kind, row["step"], row["reason"]) == ("rejected", f"judge_{scenario}", f"the judge picked {picked}")
     asked = [judge.ORDER[number] for number in range(judge.ORDER.index(scenario) + 1)]
     assert list(model.asked) == [*WRITING, *(f"judge_{each}" for each in asked)]
@@ -172,7 +172,7 @@ FAILURES = {
 def test_a_failed_call_makes_the_row_a_dead_letter_that_names_the_request(step: str, failure: str) -> None:
     model = Model(**{step: FAILURES[failure]})
     got = outcome(model)
-    row = fits(got.row, records.DEAD_LETTER)
+    row = fits(got.row, tables.DEAD_LETTER)
     assert (got.kind, row["id"], row["source"], row["step"]) == ("dead_letter", "seed-1", "made up", step)
     assert failure.split()[-1] in row["error"] or "tried 7 times" in row["error"]
     asked = model.asked[step]
@@ -210,7 +210,7 @@ def test_a_malformed_answer_is_repaired_by_one_more_request(step: str, structure
 def test_an_answer_malformed_twice_is_a_dead_letter_and_both_answers_count(step: str, structured: bool) -> None:
     model = Model(**{step: "Sure! Happy to help."})
     got = outcome(model, _structured() if structured else SETTINGS)
-    row = fits(got.row, records.DEAD_LETTER)
+    row = fits(got.row, tables.DEAD_LETTER)
     assert (got.kind, row["step"]) == ("dead_letter", step)
     assert row["error"].startswith("malformed answer: no `")
     assert [call.step for call in model.calls][-2:] == [step, step]
@@ -292,7 +292,7 @@ def test_a_label_without_a_passage_is_malformed() -> None:
 def test_a_seed_with_an_empty_text_is_a_dead_letter_without_requests(name: str) -> None:
     model = Model()
     got = asyncio.run(synthesize(replace(SEED, **{name: " "}), POOL, SETTINGS, model))
-    row = fits(got.row, records.DEAD_LETTER)
+    row = fits(got.row, tables.DEAD_LETTER)
     assert (got.kind, row["step"], row["error"]) == ("dead_letter", "seed", f"its {name} is empty")
     assert model.asked == {}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records import Seed
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis import sources
 from infembed_ray.synthesis.sources import Source
 from tests.support.memory import peak_bytes

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.examples import Example
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
+from infembed_ray.records.tuples import Example
 from infembed_ray.training.collate import collate, drawn, flatten, other_instructions, sample_instructions, token_counts
 from infembed_ray.training.losses import NCE, Objective
 from tests.modeling import backbones

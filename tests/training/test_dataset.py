@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
-from infembed_ray.records import Record, stream
+from infembed_ray.records.tables import Record, stream
+from infembed_ray.storage.object_store import Folder
 from infembed_ray.training.dataset import Dataset
 from tests.support.memory import peak_bytes
 from tests.training.test_collate import record

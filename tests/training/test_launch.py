@@ -15,7 +15,7 @@ import torch
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.storage import Staging
+from infembed_ray.storage.steps import Staging
 from infembed_ray.training import launch
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.metrics import StepLog, read_metrics
@@ -65,7 +65,7 @@ def by_torchrun(settings, tmp_path):
     """Run `infembed train` in two processes, which must not import Ray."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys\nfrom infembed_ray.cli import main\n"
+        "import sys\nfrom infembed_ray.cli.main import main\n"
         "status = main(['train', *sys.argv[1:]])\nassert 'ray' not in sys.modules\nsys.exit(status)\n"
     )
     overrides = [f"{k}={json.dumps(v)}" for k, v in settings.model_dump(exclude_defaults=True).items()]

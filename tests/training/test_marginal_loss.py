@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infembed_ray import InputError, InstructionEncoder, MarginalLoss
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.collate import flatten
 from infembed_ray.training.losses import ALL_OBJECTIVES, Objective
 from tests.modeling import backbones

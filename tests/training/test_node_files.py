@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from infembed_ray.object_store import SCRATCH, Folder
+from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.training import node_files
 from infembed_ray.training.node_files import RunFiles, fetch, node_directory, share_of
 from tests.support.waiting import wait_until

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infembed_ray.examples import Example
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.tuples import Example
 from infembed_ray.training.collate import collate, flatten
 from infembed_ray.training.collectives import mean_over_workers
 from infembed_ray.training.losses import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss

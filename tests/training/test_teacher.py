@@ -5,7 +5,7 @@ import torch
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.scores import score_batch

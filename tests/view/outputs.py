@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infembed_ray import records
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import Change, Run
 from infembed_ray.evaluation.rankings import Rankings
@@ -18,7 +17,8 @@ from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.followir import CHANGED, ORIGINAL
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
-from infembed_ray.records import Record
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Record
 
 MARKUP = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1"><b>bold</b>'
 WORDS = ("aspirin", "Café", "sleep", "a+b", "50%", "İstanbul", "naïve", "x")
@@ -36,7 +36,7 @@ def synthesis_rows(kept: int = 45, rejected: int = 22, dead: int = 3) -> dict[st
         columns = ("query_positive", "instruction_positive", "instruction_negative", "query_negative")
         passages = ("document_positive", "hard_negative_document_1", "hard_negative_document_2")
         made = {name: text() for name in (*columns, *passages)}
-        verdicts = {scenario: scenario for scenario in records.SCENARIOS}
+        verdicts = {scenario: scenario for scenario in tables.SCENARIOS}
         known = {
             "source": rng.choice(("msmarco", "leetcode")),
             "topic": rng.choice(("sleep", "tea", None)),
@@ -63,15 +63,15 @@ def write_synthesis(directory: Path, rows: dict[str, list[dict[str, Any]]], comp
     """Write the files of a synthesis output in row groups of seven rows."""
     directory.mkdir(exist_ok=True)
     files = {
-        "kept": (records.KEPT_FILE, records.RECORD),
-        "rejected": (records.REJECTED_FILE, records.REJECTED),
-        "dead letter": (records.DEAD_LETTER_FILE, records.DEAD_LETTER),
+        "kept": (tables.KEPT_FILE, tables.RECORD),
+        "rejected": (tables.REJECTED_FILE, tables.REJECTED),
+        "dead letter": (tables.DEAD_LETTER_FILE, tables.DEAD_LETTER),
     }
     for kind, (name, schema) in files.items():
         pq.write_table(pa.Table.from_pylist(rows[kind], schema=schema), directory / name, row_group_size=7)
     if complements:
         made = [{"id": row["id"], "instruction_complement": f"complement of {row['id']}"} for row in rows["kept"]]
-        records.write(directory / records.COMPLEMENTS_FILE, records.COMPLEMENT, made)
+        tables.write(directory / tables.COMPLEMENTS_FILE, tables.COMPLEMENT, made)
     return directory
 
 

@@ -13,7 +13,7 @@ from infembed_ray.evaluation.metrics import p_mrr, rank_change, ranks
 from infembed_ray.evaluation.rankings import DEPTH
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import Figure
-from infembed_ray.object_store import Folder
+from infembed_ray.storage.object_store import Folder
 from infembed_ray.view.differences import PASSAGES, QUERIES, Differences, DifferencesQuery
 from infembed_ray.view.server import open_view
 from tests.support.object_store import upload

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder
-from infembed_ray.records import KEPT_FILE, REJECTED_FILE
+from infembed_ray.records.tables import KEPT_FILE, REJECTED_FILE
+from infembed_ray.storage.object_store import Folder
 from infembed_ray.view.records import CHOICES, ROWS, Records, RecordsQuery
 from infembed_ray.view.server import open_view
 from tests.support.object_store import upload

@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 import pytest
 import uvicorn
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.view.records import RecordsQuery
 from infembed_ray.view.server import create_app, open_view
 from tests.support.ports import free_port
@@ -145,7 +145,7 @@ def test_the_command_prints_the_url_imports_no_ray_or_torch_and_ends_at_once_wit
     directories: dict[str, Path],
 ) -> None:
     program = (
-        "import sys; from infembed_ray.cli import main; status = main(sys.argv[1:]); "
+        "import sys; from infembed_ray.cli.main import main; status = main(sys.argv[1:]); "
         "assert not {'ray', 'torch', 'transformers'} & set(sys.modules); sys.exit(status)"
     )
     port = free_port()

@@ -15,10 +15,10 @@ from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.evaluation.tasks import infir
-from infembed_ray.places import Place
 from infembed_ray.progress import say
 from infembed_ray.reporting import page
-from infembed_ray.storage import Published, Step, find_input
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Published, Step, find_input
 
 PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
 

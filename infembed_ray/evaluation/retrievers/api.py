@@ -31,7 +31,7 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport
 from infembed_ray.modeling.formats import passage_text, query_text
 from infembed_ray.modeling.tokenizer import Side
-from infembed_ray.storage import local_path, require_writable
+from infembed_ray.storage.steps import local_path, require_writable
 
 COHERE_TEXTS = 96
 """Maximum texts of a request to Cohere."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from infembed_ray import storage
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import (
     ApiSettings,
@@ -35,8 +34,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import runs
 from infembed_ray.evaluation.retrievers.retriever import Retriever
 from infembed_ray.modeling import checkpoint
-from infembed_ray.object_store import Folder, is_uri
-from infembed_ray.places import Place, place_of
+from infembed_ray.storage import steps
+from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
@@ -119,7 +119,7 @@ def resolve(
         settings = settings.model_copy(update={"template": template})
     if isinstance(settings, ApiSettings):  # workers have other working directories
         files = {name: getattr(settings.api, name) for name in ("journal", "prices")}
-        absolute = {name: str(storage.local_path(file, f"{where}.api.{name}")) for name, file in files.items() if file}
+        absolute = {name: str(steps.local_path(file, f"{where}.api.{name}")) for name, file in files.items() if file}
         return settings.model_copy(update={"api": settings.api.model_copy(update=absolute)})
     if isinstance(settings, RunSettings):
         return settings.model_copy(update={"runs": runs.absolute(settings.runs, where)})
@@ -171,10 +171,10 @@ def _absolute(model: str, setting: str) -> str:
         InputError: the value looks like a directory that does not exist.
     """
     if is_uri(model):
-        return storage.open_input(model, setting).uri
+        return steps.open_input(model, setting).uri
     path = Path(model).expanduser().absolute()
     if path.is_dir():
-        return str(storage.resolve(path).resolve())
+        return str(steps.resolve(path).resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise InputError(
             f"{setting}={model}: no such model directory; give an existing one, or a hub name like org/model"
@@ -187,7 +187,7 @@ def _is_checkpoint(model: str) -> bool:
 
 
 def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str, Place], dict[str, str]]:
-    """Return a retriever's part of the identity of a `storage.Step`: paths, and names of what is not a path.
+    """Return a retriever's part of the identity of a `steps.Step`: paths, and names of what is not a path.
 
     Raises:
         InputError: a directory is missing or holds no model, the hub has no such model, a package is missing, or the
@@ -243,7 +243,7 @@ def identity(settings: RetrieverSettings) -> str:
     The hash of a directory covers the contents of its files. The hash of a hub model covers its name and commit.
     """
     paths, names = inputs(settings)
-    contents = {part: storage.fingerprint(path) for part, path in paths.items()}
+    contents = {part: steps.fingerprint(path) for part, path in paths.items()}
     return hashlib.sha256(json.dumps([contents, names], sort_keys=True).encode()).hexdigest()[:16]
 
 

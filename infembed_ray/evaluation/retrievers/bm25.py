@@ -12,7 +12,7 @@ from infembed_ray.config.evaluation import Bm25Settings
 from infembed_ray.evaluation.metrics import Run
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.modeling.formats import query_text
-from infembed_ray.terms import tokenizer
+from infembed_ray.modeling.terms import tokenizer
 
 
 class Bm25Ranker:

@@ -17,9 +17,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks import trec
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.object_store import is_uri
-from infembed_ray.places import Place, place_of
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place, place_of
+from infembed_ray.storage.steps import resolve_input
 
 RUNS = "runs"
 """Folder of an evaluation's runs: a folder per model, a file per task."""

@@ -9,9 +9,9 @@ from infembed_ray.evaluation.tasks import bright, followir, mair, mirror, modes,
 from infembed_ray.evaluation.tasks.checks import checked
 from infembed_ray.evaluation.tasks.registry import TASKS, find
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task
-from infembed_ray.object_store import is_uri
-from infembed_ray.places import Place, errors_at
-from infembed_ray.storage import local_path, open_input
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place, errors_at
+from infembed_ray.storage.steps import local_path, open_input
 
 _LAYOUTS: Mapping[str, Callable[..., Task]] = {
     "followir": followir.read,

@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.tasks.task import CORPUS
-from infembed_ray.object_store import Folder, scratch
-from infembed_ray.places import Place
 from infembed_ray.progress import track
+from infembed_ray.storage.object_store import Folder, scratch
+from infembed_ray.storage.places import Place
 
 _FORMAT = 1
 """Version of the cached files; raise it when the same sources must give another file."""

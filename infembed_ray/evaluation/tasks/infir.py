@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
-from infembed_ray.records import SCENARIOS, Passage, Record
+from infembed_ray.records.tables import SCENARIOS, Passage, Record
 
 TASK = "records"
 """Default name."""

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from infembed_ray import durable, storage
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.tasks.registry import TASKS, Entry, Source, expand, find
 from infembed_ray.evaluation.tasks.repository import CARD, FORMAT, MANIFEST, NOT_FETCHED, configs, manifest, matching
-from infembed_ray.object_store import scratch
 from infembed_ray.progress import counted, say, track
+from infembed_ray.storage import durable, steps
+from infembed_ray.storage.object_store import scratch
 
 Files = dict[str, dict[str, Any]]
 """File of a repository -> `size` and `sha256`, None where unknown."""
@@ -28,7 +28,7 @@ Files = dict[str, dict[str, Any]]
 
 def run(action: str, directory: str, tasks: Sequence[str]) -> int:
     """Run `fetch` or `verify`; return the exit status, 1 if `verify` finds faults."""
-    root = storage.local_path(directory, "data")
+    root = steps.local_path(directory, "data")
     if action == "fetch":
         fetch(root, tasks)
         return 0
@@ -61,7 +61,7 @@ def fetch(root: Path, tasks: Sequence[str]) -> None:
     for entry in _published(tasks):
         for source in entry.sources:
             sources.setdefault(source.repository, []).append(source)
-    storage.require_writable(root, "data")
+    steps.require_writable(root, "data")
     say(f"data: fetching to {root}; another process that fetches to it finishes first")
     with durable.exclusive_lock(root / ".mirror.lock", wait=True):  # the manifest has one writer at a time
         for repository, of_repository in sources.items():

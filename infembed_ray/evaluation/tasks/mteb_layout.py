@@ -11,7 +11,7 @@ from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.repository import Repository
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task
-from infembed_ray.places import Place
+from infembed_ray.storage.places import Place
 
 _ID = "_id|id"
 

@@ -18,10 +18,10 @@ from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.registry import IR_DATASETS
 from infembed_ray.evaluation.tasks.repository import Directory, Repository
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task
-from infembed_ray.object_store import is_uri
-from infembed_ray.places import Place
-from infembed_ray.records import FORMATS
-from infembed_ray.storage import open_input
+from infembed_ray.records.tables import FORMATS
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import open_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
 """Figures of a collection, beside p-MRR and Robustness@10, if the settings give no measures."""

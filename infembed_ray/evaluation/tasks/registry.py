@@ -14,8 +14,8 @@ import yaml
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.repository import CARD, Repository
-from infembed_ray.object_store import is_uri
-from infembed_ray.places import Place
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place
 
 MODE = "@"
 """Separates a task's or a benchmark's name from that of a published protocol: `followir@mteb1`."""

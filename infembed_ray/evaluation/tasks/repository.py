@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place, listing, read_text
-from infembed_ray.records import FORMATS, hidden, raw_rows
+from infembed_ray.records.tables import FORMATS, hidden, raw_rows
+from infembed_ray.storage.places import Place, listing, read_text
 
 CARD = "README.md"
 MANIFEST = "mirror.json"

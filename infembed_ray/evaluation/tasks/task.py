@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from infembed_ray.evaluation.metrics import Change, Qrels
-from infembed_ray.places import Place
+from infembed_ray.storage.places import Place
 
 ROBUSTNESS = "Robustness@10"
 CORPUS = pa.schema([("id", pa.string()), ("text", pa.string())])

@@ -14,7 +14,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.task import Query, Task
-from infembed_ray.places import Place, errors_at, listing, open_binary, read_binary
+from infembed_ray.storage.places import Place, errors_at, listing, open_binary, read_binary
 
 PARTS = ("documents", "topics", "qrels")
 """Files of a collection, or folders of several: `documents.xml`, `documents/1.gz`, `topics.301-450`, `qrels.txt`."""

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.llm.journal import encode
 from infembed_ray.progress import say
 from infembed_ray.quickstart.sample import AUTHORED, JOURNAL, MODEL, SEEDS
+from infembed_ray.records import tables
 from infembed_ray.synthesis.pipeline import synthesize
 
 TEST_TOPICS = {"coffee", "databases", "hypertension", "space-missions"}
@@ -41,7 +41,7 @@ def record() -> tuple[bytes, bytes]:
     settings = SynthesizeSettings(seeds=str(SEEDS), output="", generator=MODEL, judge=MODEL)
     journal: list[bytes] = []
 
-    async def pass_through(seed: records.Seed, row: Mapping[str, Any]) -> None:
+    async def pass_through(seed: tables.Seed, row: Mapping[str, Any]) -> None:
         async def complete(request: Request) -> Completion:
             # No model wrote this, so there are no token counts.
             completion = Completion(_completion(request, row), "stop", MODEL.model, 0, 0)
@@ -60,9 +60,9 @@ def record() -> tuple[bytes, bytes]:
     return "".join(lines).encode(), b"".join(journal)
 
 
-def _seed(row: Mapping[str, Any]) -> records.Seed:
+def _seed(row: Mapping[str, Any]) -> tables.Seed:
     split = "test" if row["topic"] in TEST_TOPICS else "train"
-    return records.Seed(row["id"], row["query"], row["passage"], SOURCE, row["topic"], split)
+    return tables.Seed(row["id"], row["query"], row["passage"], SOURCE, row["topic"], split)
 
 
 def _completion(request: Request, row: Mapping[str, Any]) -> str:

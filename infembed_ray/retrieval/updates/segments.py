@@ -17,8 +17,8 @@ from pathlib import Path
 from obstore.exceptions import BaseError
 from pyarrow import ArrowException
 
-from infembed_ray import durable
-from infembed_ray.object_store import Folder
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder
 
 _NAME = re.compile(r"(\d{12})\.arrow")
 

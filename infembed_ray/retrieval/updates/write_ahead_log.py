@@ -36,11 +36,11 @@ import pyarrow as pa
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.places import Place
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.segments import LocalSegments, Segments, StoredSegments, segment_name
+from infembed_ray.storage.places import Place
 
 OP, VECTOR = "_op", "_vector"
 """Columns of a segment besides those of passages; metadata columns cannot have these names."""

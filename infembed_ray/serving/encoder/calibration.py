@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from infembed_ray import durable
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.modeling.precision import cpu_capabilities, cpu_has_bf16
@@ -30,6 +29,7 @@ from infembed_ray.progress import say
 from infembed_ray.serving.encoder.known import KnownEncoder
 from infembed_ray.serving.encoder.runtime import VERSIONS, OnnxRuntime, Runtime, cache_directory, graph_files, threads
 from infembed_ray.serving.encoder.vllm_runtime import VllmRuntime, require_vllm
+from infembed_ray.storage import durable
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from infembed_ray import durable
 from infembed_ray.modeling.checkpoint import files_digest
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import TextTokenizer
 from infembed_ray.serving.encoder.runtime import VERSIONS, cache_directory
+from infembed_ray.storage import durable
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder

@@ -19,7 +19,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION, RankingSettings
-from infembed_ray.places import place_of
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
@@ -44,6 +43,7 @@ from infembed_ray.serving.service import (
     Stuck,
     TooManyChanges,
 )
+from infembed_ray.storage.places import place_of
 
 PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from infembed_ray.lru_cache import LruCache
+from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.retrieval.answers import Behind, Key, Merged, ScoreQuery, ShardQuery, merge, merge_rankings
 from infembed_ray.retrieval.shards import Content, shard_of
 from infembed_ray.serving import tracing

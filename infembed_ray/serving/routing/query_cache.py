@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infembed_ray.lru_cache import LruCache
+from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.serving import tracing
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.service import Query

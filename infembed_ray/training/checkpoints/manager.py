@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infembed_ray import durable
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.object_store import Folder, is_uri
 from infembed_ray.progress import say
-from infembed_ray.storage import STATES
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.steps import STATES
 from infembed_ray.telemetry import report
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
 from infembed_ray.training.checkpoints.upload import Upload

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pyarrow import ArrowException
 
-from infembed_ray.object_store import Folder
-from infembed_ray.storage import STATES
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.steps import STATES
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, is_tag, step_of
 from infembed_ray.training.collectives import from_all, from_first
 from infembed_ray.training.node_files import RunFiles

@@ -20,8 +20,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from infembed_ray import durable
 from infembed_ray.errors import in_one_line
+from infembed_ray.storage import durable
 from infembed_ray.training.checkpoints.checkpoint import Checksum
 from infembed_ray.training.deepspeed_compat import CheckpointEngine
 

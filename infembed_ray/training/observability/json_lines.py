@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import durable
 from infembed_ray.progress import say
+from infembed_ray.storage import durable
 
 
 def read(path: Path, offset: int = 0) -> tuple[list[Any], int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray.object_store import SCRATCH
+from infembed_ray.storage.object_store import SCRATCH
 
 
 @pytest.fixture(autouse=True)

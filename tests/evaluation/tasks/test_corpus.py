@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.corpus import mapped
-from infembed_ray.object_store import SCRATCH
+from infembed_ray.storage.object_store import SCRATCH
 
 
 @pytest.fixture

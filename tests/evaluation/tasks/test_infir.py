@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.records import Passage, Record
+from infembed_ray.records.tables import Passage, Record
 
 
 def record(name):

@@ -14,10 +14,10 @@ from threading import Thread
 import huggingface_hub.constants
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks import catalogue, mirror, own, registry
-from infembed_ray.object_store import SCRATCH
+from infembed_ray.storage.object_store import SCRATCH
 from tests.evaluation import published
 from tests.support.hub import COMMIT, Hub, serving
 from tests.support.waiting import wait_until

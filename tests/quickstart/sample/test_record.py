@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray import records
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.quickstart import sample
 from infembed_ray.quickstart.sample.record import TEST_TOPICS, record
+from infembed_ray.records import tables
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize
 
@@ -19,7 +19,7 @@ AUTHORED = [json.loads(line) for line in sample.AUTHORED.read_text(encoding="utf
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     """The sample through the pipeline, from its journal alone."""
-    seeds = records.read(sample.SEEDS, records.Seed, "seeds")
+    seeds = tables.read(sample.SEEDS, tables.Seed, "seeds")
     settings = SynthesizeSettings(seeds="", output="", generator=sample.MODEL, judge=sample.MODEL)
     complete = replaying(Journal(tmp_path_factory.mktemp("journal"), [sample.JOURNAL]))
     pool = [seed.passage for seed in seeds]

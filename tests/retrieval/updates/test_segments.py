@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from obstore.exceptions import GenericError
 
-from infembed_ray import durable
-from infembed_ray.object_store import Folder
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault, Put
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder
 from tests.retrieval.updates.test_write_ahead_log import VECTORS, ids_of, log_in, put
 
 

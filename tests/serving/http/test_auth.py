@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.cli import main
+from infembed_ray.cli.main import main
 from infembed_ray.errors import InputError
 from infembed_ray.serving.http import auth
 from infembed_ray.serving.http.auth import ApiKey, ApiKeys, is_loopback, new_key, read_keys

@@ -21,8 +21,8 @@ from infembed_ray.config.training import ExportSettings, Lora
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import onnx
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.object_store import Folder
-from infembed_ray.storage import resolve_input
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.steps import resolve_input
 from infembed_ray.training import launch
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.checkpoints.manager import CheckpointManager

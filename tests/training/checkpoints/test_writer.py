@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 
-from infembed_ray import durable
+from infembed_ray.storage import durable
 from infembed_ray.training.checkpoints.writer import CheckpointFiles
 
 

@@ -10,7 +10,7 @@ import torch
 
 from infembed_ray.config.training import Anomalies, TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records import Record
+from infembed_ray.records.tables import Record
 from infembed_ray.training.observability.anomalies import FEWEST, WINDOW, Monitor
 from infembed_ray.training.observability.events import EventLog, read_events
 from infembed_ray.training.observability.metrics import read_metrics

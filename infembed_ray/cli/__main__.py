@@ -1,0 +1,8 @@
+"""`python -m infembed_ray.cli`: the command without its script, as launchers such as torchrun start it."""
+
+import sys
+
+from infembed_ray.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What `infembed check` says of a run's outputs: their place and state, and whether the disk has room."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+from infembed_ray.config.base import Settings
+from infembed_ray.errors import InputError
+from infembed_ray.storage.object_store import SCRATCH, is_uri
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Step, local_path
+
+GIB = 2**30
+
+
+@contextlib.contextmanager
+def no_new_directories(settings: Settings) -> Iterator[None]:
+    """Remove the empty directories that the block creates where the settings name outputs."""
+    parts = (settings, getattr(settings, "evaluate", None))  # a sweep names its evaluations' embeddings
+    outputs = [getattr(part, name, None) for part in parts for name in ("output", "embeddings", "journal")]
+    places = [local_path(path, "output") for path in outputs if path and not is_uri(path)]
+    places += [places[0] / name for name in ("journal", "embeddings")] if places else []
+    absent = {path for place in places for path in (place, *place.parents) if not path.exists()}
+    try:
+        yield
+    finally:
+        for path in sorted(absent, reverse=True):  # a directory sorts before what it holds
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def state(step: Step, *reused: Place) -> Generator[str, None, bool]:
+    """Say where the output will be, and whether it exists.
+
+    Args:
+        reused: what an interrupted run leaves besides `step.partial`.
+
+    Returns:
+        Whether an earlier run published it, so that nothing is left to check.
+    """
+    place = step.remote.base if step.remote else step.path
+    if done := step.found():
+        yield f"output {place}: finished on {done.manifest['created']}, so there is nothing to do"
+    elif any(place.exists() for place in (step.partial, *reused)) or (step.remote and step.remote.exists()):
+        yield f"output {place}: an interrupted run is there, and this run resumes it"
+    else:
+        yield f"output {place}: new"
+    return done is not None
+
+
+def require_space(step: Step, needed: float, *reused: Path) -> str:
+    """Return how much disk a run needs besides what an interrupted one left; InputError if there is less."""
+    left = (file for place in (step.partial, *reused) for file in place.rglob("*") if file.is_file())
+    more = max(0.0, needed - sum(file.stat().st_size for file in left))
+    free = shutil.disk_usage(step.root).free
+    if more > free:
+        raise InputError(
+            f"output={step.root}: the run needs about {gib(more)}, but {gib(free)} are free there; free some, or "
+            "choose another disk"
+        )
+    return f"disk: about {gib(more)} at most, {gib(free)} are free"
+
+
+def require_space_of_workers(step: Step, needed: float, *reused: Path) -> str:
+    """Return the disk that workers need. If the output is in an object store, they write to their own nodes' disks."""
+    if step.remote is None:
+        return require_space(step, needed, *reused)
+    return f"disk: about {gib(needed)} at most in {SCRATCH} of the node of a worker 0, less on other nodes"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"

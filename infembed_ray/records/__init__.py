@@ -1,0 +1,1 @@
+"""Rows that stages exchange: their types and their readers and writers."""

@@ -1,0 +1,1 @@
+"""Places, leases, durable writes and published outputs."""

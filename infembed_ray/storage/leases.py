@@ -1,0 +1,205 @@
+"""Leases: one writer at a time, in a local directory or in an object store.
+
+A local lease is a file lock (`durable.exclusive_lock`), which the kernel releases when its process ends. An object store has
+no locks. There a lease is the object `.NAME.lease`, created conditionally. It holds its owner and a duration; its owner renews
+it by compare-and-swap at a third of the duration, and deletes it at the end.
+
+The lease of a dead writer is taken over by compare-and-swap when it has not been renewed for its duration. Its age is the
+difference of two times of the store's clock, so skew between machines has no effect. Only the wait that is left is measured
+by the machine itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from obstore.exceptions import BaseError
+from pyarrow import ArrowException
+
+from infembed_ray.errors import InputError
+from infembed_ray.progress import say
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import Folder, Version
+
+SECONDS = 60.0
+"""Duration of a lease. It exceeds the time that a write of the manifest may take with all its retries."""
+_ROUNDING_S = 2.0
+"""Stores give times in whole seconds."""
+_POLL_S = 1.0
+
+
+@contextlib.contextmanager
+def lease(place: Path | Folder, name: str, setting: str) -> Iterator[Callable[[], None]]:
+    """Hold the lease on a name below a directory or a folder of an object store.
+
+    A store's lease that another process holds is observed until that process renews it or the lease expires.
+
+    Args:
+        setting: beginning of the error messages, such as `output=PATH`.
+
+    Yields:
+        A check, to be called before the result is published; it raises InputError if the lease is lost.
+
+    Raises:
+        InputError: another process holds the lease; the message names it.
+    """
+    if isinstance(place, Folder):
+        held = _StoreLease(place, f".{name}.lease", setting)
+        held.acquire()
+        try:
+            with held.renewed():
+                yield held.renew
+        finally:
+            held.release()
+        return
+    path = place / f".{name}.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(durable.exclusive_lock(path))
+        except BlockingIOError as error:
+            raise _busy(setting, path.read_text(encoding="utf-8")) from error
+        path.write_text(json.dumps(_owner()), encoding="utf-8")
+        yield lambda: None
+
+
+def is_held(place: Path | Folder, name: str) -> bool:
+    """Return whether a process holds the lease on a name. One of a store counts until it expires, by this machine's clock."""
+    if isinstance(place, Folder):
+        found = place.read_versioned(f".{name}.lease")
+        return found is not None and found[1].written is not None and time.time() - found[1].written < SECONDS
+    if not (path := place / f".{name}.lock").exists():
+        return False
+    try:
+        with durable.exclusive_lock(path):
+            return False
+    except BlockingIOError:
+        return True
+
+
+def _owner() -> dict[str, Any]:
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "id": secrets.token_hex(8)}
+
+
+def _busy(setting: str, text: str | bytes) -> InputError:
+    """Return the error that names the owner of a lease."""
+    try:
+        owner = json.loads(text)
+        by = f"process {owner['pid']} on {owner['host']} has been writing this output since {owner['since']}"
+    except (ValueError, KeyError, TypeError):  # the owner has just begun
+        by = "another process is writing this output"
+    return InputError(f"{setting}: {by}; wait for it, or stop it")
+
+
+class _StoreLease:
+    """A lease in an object store."""
+
+    def __init__(self, folder: Folder, name: str, setting: str) -> None:
+        self._folder, self._name, self._setting = folder, name, setting
+        self._owner = _owner() | {"seconds": SECONDS}
+        self._renewals = 0
+        self._version: Version | None = None
+        self._renewing = threading.Lock()
+
+    def _body(self) -> bytes:
+        """The lease's next content. The count makes each content, and with it the object's tag, another one."""
+        self._renewals += 1
+        return json.dumps(self._owner | {"renewals": self._renewals}).encode()
+
+    def acquire(self) -> None:
+        """Create the lease, or take over that of a dead process.
+
+        Raises:
+            InputError: another process holds the lease, and has renewed it.
+        """
+        first: Version | None = None
+        deadline = 0.0
+        while True:
+            if (version := self._folder.create(self._name, self._body())) is not None:
+                break
+            if (found := self._folder.read_versioned(self._name)) is None:
+                continue  # just released
+            text, held = found
+            if first is None:
+                first, left = held, self._seconds_left(text, held)
+                deadline = time.monotonic() + left
+                if left > 0:
+                    owner = _busy(self._setting, text).args[0].rpartition(";")[0]
+                    say(f"{owner}; this run goes on in at most {left:.0f} s if that process is dead")
+            elif held != first:
+                raise _busy(self._setting, text)
+            if time.monotonic() >= deadline:
+                if (version := self._folder.replace(self._name, self._body(), held)) is not None:
+                    break
+                continue
+            time.sleep(min(_POLL_S, SECONDS / 10))
+        self._version = version
+
+    def _seconds_left(self, text: bytes, held: Version) -> float:
+        """Return the time until a lease expires, by the store's clock."""
+        probe = f"{self._name}.{secrets.token_hex(4)}"
+        self._folder.create(probe, b"")
+        found = self._folder.read_versioned(probe)
+        self._folder.delete(probe)
+        now = found[1].written if found is not None else None
+        age = 0.0 if now is None or held.written is None else now - held.written
+        return float(json.loads(text)["seconds"]) + _ROUNDING_S - age
+
+    def renew(self) -> None:
+        """Renew the lease. A late renewal is valid too: it succeeds only if no other process has taken the lease over.
+
+        Raises:
+            InputError: another process has taken the lease over.
+        """
+        with self._renewing:
+            if self._version is not None:
+                self._version = self._folder.replace(self._name, self._body(), self._version) or self._own()
+            if self._version is None:
+                raise InputError(
+                    f"{self._setting}: this process could not renew its lease for {SECONDS:g} s, and another process has "
+                    "taken it over; nothing is published. Wait for the other process, then run again"
+                )
+
+    def _own(self) -> Version | None:
+        """Return the version in the store if it is of this process: a renewal that was given up may arrive later."""
+        found = self._folder.read_versioned(self._name)
+        return found[1] if found is not None and json.loads(found[0])["id"] == self._owner["id"] else None
+
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Renew the lease in a thread while the block runs."""
+        stop = threading.Event()
+
+        def renew() -> None:
+            while not stop.wait(SECONDS / 3):
+                try:
+                    self.renew()
+                except InputError as error:  # lost: the check before publishing raises this again
+                    say(str(error))
+                    return
+                except (OSError, ArrowException, BaseError):
+                    continue  # the store does not answer; the lease may still be ours when it does
+
+        thread = threading.Thread(target=renew, name=f"lease {self._name}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def release(self) -> None:
+        """Delete the lease if it is still ours. A lease that cannot be deleted expires."""
+        with contextlib.suppress(OSError, ArrowException, BaseError, InputError):
+            self.renew()  # no other process can take it over between this and the deletion
+            self._folder.delete(self._name)

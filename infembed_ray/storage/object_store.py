@@ -1,0 +1,368 @@
+"""Object stores: folders at `s3://`, `gs://` and `abfs://` URIs.
+
+Bulk bytes go through pyarrow's clients. Conditional writes of small control objects (manifests, `latest`, leases) go
+through obstore, because pyarrow has none.
+
+Module `store_clients` says how both find their credentials.
+
+A single object is written atomically, but a store cannot rename. A writer of several objects writes the one that marks
+them complete last.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
+
+from obstore import exceptions as failures
+from pyarrow import ArrowException
+from pyarrow import fs as filesystems
+
+from infembed_ray.errors import InputError
+from infembed_ray.storage import durable
+from infembed_ray.storage.store_clients import RETRY_TIMEOUT, control_client, file_system
+
+SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
+SCRATCH = "INFEMBED_SCRATCH"
+"""Environment variable: local directory for copies from object stores and from the hub."""
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+"""Errors of a local file. Those of a store's client have no such number."""
+_CHUNK = 8 << 20
+_WRITES = 5
+"""Attempts of a conditional write whose outcome is not known."""
+_PAUSE_S = 0.2
+_QUERY = {
+    "allow_bucket_creation",
+    "allow_bucket_deletion",
+    "blob_storage_authority",
+    "client_id",
+    "credential_kind",
+    "dfs_storage_authority",
+    "enable_tls",
+    "endpoint_override",
+    "project_id",
+    "region",
+    "retry_limit_seconds",
+    "scheme",
+    "tls_ca_dir_path",
+    "tls_ca_file_path",
+    "tls_verify_certificates",
+}
+"""Query parameters of pyarrow that are not secret. URIs appear in manifests and logs."""
+
+
+def is_uri(value: str) -> bool:
+    """Whether a value is a URI of an object store."""
+    return value.split("://", 1)[0] in SCHEMES and "://" in value
+
+
+def scratch() -> Path:
+    """Return the directory for local copies: `INFEMBED_SCRATCH`, else one of this user in /tmp.
+
+    Raises:
+        InputError: another user owns it. Training states are loaded from it, and loading them can run code.
+    """
+    path = _scratch_path()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not os.environ.get(SCRATCH) and path.stat().st_uid != os.getuid():
+        raise InputError(f"{path}: belongs to another user; set {SCRATCH} to a directory of your own")
+    return path
+
+
+@contextmanager
+def room(prefix: str) -> Iterator[Path]:
+    """Give a directory below `scratch` for the time of the block; delete those that killed processes of this node left.
+
+    A process holds a lock in its directory. The directory gets its name once the lock is held.
+    """
+    prefix = f"{prefix}-{platform.node()}@"  # a scratch directory may be a shared one
+    for left in scratch().glob(f"{prefix}*"):
+        with suppress(OSError), durable.exclusive_lock(left / "lock"):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix="new-", dir=scratch()))
+    with durable.exclusive_lock(made / "lock"):
+        directory = made.rename(made.with_name(made.name.replace("new-", prefix, 1)))
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _scratch_path() -> Path:
+    given = os.environ.get(SCRATCH)
+    return Path(given).expanduser().absolute() if given else Path(tempfile.gettempdir()) / f"infembed-{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Size of an object in bytes, and the time it was written in nanoseconds since 1970."""
+
+    size: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of an object, for compare-and-swap: S3 and Azure use the tag, GCS the version.
+
+    Attributes:
+        written: time of the write by the store's clock, in seconds since 1970; None if the version comes from a write.
+    """
+
+    e_tag: str | None
+    version: str | None
+    written: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The objects with one prefix, as files of a folder; or one object.
+
+    Attributes:
+        base: scheme, bucket and path, quoted as in a URI: `s3://bucket/path`.
+        query: query string of the URI, with the endpoint and its options.
+    """
+
+    base: str
+    query: str = ""
+
+    @classmethod
+    def open(cls, uri: str, setting: str) -> Folder:
+        """Open the folder that a setting names.
+
+        Raises:
+            InputError: the bucket does not exist, access is denied, the endpoint does not answer, or the URI holds
+                credentials.
+        """
+        base, _, query = uri.partition("?")
+        folder = cls(base.rstrip("/"), query)
+        user, _, place = base.partition("://")[2].rpartition("@")  # abfs://container@account.dfs.core.windows.net
+        if ":" in user:
+            raise InputError(
+                f"{setting}={place}: a URI must not hold credentials, because logs show it; set them in the environment"
+            )
+        if not {key for key, _ in parse_qsl(query, keep_blank_values=True)} <= _QUERY:
+            raise InputError(
+                f"{setting}={folder.base}: the query of a URI may hold only {', '.join(sorted(_QUERY))}; set credentials "
+                "in the environment, because logs show the URI"
+            )
+        with convert_errors(folder.base, setting):
+            system, path = folder.file_system()
+            bucket = path.split("/", 1)[0]
+            if system.get_file_info(bucket).type == filesystems.FileType.NotFound:
+                raise InputError(f"{setting}={folder.base}: no bucket {bucket}; create it, or check the endpoint")
+        return folder
+
+    def __str__(self) -> str:
+        return self.base
+
+    @property
+    def uri(self) -> str:
+        """The URI with its query, for another process."""
+        return f"{self.base}?{self.query}" if self.query else self.base
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return unquote(self.base.rsplit("/", 1)[-1])
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the name, as of a `Path`."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix, as of a `Path`."""
+        return PurePosixPath(self.name).stem
+
+    @property
+    def parent(self) -> Folder:
+        """The folder that holds this one."""
+        return replace(self, base=self.base.rsplit("/", 1)[0])
+
+    def __truediv__(self, name: str) -> Folder:
+        return replace(self, base=f"{self.base}/{quote(name, safe='/=:@+,;~')}") if name else self
+
+    def is_file(self) -> bool:
+        """Whether this is one object, as of a `Path`."""
+        system, path = self.file_system()
+        return bool(system.get_file_info(path).type == filesystems.FileType.File)
+
+    def file_system(self) -> tuple[Any, str]:
+        """Return pyarrow's file system of the store, and the path of this folder in it."""
+        return file_system(self.base, self.query)
+
+    def exists(self) -> bool:
+        """Whether this is an object, or the beginning of the name of one."""
+        system, path = self.file_system()
+        return bool(system.get_file_info(path).type != filesystems.FileType.NotFound)
+
+    def entries(self) -> dict[str, Entry]:
+        """List the objects below this folder by relative name; "" is the folder itself, if it is an object."""
+        system, path = self.file_system()
+        found = system.get_file_info(filesystems.FileSelector(path, recursive=True, allow_not_found=True))
+        if not found:
+            found = [system.get_file_info(path)]
+        return {
+            info.path[len(path) :].lstrip("/"): Entry(info.size, info.mtime_ns)
+            for info in found
+            if info.type == filesystems.FileType.File
+        }
+
+    def folders(self) -> list[str]:
+        """List the names of the folders directly in this one."""
+        system, path = self.file_system()
+        found = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
+        return [info.base_name for info in found if info.type == filesystems.FileType.Directory]
+
+    def read(self, name: str) -> str | None:
+        """Read the text of an object; None if it does not exist."""
+        system, path = self.file_system()
+        try:
+            with system.open_input_stream(f"{path}/{name}") as stream:
+                return str(stream.read().decode("utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small object."""
+        system, path = self.file_system()
+        with system.open_output_stream(f"{path}/{name}") as stream:
+            stream.write(text.encode("utf-8"))
+
+    def read_versioned(self, name: str) -> tuple[bytes, Version] | None:
+        """Read a small object with its version; None if it does not exist."""
+        client, key = self._control(name)
+        try:
+            found = client.get(key)
+            data, meta = bytes(found.bytes()), found.meta
+        except FileNotFoundError:
+            return None
+        return data, Version(meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
+
+    def read_range(self, name: str, start: int, length: int | None) -> bytes | None:
+        """Read up to `length` bytes (None: all) of an object from `start` on, by one request; None if it does not exist."""
+        client, key = self._control(name)
+        wanted = {"offset": start} if length is None else (start, start + length)
+        try:
+            return bytes(client.get(key, options={"range": wanted}).bytes())
+        except FileNotFoundError:
+            return None
+
+    def create(self, name: str, data: bytes) -> Version | None:
+        """Write a small object that must not exist yet, atomically.
+
+        Args:
+            data: bytes that no other writer writes, such as a random id: a writer whose reply was lost finds its own object.
+
+        Returns:
+            The new version, or None: another writer has created the object.
+        """
+        return self._put(name, data, None)
+
+    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
+        """Replace one version of a small object (compare-and-swap), as `create`.
+
+        Returns:
+            The new version, or None: the object has another version now, or is deleted.
+        """
+        return self._put(name, data, version)
+
+    def _put(self, name: str, data: bytes, expected: Version | None) -> Version | None:
+        """Write an object whose present version is `expected`; None expects no object."""
+        client, key = self._control(name)
+        tokens = {} if expected is None else {"e_tag": expected.e_tag, "version": expected.version}
+        mode = {token: value for token, value in tokens.items() if value is not None} or "create"
+        deadline = time.monotonic() + RETRY_TIMEOUT.total_seconds()
+        for attempt in range(1, _WRITES + 1):
+            try:
+                made = client.put(key, data, mode=mode)
+                return Version(made["e_tag"], made["version"])
+            except (failures.AlreadyExistsError, failures.PreconditionError, failures.GenericError):
+                # A refusal may be the answer to a repetition of this very write, and S3's 409 is no refusal.
+                found = self.read_versioned(name)
+                if found is not None and found[0] == data:
+                    return found[1]
+                if (None if found is None else found[1]) != expected:
+                    return None
+                if attempt == _WRITES or time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S * attempt)
+        raise AssertionError("unreachable")
+
+    def _control(self, name: str) -> tuple[Any, str]:
+        """Return the obstore client of the bucket, and the key of an object."""
+        system, path = self.file_system()
+        bucket, _, key = path.partition("/")
+        region = system.region if isinstance(system, filesystems.S3FileSystem) else ""  # pyarrow asks the bucket
+        return control_client(self.base, self.query, bucket, region), f"{key}/{name}".strip("/")
+
+    def open_output(self, name: str) -> Any:
+        """Open a new object for writing: a pyarrow stream. The object appears when the stream is closed."""
+        system, path = self.file_system()
+        return system.open_output_stream(f"{path}/{name}")
+
+    def upload(self, file: Path, name: str) -> None:
+        """Copy a local file to the store."""
+        system, path = self.file_system()
+        filesystems.copy_files(
+            str(file), f"{path}/{name}", filesystems.LocalFileSystem(), system, chunk_size=_CHUNK, use_threads=False
+        )
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy an object to a local file, atomically."""
+        system, path = self.file_system()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.partial")
+        filesystems.copy_files(
+            f"{path}/{name}" if name else path, str(partial), system, filesystems.LocalFileSystem(), chunk_size=_CHUNK
+        )
+        partial.replace(file)
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        system, path = self.file_system()
+        system.delete_file(f"{path}/{name}")
+
+    def clear(self) -> None:
+        """Delete all objects below this folder."""
+        for name in self.entries():
+            self.delete(name)
+
+
+@contextmanager
+def convert_errors(place: str, setting: str) -> Iterator[None]:
+    """Convert errors of a store's client, and of the scratch disk, in the block to an InputError that names the setting."""
+    try:
+        yield
+    except (OSError, ArrowException, failures.BaseError) as error:
+        reason = str(error).partition("Debug source:")[0]
+        reason = " ".join((reason.partition("non-2xx status code: ")[2] or reason).split())
+        if isinstance(error, OSError) and error.errno in _DISK:
+            raise InputError(
+                f"{setting}={place}: a file of this machine cannot be used ({reason[:240]}); {SCRATCH} is {_scratch_path()}: free "
+                "space there, or set it to another writable directory"
+            ) from error
+        raise InputError(
+            f"{setting}={place}: the object store failed ({reason[:240]}); check the address, the credentials and region in "
+            "the environment, and AWS_ENDPOINT_URL"
+        ) from error
+
+
+def listing_digest(entries: dict[str, Entry]) -> str:
+    """Hash a listing to 16 hex digits, which change when an object is written, added or removed."""
+    listing = json.dumps({name: [entry.size, entry.written] for name, entry in sorted(entries.items())})
+    return hashlib.sha256(listing.encode()).hexdigest()[:16]

@@ -1,0 +1,451 @@
+"""Outputs of steps: directories that are published atomically and found again by the hash of their inputs and settings.
+
+A step's output is `OUTPUT/<identity>`. The identity is a hash of the stage, its settings and the contents of its inputs, so a
+second run with the same inputs and settings finds the output and does nothing. The directory is written beside its final
+name and renamed once its `manifest.json` is on disk. `OUTPUT/latest` names the newest output; a setting may name `OUTPUT`
+itself, and `resolve` follows `latest`.
+
+An object store cannot rename. An output for one is written to a scratch directory of this machine (`object_store.scratch`),
+then uploaded to `OUTPUT/<identity>`. Workers may also write there directly. `manifest.json` is created last, conditionally,
+and `latest` is moved after it by compare-and-swap. An output without a manifest is incomplete. Inputs are downloaded to the
+scratch directory once, and again when they change.
+
+A lease (`leases.lease`) keeps two writers of one output apart, on one machine or on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from infembed_ray import __version__
+from infembed_ray.config.base import Settings
+from infembed_ray.errors import InputError
+from infembed_ray.progress import say
+from infembed_ray.storage import durable, provenance
+from infembed_ray.storage.leases import lease
+from infembed_ray.storage.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.storage.places import Place, errors_at, fingerprint_files, read_text
+from infembed_ray.storage.run_state import recorded
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+STATES = "states"
+_HISTORY = (MANIFEST, STATES)
+_PACKAGE = Path(__file__).parents[1]
+_ORIGIN = ".uri"
+"""File beside a copy of an input, with the URI that it was copied from."""
+
+
+def local_path(value: str, name: str) -> Path:
+    """Return the value of the setting `name` as an absolute path: workers have other working directories.
+
+    Raises:
+        InputError: the value is a URI of an object store, which this setting does not accept.
+    """
+    if "://" in value and not value.startswith("file://"):
+        known = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
+        raise InputError(f"{name}={value}: must be a path of this machine; mount it, or give a shared directory{known}")
+    return Path(value.removeprefix("file://")).expanduser().absolute()
+
+
+def open_place(value: str, name: str) -> Place:
+    """Open the directory or the folder of an object store that a setting names; InputError as both."""
+    return Folder.open(value, name) if is_uri(value) else local_path(value, name)
+
+
+def folder_of(settings: Any, name: str) -> Place:
+    """Return the place that the setting `name` names, or if it is empty, the folder of this name in the output."""
+    given = getattr(settings, name)
+    return open_place(given, name) if given else open_place(settings.output, "output") / name
+
+
+def find_input(value: str, name: str) -> Place:
+    """Return the place of an input, without a copy: follow `latest`; InputError as `resolve_input`."""
+    return open_input(value, name) if is_uri(value) else resolve_input(value, name)
+
+
+def resolve_input(
+    value: str, name: str, parts: Collection[str] | None = None, without: Callable[[str], bool] | None = None
+) -> Path:
+    """Return the local path of an input: follow `latest`, and download from an object store.
+
+    Args:
+        parts: files and folders to download from a directory of an object store; None downloads all.
+        without: whether to leave out a file, by its name in the directory.
+
+    Raises:
+        InputError: there is no such input, or the object store does not return it.
+    """
+    if is_uri(value):
+        return _download(value, name, parts, without)
+    path = local_path(value, name)
+    if not path.exists():
+        raise InputError(f"{name}={value}: no such file or directory")
+    return resolve(path)
+
+
+def open_input(uri: str, name: str) -> Folder:
+    """Open the folder of an object store that a setting names; follow `latest`.
+
+    Raises:
+        InputError: the object store does not have it, or does not return it.
+    """
+    folder = Folder.open(uri, name)
+    with convert_errors(folder.base, name):
+        if folder.read(MANIFEST) is None and (newest := folder.read(LATEST)):
+            folder = folder / newest.strip()
+        if not folder.exists():
+            raise InputError(f"{name}={folder}: no object has this name or begins with it; check the path")
+    return folder
+
+
+def _download(uri: str, name: str, parts: Collection[str] | None, without: Callable[[str], bool] | None) -> Path:
+    """Download an input to a directory whose name depends on its content, except what is already there."""
+    folder = open_input(uri, name)
+    with convert_errors(folder.base, name):
+        entries = {file: entry for file, entry in folder.entries().items() if file.split("/")[0] != STATES}
+        root = scratch() / "inputs" / _hashed(f"{folder.uri}\0{listing_digest(entries)}")
+        root.mkdir(parents=True, exist_ok=True)
+        (root / _ORIGIN).write_text(folder.uri, encoding="utf-8")
+        copy = root / folder.name
+        with durable.exclusive_lock(root / "lock", wait=True):
+            for file, entry in entries.items():
+                target = copy / file if file else copy
+                wanted = (parts is None or file.split("/")[0] in parts) and not (without and without(file))
+                if wanted and not (target.is_file() and target.stat().st_size == entry.size):
+                    folder.download(file, target)
+                    if (size := target.stat().st_size) != entry.size:
+                        raise InputError(
+                            f"{name}={folder}/{file}: has {size} of {entry.size} bytes; run again, or restore it"
+                        )
+    return copy
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def resolve(path: Path) -> Path:
+    """Return the output that `latest` of a directory names, or the path itself."""
+    pointer = path / LATEST
+    if path.is_dir() and not (path / MANIFEST).exists() and pointer.is_file():
+        return path / pointer.read_text(encoding="utf-8").strip()
+    return path
+
+
+def set_latest(root: Place, identity: str) -> None:
+    """Let `latest` of a directory or folder name one of its outputs, atomically."""
+    opened = root.open_output(LATEST) if isinstance(root, Folder) else durable.replacing(root / LATEST, shared=True)
+    with opened as stream:
+        stream.write(f"{identity}\n".encode())
+
+
+def fingerprint(path: Place) -> str:
+    """Hash a file, or the names and bytes of a directory's files: the first 16 hex digits of SHA-256.
+
+    The manifest and the training states of a published output are left out: they do not belong to the result. What is in
+    an object store is not read: sizes and times of the objects stand for their bytes.
+    """
+    if isinstance(path, Folder):
+        entries = path.entries()
+        return listing_digest({name: entry for name, entry in entries.items() if name.split("/")[0] not in _HISTORY})
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
+    else:
+        files = [path]
+    return fingerprint_files(files, relative_to=path)
+
+
+def read_manifest(path: Place, name: str) -> dict[str, Any]:
+    """Read the manifest of a published output that the setting `name` names, on this machine or in an object store.
+
+    Raises:
+        InputError: the directory is not a published output, or its manifest is damaged.
+    """
+    with errors_at(path, name):
+        text = read_text(path / MANIFEST)
+    if text is None:
+        raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        if not isinstance(manifest, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        raise InputError(
+            f"{name}={path}: {MANIFEST} is damaged ({error}); restore it, or delete this directory and run the step again"
+        ) from error
+    return manifest
+
+
+@dataclass(frozen=True)
+class Published:
+    """A finished output.
+
+    Attributes:
+        path: on this machine. Of an output in an object store, it has at most what the driver wrote, and nothing if an earlier
+            run made it. The weights of a training and the shards of an index are only at `address`.
+        manifest: the content of its `manifest.json`.
+        fresh: whether this run made it.
+        uri: in the object store with its query, if it is in one.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    fresh: bool
+    uri: str | None = None
+
+    @property
+    def address(self) -> str:
+        """The URI, or else the path: where all of the output is. Settings and readers take it as an input."""
+        return self.uri or str(self.path)
+
+    @property
+    def summary(self) -> str:
+        """Where the output is and, if this run did nothing, why and whether other code made it: a few lines."""
+        if self.fresh:
+            return self.address
+        done = f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}"
+        other = provenance.difference(self.manifest)
+        return "\n".join([done, *([f"warning: {other}"] if other else []), self.address])
+
+
+@dataclass
+class Staging:
+    """An output in progress. The caller fills `path`, `counts` and `facts`."""
+
+    path: Path
+    remote: Folder | None = None
+    """Its final place, if that is in an object store. Files that workers write there during the run stay."""
+    resumed: set[str] = field(default_factory=lambda: {STATES})
+    """Top-level names below `remote` whose files of an interrupted attempt stay, because the stage resumes from them."""
+    counts: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Other entries of the manifest, such as cost, metrics or the encoder's fingerprint."""
+
+
+class Step:
+    """One run of a stage with given settings on given inputs.
+
+    Args:
+        stage: the verb, for example `train`.
+        settings: of the stage; `settings.identity()` is part of the step's identity.
+        output: the directory, or the URI of the folder in an object store, under which the stage's outputs are published.
+        inputs: input name -> path. The contents are part of the identity, the paths are not.
+        names: input name -> identity, for inputs that are not files of this machine (hub names).
+
+    Attributes:
+        contents: input name -> fingerprint of its content.
+        place: of all outputs: the directory, or the folder in an object store.
+
+    Raises:
+        InputError: `output` cannot be written.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        settings: Settings,
+        output: str,
+        inputs: Mapping[str, Place],
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.stage = stage
+        self.place = place = open_place(output, "output")
+        self.root = place if isinstance(place, Path) else scratch() / "outputs" / _hashed(place.uri)
+        self._settings = settings
+        self._inputs = {
+            name: {"path": _origin(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()
+        }
+        self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
+        for name, entry in self._inputs.items():
+            if (given := provenance.given(settings, name)) is not None:
+                entry["given"] = given
+        self.contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
+        decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
+        self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
+        self.path = self.root / self.identity
+        require_writable(self.root, "output")
+        self._remote_root = place if isinstance(place, Folder) else None
+        self.remote = None if self._remote_root is None else self._remote_root / self.identity
+        self._uri = None if self.remote is None else self.remote.uri
+        if self._remote_root is not None:
+            _require_conditional_writes(self._remote_root, "output")
+
+    @property
+    def partial(self) -> Path:
+        """Directory of this machine in which a run writes; an interrupted one leaves it."""
+        return self.root / f".{self.identity}.partial"
+
+    def finished(self) -> Published | None:
+        """Return the output if an earlier run published it, and let `latest` name it again."""
+        if done := self.found():
+            with errors_at(self.place, "output"):
+                self._set_latest(self._seen_latest())
+        return done
+
+    def found(self) -> Published | None:
+        """Return the output if an earlier run published it; change nothing."""
+        place = self.remote or self.path
+        with errors_at(self.place, "output"):
+            if not (place / MANIFEST).is_file():
+                return None
+        return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
+
+    @contextlib.contextmanager
+    def publish(self) -> Iterator[Staging]:
+        """Publish what the block writes to `Staging.path`, if it ends without an exception.
+
+        An interrupted run with the same identity leaves its directory, from which the stage can resume. A lease keeps two
+        runs of one identity apart. Should it fail to, because the store did not answer for long, only one run creates the
+        manifest; the other one publishes nothing.
+
+        Raises:
+            InputError: another run writes this output, or has just published it; or the object store failed.
+        """
+        before: dict[str, Entry] = {}
+        with contextlib.ExitStack() as held:
+            # The directory of this machine has a lease of its own, also where the output is in an object store.
+            still_held = held.enter_context(lease(self.root, self.identity, f"output={self.place}"))
+            if self._remote_root is not None and self.remote is not None:
+                shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
+                with errors_at(self.place, "output"):
+                    still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={self.place}"))
+                    before = self.remote.entries()
+            held.enter_context(recorded(self.place, self.stage, self.identity))
+            if self.found():
+                raise InputError(f"output={self.place}: another run has just finished this output; run again to use it")
+            staging = Staging(self.partial, self.remote)
+            staging.path.mkdir(exist_ok=True)
+            start = time.monotonic()
+            yield staging
+            durable.replace_json(staging.path / MANIFEST, self.manifest(staging, time.monotonic() - start))
+            with errors_at(self.place, "output"):
+                if self.remote is not None:
+                    _upload(staging, self.remote, before, still_held)
+                seen = self._seen_latest()
+                still_held()
+                self._create_manifest(staging.path / MANIFEST)
+                durable.publish_directory(staging.path, self.path)
+                self._set_latest(seen)
+
+    def published(self) -> Published:
+        """Return the output that `publish` made."""
+        return Published(self.path, read_manifest(self.path, "output"), fresh=True, uri=self._uri)
+
+    def _create_manifest(self, file: Path) -> None:
+        """Put the manifest of an output whose other files are in the store, unless another run has."""
+        if self.remote is not None and self.remote.create(MANIFEST, file.read_bytes()) is None:
+            raise InputError(
+                f"output={self.remote}: another run has published this output; that of this run stays in {file.parent}. "
+                "Run again to use the published one"
+            )
+
+    def _seen_latest(self) -> tuple[bytes, Version] | None:
+        """Read `latest` of an output in an object store."""
+        return None if self._remote_root is None else self._remote_root.read_versioned(LATEST)
+
+    def _set_latest(self, seen: tuple[bytes, Version] | None) -> None:
+        """Let `latest` name this output, unless another run has moved it since it was `seen`."""
+        if self._remote_root is None:
+            set_latest(self.root, self.identity)
+            return
+        line = f"{self.identity}\n".encode()
+        if seen is None:
+            moved = self._remote_root.create(LATEST, line)
+        else:
+            moved = seen[1] if seen[0] == line else self._remote_root.replace(LATEST, line, seen[1])
+        if moved is None:
+            say(f"{self.stage}: {LATEST} stays at the output that another run has published at the same time")
+
+    def manifest(self, staging: Staging, seconds: float) -> dict[str, Any]:
+        """Return the manifest of an output."""
+        return {
+            "stage": self.stage,
+            "identity": self.identity,
+            "run": secrets.token_hex(8),  # no other writer has these bytes
+            "code_version": __version__,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "seconds": round(seconds, 3),
+            "inputs": self._inputs,
+            "settings": self._settings.model_dump(mode="json"),
+            "counts": staging.counts,
+            "provenance": provenance.collect(),
+            **staging.facts,
+        }
+
+
+def _require_conditional_writes(remote: Folder, name: str) -> None:
+    """Write and delete an object; InputError if that fails, or if the store ignores conditions."""
+    with convert_errors(remote.base, name):
+        probe = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
+        first = remote.create(probe, b"1")
+        ignored = remote.create(probe, b"2") is not None
+        if first is not None and not ignored:
+            remote.replace(probe, b"3", first)
+            ignored = remote.replace(probe, b"4", first) is not None
+        remote.delete(probe)
+    if ignored:
+        raise InputError(
+            f"{name}={remote}: this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart; "
+            "upgrade it, or give a directory"
+        )
+
+
+def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry], still_held: Callable[[], None]) -> None:
+    """Upload an output without its manifest, and delete what an interrupted attempt left besides.
+
+    Args:
+        before: what was there when the run began.
+        still_held: check of the lease, without which another run may have published here.
+    """
+    files = {file.relative_to(staging.path).as_posix(): file for file in output_files(staging.path)}
+    del files[MANIFEST]
+    for name, file in files.items():
+        still_held()
+        remote.upload(file, name)
+    for name, entry in remote.entries().items():
+        if name not in files and before.get(name) == entry and name.split("/")[0] not in staging.resumed:
+            still_held()
+            remote.delete(name)
+
+
+def _origin(path: Place) -> str:
+    """Return the path of an input, or the URI that it is read or was copied from; that of a file of this package within the package."""
+    if isinstance(path, Folder):
+        return path.uri
+    if path.is_relative_to(_PACKAGE):
+        return path.relative_to(_PACKAGE.parent).as_posix()
+    for root in path.parents:
+        if (root / _ORIGIN).is_file():
+            base, _, query = (root / _ORIGIN).read_text(encoding="utf-8").partition("?")
+            return "/".join([base, *path.relative_to(root).parts[1:]]) + (f"?{query}" if query else "")
+    return str(path)
+
+
+def output_files(directory: Path) -> list[Path]:
+    """List the files of an output without its training states and partial files."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".partial")
+    return sorted(path for path in files if path.relative_to(directory).parts[0] != STATES)
+
+
+def require_writable(root: Place, name: str) -> None:
+    """Create the directory that the setting `name` names; raise InputError if it cannot be written."""
+    if isinstance(root, Folder):
+        return _require_conditional_writes(root, name)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"{name}={root}: cannot be written ({error.strerror}); choose a writable directory") from error

@@ -1,0 +1,167 @@
+"""Broken environments, each with the line that names the fault and its remedy. The faults are real: ports, files, servers."""
+
+import os
+import socket
+import stat
+import time
+
+import pytest
+
+from infembed_ray.cli import doctor
+from infembed_ray.cli.main import main
+from tests.support.ports import free_port
+from tests.support.stand_in_llm import stand_in
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch, tmp_path):
+    """No variables of the machine that runs the tests, and no import of what another test checks."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+
+def of(check, capsys):
+    """Run one check; return whether it holds, and its lines."""
+    capsys.readouterr()
+    holds = doctor._holds("x", check)
+    return holds, capsys.readouterr().out.splitlines()
+
+
+def fault(check, capsys):
+    holds, lines = of(check, capsys)
+    assert not holds
+    assert lines[-1].startswith("FAIL  x: ")
+    return lines[-1].removeprefix("FAIL  x: ")
+
+
+def distribution(root, name, version):
+    """Write the metadata of an installed distribution."""
+    made = root / f"{name.replace('-', '_')}-{version}.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def command(root, name, output):
+    """Write a program that prints a text."""
+    program = root / name
+    program.write_text(f"#!/bin/sh\necho '{output}'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+def test_a_whole_environment_has_no_fault(capsys, tmp_path):
+    assert main(["doctor", str(tmp_path / "out"), "--port", str(free_port())]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "everything works"
+    assert {line.split()[0] for line in lines[:-2]} <= {"ok", "warn"}
+
+
+def test_an_unsupported_version_is_named_with_the_command(capsys, tmp_path, monkeypatch):
+    distribution(tmp_path, "transformers", "4.57.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fault(doctor._packages, capsys) == "transformers 4.57.0 is not supported: pip install 'transformers<6,>=5.0'"
+
+
+def test_two_distributions_of_faiss_are_a_fault(capsys, tmp_path, monkeypatch):
+    distribution(tmp_path, "faiss-cpu", "1.15.0")
+    distribution(tmp_path, "faiss-gpu", "1.15.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = fault(doctor._faiss, capsys)
+    assert "both installed" in said
+    assert "pip uninstall -y faiss-cpu faiss-gpu" in said
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_fault(capsys, tmp_path, monkeypatch):
+    command(tmp_path, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine's torch has a GPU")
+    said = fault(doctor._gpu, capsys)
+    assert said.startswith("NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15, but torch ")
+    assert "install" in said
+
+
+def test_faiss_for_cpus_on_a_machine_with_gpus_is_a_warning(capsys, tmp_path, monkeypatch):
+    command(tmp_path, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    holds, lines = of(doctor._faiss, capsys)
+    assert holds
+    if not hasattr(__import__("faiss"), "StandardGpuResources"):
+        assert lines[-1].startswith("warn  x: this machine has GPUs: pip uninstall -y faiss-cpu")
+
+
+def test_the_lock_of_a_killed_build_is_a_fault(capsys, tmp_path):
+    lock = tmp_path / "extensions" / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - 3600,) * 2)
+    assert fault(doctor._deepspeed, capsys).endswith(f"for which a training waits for ever: rm {lock}")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:8265"])
+def test_an_address_where_no_cluster_answers_is_a_fault(address, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address if "/" in address else f"{address}:{free_port()}")
+    assert "RAY_ADDRESS=" in fault(doctor._ray, capsys)
+
+
+def test_token_mode_without_a_token_is_a_fault(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    assert "ray get-auth-token --generate" in fault(doctor._ray, capsys)
+
+
+def test_a_port_that_is_taken_is_a_fault(capsys):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        assert fault(lambda: doctor._port(port), capsys).startswith(f"port={port}: cannot be bound")
+
+
+def test_an_output_that_cannot_be_written_is_a_fault(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    said = fault(lambda: doctor._place(str(tmp_path / "file" / "out")), capsys)
+    assert said.endswith("choose a writable directory")
+
+
+def test_a_bucket_that_does_not_exist_is_a_fault(bucket, capsys):
+    missing = bucket.replace("s3://", "s3://no-such-", 1)
+    assert "output=" in fault(lambda: doctor._place(missing), capsys)
+    assert of(lambda: doctor._place(bucket), capsys) == (True, ["ok    x: can be written"])
+
+
+def test_a_missing_key_and_a_silent_endpoint_are_faults(capsys, monkeypatch):
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    assert fault(lambda: doctor._endpoint(url, "OPENAI_API_KEY"), capsys).startswith("OPENAI_API_KEY is not set")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    said = fault(lambda: doctor._endpoint(url, "OPENAI_API_KEY"), capsys)
+    assert url in said
+    assert "sk-secret" not in said
+
+
+def test_an_endpoint_that_answers_is_no_fault(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with stand_in() as server:
+        holds, lines = of(lambda: doctor._endpoint(f"{server.url}", "OPENAI_API_KEY"), capsys)
+    assert holds
+    assert "answers" in lines[-1]
+
+
+def test_few_open_files_are_a_warning(capsys):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        holds, lines = of(doctor._limits, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert holds
+    assert lines[-1].startswith("warn  x: 1024 open files are allowed")
+
+
+def test_the_command_ends_with_status_1_and_names_the_faults(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "out")
+    assert main(["doctor", place, "--port", str(free_port())]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"to mend: output {place}"

@@ -1,0 +1,114 @@
+"""The command line by itself, before a verb's own modules are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from infembed_ray import __version__
+from infembed_ray.cli.main import PLANS, VERBS, main
+
+MISSING = {
+    "synthesize seeds=/nope output=o": "seeds=/nope: no such file",
+    f"synthesize seeds={__file__} replay=[/nope] output=o": "replay=/nope: no such file",
+    "analyze records=/nope output=o": "records=/nope: no such file",
+    f"analyze records={__file__} compare.theirs=nope output=o": "compare.theirs=nope: no such file",
+    "train records=nope model=org/model output=o": "records=nope: no such file",
+    f"agreement sheet={__file__} answers=[/nope] raters.a.model=m output=o": "answers=/nope: no such file",
+    f"train records={__file__} model=./nope output=o": "model=./nope: no such file",
+    f"train records={__file__} model=org/model validation.records=nope output=o": "validation.records=nope: no such file",
+    f"evaluate records={__file__} models.a=org/model models.b=/nope output=o": "models.b=/nope: no such file",
+    f"evaluate records={__file__} models.b.model=/nope output=o": "models.b.model=/nope: no such file",
+    "report results.ours=nope output=o": "results.ours=nope: no such file",
+    "export model=/nope output=o": "model=/nope: no such file",
+    "index corpus=nope model=org/model output=o": "corpus=nope: no such file",
+    "index compact index=nope": "index=nope: no such file",
+    "serve index=nope": "index=nope: no such file",
+    f"sweep train.records=nope evaluate.records={__file__} models.a=org/model output=o": "train.records=nope: no such file",
+    "train records=s3://bucket/nope model=./nope output=o": "model=./nope: no such file",
+}
+
+
+@pytest.mark.integration
+def test_a_missing_input_of_every_verb_is_rejected_without_importing_torch_or_ray():
+    program = f"""
+import sys
+from infembed_ray.cli.main import main
+for command in {list(MISSING)!r}:
+    assert main(command.split()) == 2, command
+    assert not {{"torch", "ray", "transformers"}} & set(sys.modules), command
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(MISSING)
+    for line, said in zip(lines, MISSING.values(), strict=True):
+        assert said in line
+
+
+@pytest.mark.parametrize("name", ["org/model", "bm25", "org"])
+def test_a_model_name_that_is_not_a_path_is_left_to_the_verb(name, capsys):
+    assert main(["evaluate", "records=/nope", f"models.a={name}", "output=o"]) == 2
+    assert "records=/nope" in capsys.readouterr().err
+
+
+def test_the_version_is_printed_without_importing_a_settings_class():
+    program = "import sys; sys.argv[1:] = ['--version']; import infembed_ray.cli.main as c\ntry: c.main()\nfinally: print('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"infembed_ray {__version__}", "False"]
+
+
+def test_without_a_verb_it_prints_its_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {verb} " in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("trian model=m", "infembed: unknown verb trian: did you mean train?"),
+        ("plan serv", "infembed plan: unknown verb serv: did you mean serve?"),
+    ],
+)
+def test_an_unknown_verb_gets_a_suggestion(command, said, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(command.split())
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [said]
+
+
+@pytest.mark.parametrize("command", [*VERBS, "index compact", *(f"plan {verb}" for verb in PLANS)])
+def test_help_lists_every_setting_with_its_default_as_yaml(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert "settings:" in shown
+    for python in ("None", "True", "False", "()", "Settings("):
+        assert f"default {python}" not in shown
+
+
+def test_help_lists_nested_settings(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "  lora                   " in shown
+    assert "  lora.rank              " in shown
+    assert "(default 16)" in shown
+
+
+def test_mistakes_that_are_found_together_are_lines_of_their_own(capsys):
+    assert main(["sweep", "train.records=/a", "evaluate.records=/b", "models.a=org/model", "output=o"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["train.records=/a", "evaluate.records=/b"]
+
+
+def test_settings_may_follow_an_option(capsys):
+    assert main(["train", "records=a", "--print-config", "model=b", "output=c"]) == 0
+    shown = capsys.readouterr().out
+    assert "records: a\nmodel: b\noutput: c\n" in shown
+    with pytest.raises(SystemExit):
+        main(["train", "records=a", "--no-such-option", "model=b"])
+    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err

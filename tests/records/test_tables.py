@@ -1,0 +1,206 @@
+import csv
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.errors import InputError
+from infembed_ray.records import tables
+from infembed_ray.records.tables import Passage, Record, Seed
+from infembed_ray.storage.object_store import Folder
+from tests.support.files import write_jsonl
+
+SEED = {"id": "1", "query": "q", "passage": "p"}
+
+
+def published_record(**changes):
+    """A row of the published InF-IR set: no id, no source."""
+    names = ("query_positive", "instruction_positive", "instruction_negative", "query_negative", "document_positive")
+    row = {n: n for n in (*names, "hard_negative_document_1", "hard_negative_document_2")}
+    return {**row, **changes}
+
+
+def test_seeds_are_read_from_jsonl_and_parquet_alike(tmp_path):
+    rows = [{**SEED, "extra": 5}, {**SEED, "id": "2", "topic": "t"}]
+    one = tables.read(write_jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    other = tables.read(tmp_path / "a.parquet", Seed, "seeds")
+    assert [s.id for s in one] == [s.id for s in other] == ["1", "2"]
+    assert one[0] == Seed("1", "q", "p")
+
+
+def test_the_published_data_set_is_read_unchanged(tmp_path):
+    older = {("document" if k == "document_positive" else k): v for k, v in published_record().items()}
+    for row in (published_record(), older):
+        got = tables.read(write_jsonl(tmp_path / "r.jsonl", [row, row]), Record, "records")
+        assert [r.id for r in got] == ["row-1", "row-2"]
+        assert got[0].document_positive == "document_positive"
+
+
+def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path):
+    rows = [published_record(), {**published_record(), "split": "dev", "source": "web"}]
+    got = tables.read(write_jsonl(tmp_path / "r.jsonl", rows), Record, "records")
+    assert [(r.split, r.source) for r in got] == [(None, "unknown"), ("dev", "web")]
+
+
+@pytest.mark.parametrize("value", [["a", "b"], {"text": "a"}, float("nan")])
+def test_a_cell_that_is_no_text_is_refused(tmp_path, value):
+    path = write_jsonl(tmp_path / "r.jsonl", [published_record() | {"query_positive": value}])
+    with pytest.raises(InputError, match=r"r.jsonl: row 1: column query_positive has .*; give one text, or null"):
+        tables.read(path, Record, "records")
+
+
+def test_columns_are_mapped(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"pid": 7, "body": "text"}])
+    assert tables.read(path, Passage, "corpus", {"id": "pid", "text": "body"}) == [Passage("7", "text")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no rows"),
+        ([{"id": "1", "query": "q"}], r"no column passage \(found: id, query\).*columns.passage="),
+        ([SEED, {**SEED, "id": "2", "query": " "}], "row 2: column query is empty"),
+        ([SEED, SEED], "row 2: duplicate id 1"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, rows, message):
+    with pytest.raises(InputError, match=message):
+        tables.read(write_jsonl(tmp_path / "a.jsonl", rows), Seed, "seeds")
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": "1"\n')
+    with pytest.raises(InputError, match="line 1 is not JSON"):
+        tables.read(tmp_path / "a.jsonl", Seed, "seeds")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 cut short")
+    with pytest.raises(InputError, match="not readable as Parquet"):
+        tables.read(tmp_path / "a.parquet", Seed, "seeds")
+
+
+def test_an_unknown_column_is_rejected_with_the_nearest_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [SEED])
+    with pytest.raises(InputError, match=r"columns.pasage: unknown column of a seed: did you mean passage\?"):
+        tables.read(path, Seed, "seeds", {"pasage": "p"})
+
+
+def test_a_split_is_selected_and_an_empty_one_is_rejected(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{**SEED, "split": "train"}, {**SEED, "id": "2", "split": "test"}])
+    assert [s.id for s in tables.read(path, Seed, "seeds", split="test")] == ["2"]
+    with pytest.raises(InputError, match="no row has split=dev"):
+        tables.read(path, Seed, "seeds", split="dev")
+
+
+def shards(directory, suffix):
+    """Write a data set in shards of two splits, as on the hub."""
+    parts = {"train-00000-of-00002": (0, 2), "train-00001-of-00002": (2, 3), "dev-00000-of-00001": (3, 4)}
+    for name, (first, end) in parts.items():
+        table = pa.Table.from_pylist([published_record(query_positive=f"q{n}") for n in range(first, end)])
+        if suffix == "parquet":
+            pq.write_table(table, directory / f"{name}.parquet")
+        else:  # as `datasets` writes it
+            with (
+                pa.OSFile(str(directory / f"{name}.arrow"), "wb") as sink,
+                pa.ipc.new_stream(sink, table.schema) as out,
+            ):
+                out.write_table(table)
+    (directory / "dataset_info.json").write_text('{"splits": {}}')
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_directory_of_shards_is_one_data_set_with_splits_from_file_names(tmp_path, suffix):
+    shards(tmp_path, suffix)
+    everything = tables.read(tmp_path, Record, "records")
+    assert [(r.id, r.query_positive, r.split) for r in everything] == [
+        ("row-1", "q3", "dev"),
+        ("row-2", "q0", "train"),
+        ("row-3", "q1", "train"),
+        ("row-4", "q2", "train"),
+    ]
+    assert [r.query_positive for r in tables.read(tmp_path, Record, "records", split="train")] == ["q0", "q1", "q2"]
+    with pytest.raises(InputError, match=r"split=test: records=.* has none; found dev, train"):
+        tables.read(tmp_path, Record, "records", split="test")
+
+
+def test_an_arrow_file_is_read_and_a_damaged_one_named(tmp_path):
+    table = pa.Table.from_pylist([SEED])
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+    assert tables.read(tmp_path / "a.arrow", Seed, "seeds") == [Seed("1", "q", "p")]
+    (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"seeds=.*a.arrow: not readable as Arrow"):
+        tables.read(tmp_path / "a.arrow", Seed, "seeds")
+
+
+def test_an_output_of_another_stage_is_rejected(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no records.parquet in this published output"):
+        tables.read(tmp_path, Record, "records")
+
+
+@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
+def test_written_records_read_back_equal(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("r") / "records.parquet"
+    rows = [Record(id=str(n), **published_record(query_positive=t)) for n, t in enumerate(texts)]
+    tables.write(path, tables.RECORD, [vars(r) for r in rows])
+    assert tables.read(path, Record, "records") == rows
+    assert tables.read(path.parent, Record, "records") == rows
+
+
+def test_records_in_an_object_store_are_streamed_like_local_ones(bucket, tmp_path):
+    rows = [published_record(id=str(number), query_positive="é" * 2000) for number in range(3000)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    for suffix, writer in ((".arrow", pa.ipc.new_file), (".stream.arrow", pa.ipc.new_stream)):
+        with writer(tmp_path / f"a{suffix}", table.schema) as sink:
+            sink.write_table(table)
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        with (tmp_path / f"a{suffix}").open("w", newline="") as stream:
+            lines = csv.DictWriter(stream, list(rows[0]), delimiter=delimiter)
+            lines.writeheader()
+            lines.writerows(rows)
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 7
+    for file in files:
+        folder.upload(file, f"files/{file.name}")
+        assert tables.read(folder / "files" / file.name, Record, "records") == tables.read(file, Record, "records")
+
+
+def test_a_folder_of_shards_in_an_object_store_is_one_data_set(bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "rows", [published_record(id=split)])
+        folder.upload(tmp_path / "rows", f"data/{split}-00000-of-00001.jsonl")
+    folder.upload(tmp_path / "rows", ".hidden/x.jsonl")
+    assert [row.id for row in tables.read(folder, Record, "records")] == ["test", "train"]
+    assert [row.split for row in tables.read(folder, Record, "records", split="train")] == ["train"]
+    with pytest.raises(InputError, match=r"split=dev: records=s3://.* has none; found test, train"):
+        tables.read(folder, Record, "records", split="dev")
+
+
+def test_faults_of_a_file_in_an_object_store_are_told_apart(bucket, tmp_path):
+    folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
+    folder.write("a.parquet", "not Parquet")
+    with pytest.raises(InputError, match=r"records=s3://.*/a.parquet: not readable as Parquet"):
+        tables.read(folder / "a.parquet", Record, "records")
+    with pytest.raises(InputError, match=r"records=s3://.*/gone.jsonl: the object store failed"):
+        list(tables.raw_rows(folder / "gone.jsonl", "records"))
+
+
+def test_row_groups_are_bounded(tmp_path):
+    tables.write(
+        tmp_path / "p.parquet",
+        pa.schema([("id", pa.string()), ("text", pa.string())]),
+        [{"id": str(n), "text": "t"} for n in range(25_000)],
+    )
+    metadata = pq.read_metadata(tmp_path / "p.parquet")
+    assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [10_000, 10_000, 5_000]

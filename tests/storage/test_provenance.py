@@ -1,0 +1,125 @@
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from infembed_ray import __version__
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.storage import provenance
+from infembed_ray.storage.steps import Step
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A git checkout with a package of one module, in place of this one."""
+    package = tmp_path / "infembed_ray"
+    package.mkdir()
+    (package / "module.py").write_text("one = 1\n")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "_PACKAGE", package)
+    provenance.code.cache_clear()
+    yield package
+    provenance.code.cache_clear()
+
+
+def code():
+    provenance.code.cache_clear()
+    return provenance.code()
+
+
+def test_code_is_a_commit_and_what_differs_from_it(checkout):
+    clean = code()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
+    assert (clean["version"], clean["commit"], clean["uncommitted"]) == (__version__, head, None)
+    (checkout.parent / "README").write_text("not code")
+    assert code() == clean
+    (checkout / "module.py").write_text("one = 2\n")
+    changed = code()
+    assert changed["commit"] == head
+    assert changed["uncommitted"]
+    assert changed["hash"] != clean["hash"]
+    (checkout / "module.py").write_text("one = 1\n")
+    assert code() == clean
+
+
+def test_code_without_a_checkout_has_the_hash_of_its_files_alone(checkout):
+    with_git = code()
+    (checkout.parent / ".git").rename(checkout.parent / "elsewhere")
+    assert code() == with_git | {"commit": None}
+    (checkout / "new.py").write_text("")
+    assert code()["hash"] != with_git["hash"]
+
+
+def test_a_checkout_that_git_cannot_read_has_no_commit(checkout):
+    (checkout.parent / ".git" / "HEAD").unlink()
+    assert code()["commit"] is None
+
+
+def test_a_run_with_nothing_to_do_says_that_other_code_made_the_output(checkout, tmp_path):
+    def step():
+        return Step("train", TrainSettings(records="r", model="m", output="o"), str(tmp_path / "out"), {})
+
+    with step().publish():
+        pass
+    assert "other code" not in step().finished().summary
+    head = code()["commit"][:12]
+    (checkout / "module.py").write_text("one = 2\n")
+    code()
+    summary = step().finished().summary.splitlines()
+    version = f"version {__version__} commit {head}"
+    assert f"warning: other code made it: {version}; this is {version} with uncommitted changes" in summary
+
+
+def test_a_manifest_of_an_earlier_release_is_compared_by_its_version():
+    assert provenance.difference({"code_version": __version__}) is None
+    assert provenance.difference({"code_version": "0.0.9"}).startswith(
+        "other code made it: version 0.0.9; this is version"
+    )
+
+
+def test_submitter_and_image_come_from_the_environment_and_nothing_else_does(monkeypatch):
+    monkeypatch.setenv("INFEMBED_SUBMITTER", "ada")
+    monkeypatch.setenv("INFEMBED_IMAGE", "registry/infembed@sha256:0f")
+    monkeypatch.setenv("OPENAI_API_KEY", "a secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+    found = provenance.collect()
+    assert (found["submitter"], found["image"]) == ("ada", "registry/infembed@sha256:0f")
+    assert "a secret" not in json.dumps(found)
+    monkeypatch.delenv("INFEMBED_SUBMITTER")
+    assert provenance.collect()["submitter"]
+
+
+def test_a_stage_without_ray_does_not_load_it():
+    script = "import sys; from infembed_ray.storage import provenance; found = provenance.collect(); assert 'ray' not in sys.modules"
+    subprocess.run(
+        [sys.executable, "-c", f"{script}; assert found['job'] is None and found['nodes'] == []"], check=True
+    )
+
+
+def test_equal_nodes_are_counted_together_without_addresses(monkeypatch):
+    def node(alive=True, **resources):
+        return {"Alive": alive, "Resources": {"memory": 3.2 * 2**30, **resources}}
+
+    gpu = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 1.0}
+    nodes = [node(**gpu, **{"node:10.0.0.1": 1.0}), node(**gpu, **{"node:10.0.0.2": 1.0}), node(CPU=2.0), node(False)]
+    ray = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: nodes)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert provenance._nodes() == [
+        {"count": 2, "accelerator": "H100", "resources": {"CPU": 8.0, "GPU": 1.0, "memory_gib": 3}},
+        {"count": 1, "accelerator": None, "resources": {"CPU": 2.0, "memory_gib": 3}},
+    ]
+
+
+def test_a_cluster_gives_job_and_nodes(ray_cluster, monkeypatch):
+    config = {"runtime_env": {"env_vars": {"KEY": "a secret"}}, "metadata": {"job_submission_id": "raysubmit_1"}}
+    monkeypatch.setitem(os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(config))
+    found = provenance.collect()
+    assert found["job"] == {"id": "01000000", "submission_id": "raysubmit_1"}
+    (node,) = found["nodes"]
+    assert (node["count"], node["resources"]["CPU"]) == (1, 4.0)
+    assert "a secret" not in json.dumps(found)
