@@ -316,9 +316,6 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     compare.add_argument(
         "--measures", default="nDCG@10,MAP@1000,recall@100,MRR@10", help="separated by commas (default: %(default)s)"
     )
-    view = add("view", "view.server:run", "browse the records or the results of an output in a browser")
-    view.add_argument("directory", metavar="DIR", help="output of `infembed synthesize`, `evaluate` or `sweep`")
-    view.add_argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port")
     init = add("init", "cli.init:run", "copy job scripts, their settings files and cluster.yaml to a directory")
     init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
     journal = add(

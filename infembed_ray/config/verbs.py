@@ -83,11 +83,5 @@ PLANS = {
     "index": Verb(
         "types, memory, disk, time and cost of an index", "planning.index:plan", "planning:PlanIndexSettings"
     ),
-    "serve": Verb("replicas, nodes and monthly cost of an API", "planning.serve:plan", "planning:PlanServeSettings"),
-    "pipeline": Verb(
-        "hours, cost and first bottleneck of a whole pipeline",
-        "planning.pipeline:plan",
-        "planning:PlanPipelineSettings",
-    ),
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""

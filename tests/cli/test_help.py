@@ -65,8 +65,8 @@ def test_the_help_of_a_section_has_type_default_and_meaning(capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "lora.rank: whole number, default 16\n      rank of the update of a weight matrix" in shown
     assert "lora.target_modules: list of text, default []" in shown
-    assert main(["help", "plan", "train", "hardware.nodes"]) == 0
-    assert capsys.readouterr().out.startswith("hardware.nodes: whole number, default 1\n")
+    assert main(["help", "plan", "train", "epoch_records"]) == 0
+    assert capsys.readouterr().out.startswith("epoch_records: whole number, default 38759\n")
 
 
 def test_the_help_shows_the_default_that_a_nested_key_keeps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_an_unknown_section_gets_a_suggestion(words: str, said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["", "train", "index compact", "plan serve", "journal"])
+@pytest.mark.parametrize("words", ["", "train", "index compact", "plan train", "journal"])
 def test_help_of_a_verb_is_its_help_option(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for arguments in (["help", *words.split()], [*words.split(), "--help"]):
@@ -112,5 +112,5 @@ def test_help_of_a_verb_is_its_help_option(words: str, capsys: pytest.CaptureFix
 
 def test_the_names_of_settings_are_those_that_overrides_take() -> None:
     found = list(help.names(PLANS["train"].settings))
-    assert {"records", "lora.rank", "hardware.nodes", "validation.every"} <= set(found)
+    assert {"records", "lora.rank", "gpu_gib", "validation.every"} <= set(found)
     assert len(found) == len(set(found))

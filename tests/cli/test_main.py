@@ -70,7 +70,7 @@ def test_without_a_verb_it_prints_its_help(capsys):
     ("command", "said"),
     [
         ("trian model=m", "infembed: unknown verb trian: did you mean train?"),
-        ("plan serv", "infembed plan: unknown verb serv: did you mean serve?"),
+        ("plan trian", "infembed plan: unknown verb trian: did you mean train?"),
     ],
 )
 def test_an_unknown_verb_gets_a_suggestion(command, said, capsys):
