@@ -64,14 +64,6 @@ TOOLS = {
             ),
         ),
     ),
-    "view": Tool(
-        "browse the records or the results of an output in a browser",
-        "view.server:run",
-        (
-            _argument("directory", metavar="DIR", help="output of `infembed synthesize`, `evaluate` or `sweep`"),
-            _argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port"),
-        ),
-    ),
     "journal": Tool(
         "check, compact, export, import or reconcile a journal of LLM responses",
         "llm.journal_tools:run",

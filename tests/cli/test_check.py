@@ -28,13 +28,13 @@ from infembed_ray.synthesis import estimate
 from infembed_ray.training import launch
 from tests.modeling import backbones
 from tests.serving.indexes import publish_index
+from tests.support.evaluation_output import evaluation, write_evaluation
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
 from tests.support.ports import free_port
 from tests.support.stand_in_llm import stand_in
 from tests.synthesis.runs import ROWS
 from tests.training.test_collate import record
-from tests.view.outputs import evaluation, write_evaluation
 
 SAMPLE = [f"seeds={sample.SEEDS}", "generator.model=bundled-sample", "judge.model=bundled-sample"]
 BOUNDED = ["generator={model: gpt-4o-mini, max_tokens: 1000}", "judge={model: o4-mini, max_tokens: 4000}"]
