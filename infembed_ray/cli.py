@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from infembed_ray import __version__, telemetry
 from infembed_ray.errors import GateError, InputError, StartError, check_all
+from infembed_ray.redaction import holds_credentials, masked, where_they_belong
 from infembed_ray.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
         telemetry.set_up_logs()
+        _refuse_credentials(options)
         return options.run(options) or 0
     except (InputError, StartError, GateError) as error:
         for fault in error.args:
@@ -58,6 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = f"infembed {options.verb}: interrupted; the same command resumes"
         print(telemetry.log_line(line, "ERROR"), file=sys.stderr)
         return 130
+
+
+def _refuse_credentials(options: argparse.Namespace) -> None:
+    """Check the arguments that are not settings, which check themselves.
+
+    Raises:
+        InputError: an argument holds credentials.
+    """
+    given = {name: value for name, value in vars(options).items() if name != "overrides"}
+    if faults := [f"{n}={value}: {where_they_belong(value)}" for n, value in given.items() if holds_credentials(value)]:
+        raise InputError(*faults)
 
 
 # ------------------------------------------------------------------------------------------------- verbs with settings
@@ -245,11 +258,14 @@ class _Parser(argparse.ArgumentParser):
             self.epilog = "\n".join(["settings:", *load("settings_help:overview")(self.verb_settings.settings)])
         return super().format_help()
 
+    def error(self, message: str) -> NoReturn:
+        super().error(masked(message))
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             from infembed_ray.config.base import nearest
 
-            self.exit(2, f"{self.prog}: unknown verb {value}: {nearest(str(value), action.choices)}\n")
+            self.exit(2, f"{self.prog}: unknown verb {masked(str(value))}: {nearest(str(value), action.choices)}\n")
         super()._check_value(action, value)
 
 

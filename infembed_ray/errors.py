@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from infembed_ray.redaction import masked
 
-class InputError(ValueError):
+
+class _Lines(Exception):
+    """An error of one or more lines, its `args`, in which credentials are masked."""
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__(*(masked(str(line)) for line in lines))
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+
+class InputError(_Lines, ValueError):
     """A setting, a file or an environment is invalid. Every mistake of a user raises this error.
 
     The message is one line that names the setting, the value and the remedy. Several mistakes that were found together
     are the error's `args`. The command line prints each on a line and exits with status 2.
     """
-
-    def __str__(self) -> str:
-        return "; ".join(map(str, self.args))
 
 
 def check_all(*checks: Callable[[], Any]) -> list[Any]:
@@ -35,14 +44,14 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
     return results
 
 
-class GateError(RuntimeError):
+class GateError(_Lines, RuntimeError):
     """A model failed gates, one line each in the `args`. The command line prints them and exits with status 1."""
 
 
-class StartError(RuntimeError):
+class StartError(_Lines, RuntimeError):
     """Ray or Ray Serve did not start in time. The command line prints the message and exits with status 1."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format the type and the message of an error as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """Format the type and the message of an error as one line, in which credentials are masked."""
+    return " ".join(masked(f"{type(error).__name__}: {error}").split())

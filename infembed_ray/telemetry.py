@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import masked
 
 LOG_FORMAT = "INFEMBED_LOG_FORMAT"
 """Environment variable: with `json`, each log line is a JSON object; with `text`, or unset, it is plain text."""
@@ -154,6 +155,7 @@ def set_up_logs() -> None:
 
 def log_line(message: str, level: str = "INFO", **more: str) -> str:
     """Return a line of the log. A JSON object has the keys of Ray's own, and `stage` and `run` within a run."""
+    message, more = masked(message), {name: masked(text) for name, text in more.items()}
     if not json_logs():
         return message
     now = time.time()
