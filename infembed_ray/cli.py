@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from infembed_ray import __version__, telemetry
-from infembed_ray.errors import GateError, InputError, StartError, check_all
+from infembed_ray.errors import KNOWN, InputError, check_all, explained, in_one_line
 from infembed_ray.redaction import holds_credentials, masked, where_they_belong
 from infembed_ray.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
 
@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 if Ray did not start or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr.
+        The exit status: 0, 1 if Ray or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr. One
+        that nothing foresaw has its traceback before that line, and status 1.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["index"] and arguments[1:2] in (["compact"], ["versions"], ["use"], ["verify"]):
@@ -52,7 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         telemetry.set_up_logs()
         _refuse_credentials(options)
         return options.run(options) or 0
-    except (InputError, StartError, GateError) as error:
+    except Exception as raised:
+        error = explained(raised, options.verb)
+        if not isinstance(error, KNOWN):
+            fault = f"infembed {options.verb}: unexpected {in_one_line(error, options.verb)}"
+            telemetry.print_error(f"{fault}; the traceback is above: please report it", error)
+            return 1
         for fault in error.args:
             print(telemetry.log_line(f"infembed {options.verb}: {fault}", "ERROR"), file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from infembed_ray.ray_failures import cause_of, meaning
 from infembed_ray.redaction import masked
+
+LONGEST = 1000
+"""Most characters of a text that `in_one_line` takes from an error."""
 
 
 class _Lines(Exception):
@@ -48,10 +52,47 @@ class GateError(_Lines, RuntimeError):
     """A model failed gates, one line each in the `args`. The command line prints them and exits with status 1."""
 
 
-class StartError(_Lines, RuntimeError):
-    """Ray or Ray Serve did not start in time. The command line prints the message and exits with status 1."""
+class ClusterError(_Lines, RuntimeError):
+    """Ray lost a process of the run, or has no place for it. The command line prints the message and exits with status 1."""
 
 
-def in_one_line(error: BaseException) -> str:
-    """Format the type and the message of an error as one line, in which credentials are masked."""
-    return " ".join(masked(f"{type(error).__name__}: {error}").split())
+class StartError(ClusterError):
+    """Ray or Ray Serve did not start in time, or its start was rolled back."""
+
+
+KNOWN = (InputError, GateError, ClusterError)
+"""Errors that the command line prints without a traceback."""
+
+
+def explained(error: Exception, stage: str = "") -> Exception:
+    """Return the known error that an error is: without Ray's wrappers, and a known failure of Ray as a ClusterError.
+
+    Args:
+        stage: verb whose settings the remedy names.
+
+    Returns:
+        An error of KNOWN; or `error` itself, which nothing foresaw.
+    """
+    cause = cause_of(error)
+    if isinstance(cause, KNOWN):
+        return cause
+    said = meaning(cause, stage)
+    if said is None:
+        return error
+    return quoted_input_error(str(cause)) or ClusterError(said)
+
+
+def quoted_input_error(text: str) -> InputError | None:
+    """Return the InputError with which a traceback ends: Ray passes on the errors of actors that do not start as text."""
+    last = text.strip().rpartition("\n")[2]
+    _, found, message = last.partition(f"{InputError.__qualname__}: ")
+    return InputError(message) if found else None
+
+
+def in_one_line(error: BaseException, stage: str = "") -> str:
+    """Format the type of an error and its message, or what it means if it is Ray's, as one line without credentials."""
+    cause = cause_of(error)
+    line = " ".join(masked(f"{type(cause).__name__}: {meaning(cause, stage) or cause}").split())
+    return (
+        line if len(line) <= LONGEST else f"{line[: LONGEST - 300]} ... {line[-295:]}"
+    )  # the reason is often at the end

@@ -49,14 +49,18 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         rf"\g<1>{MASK}",
     ),
 )
-_PROCESSES = re.compile(r"Top \d+ memory users:.*?(?=Refer to the documentation|\Z)|^\d+\t\d+\.\d+\t.*$", re.S | re.M)
+_PROCESSES = re.compile(
+    r"(?:Object store memory usage: \[|Top \d+ memory users:).*?(?=Refer to the documentation|\Z)"
+    r"|^\d+\t\d+\.\d+\t[^\n]*\n?",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def masked(text: str) -> str:
     """Return a text for a log or a file: credentials in URLs are masked, and tables of processes are left out."""
     for pattern, mask in _PATTERNS:
         text = pattern.sub(mask, text)
-    return _PROCESSES.sub("", text) if "\t" in text or "memory users" in text else text
+    return _PROCESSES.sub("", text)
 
 
 def holds_credentials(value: Any) -> bool:

@@ -65,7 +65,7 @@ def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            write(error=in_one_line(error))
+            write(error=in_one_line(error, stage))
             raise
     with contextlib.suppress(Exception):
         delete(file)

@@ -288,9 +288,13 @@ class Step:
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
         if done := self.found():
-            with errors_at(self.place, "output"):
-                self._set_latest(self._seen_latest())
+            self.become_latest()
         return done
+
+    def become_latest(self) -> None:
+        """Let `latest` name this output, which is published."""
+        with errors_at(self.place, "output"):
+            self._set_latest(self._seen_latest())
 
     def found(self) -> Published | None:
         """Return the output if an earlier run published it; change nothing."""
@@ -301,12 +305,15 @@ class Step:
         return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
 
     @contextlib.contextmanager
-    def publish(self) -> Iterator[Staging]:
+    def publish(self, latest: bool = True) -> Iterator[Staging]:
         """Publish what the block writes to `Staging.path`, if it ends without an exception.
 
         An interrupted run with the same identity leaves its directory, from which the stage can resume. A lease keeps two
         runs of one identity apart. Should it fail to, because the store did not answer for long, only one run creates the
         manifest; the other one publishes nothing.
+
+        Args:
+            latest: let `latest` name the output; otherwise `become_latest` does, when the output has proved itself.
 
         Raises:
             InputError: another run writes this output, or has just published it; or the object store failed.
@@ -335,7 +342,8 @@ class Step:
                 still_held()
                 self._create_manifest(staging.path / MANIFEST)
                 durable.publish_directory(staging.path, self.path)
-                self._set_latest(seen)
+                if latest:
+                    self._set_latest(seen)
 
     def published(self) -> Published:
         """Return the output that `publish` made."""

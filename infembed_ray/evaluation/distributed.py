@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
-from ray.exceptions import RayTaskError
 
 from infembed_ray import storage
 from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
@@ -40,7 +39,7 @@ from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.places import Place, address, place_of
 from infembed_ray.progress import counted, say, track
-from infembed_ray.ray_cluster import connect
+from infembed_ray.ray_cluster import connect, errors_of_tasks
 
 MTEB = "mteb"
 """Folder of the same figures in mteb's layout, for the tasks that mteb has."""
@@ -379,9 +378,5 @@ def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, dep
 
 def _result(task: ray.ObjectRef) -> Any:
     """Return a Ray task's result; raise its InputError without Ray's wrapper."""
-    try:
+    with errors_of_tasks():
         return ray.get(task)
-    except RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise
