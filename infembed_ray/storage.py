@@ -8,9 +8,7 @@ itself, and `resolve` follows `latest`.
 An object store cannot rename. An output for one is written to a scratch directory of this machine (`object_store.scratch`),
 then uploaded to `OUTPUT/<identity>`. Workers may also write there directly. `manifest.json` is created last, conditionally,
 and `latest` is moved after it by compare-and-swap. An output without a manifest is incomplete. Inputs are downloaded to the
-scratch directory once, and again when they change.
-
-A lease (`leases.lease`) keeps two writers of one output apart, on one machine or on several.
+scratch directory once, and again when they change. A lease (`leases.lease`) keeps two writers of one output apart.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ LATEST = "latest"
 STATES = "states"
 _HISTORY = (MANIFEST, STATES)
 _PACKAGE = Path(__file__).parent
-_ORIGIN = ".uri"
-"""File beside a copy of an input, with the URI that it was copied from."""
+_ORIGIN = ".uri"  # file beside a copy of an input, with the URI that it was copied from
 
 
 def local_path(value: str, name: str) -> Path:
@@ -156,8 +153,7 @@ def fingerprint(path: Place) -> str:
     an object store is not read: sizes and times of the objects stand for their bytes.
     """
     if isinstance(path, Folder):
-        entries = path.entries()
-        return listing_digest({name: entry for name, entry in entries.items() if name.split("/")[0] not in _HISTORY})
+        return listing_digest({name: e for name, e in path.entries().items() if name.split("/")[0] not in _HISTORY})
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
@@ -273,12 +269,11 @@ class Step:
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
-        require_writable(self.root, "output")
+        for root in {self.root, place}:
+            require_writable(root, "output")
         self._remote_root = place if isinstance(place, Folder) else None
         self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
-        if self._remote_root is not None:
-            _require_conditional_writes(self._remote_root, "output")
 
     @property
     def partial(self) -> Path:
@@ -310,10 +305,7 @@ class Step:
 
         An interrupted run with the same identity leaves its directory, from which the stage can resume. A lease keeps two
         runs of one identity apart. Should it fail to, because the store did not answer for long, only one run creates the
-        manifest; the other one publishes nothing.
-
-        Args:
-            latest: let `latest` name the output; otherwise `become_latest` does, when the output has proved itself.
+        manifest; the other one publishes nothing. Without `latest`, `become_latest` is left to the caller.
 
         Raises:
             InputError: another run writes this output, or has just published it; or the object store failed.

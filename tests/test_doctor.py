@@ -2,8 +2,8 @@
 
 import os
 import socket
-import subprocess
 import stat
+import subprocess
 import time
 
 import pytest
