@@ -156,7 +156,7 @@ def test_an_endpoint_refuses_every_form(value):
     belongs = {"s3": "AWS_SECRET_ACCESS_KEY", "abfss": "AZURE_STORAGE_ACCOUNT_KEY"}.get(
         value.partition("://")[0], "the variable that `api_key_env` names"
     )
-    with pytest.raises(InputError, match=rf"^settings: base_url=.*must not hold credentials.*{belongs}") as error:
+    with pytest.raises(InputError, match=rf"^base_url=.*must not hold credentials.*{belongs}") as error:
         Endpoint.from_mapping({"base_url": value})
     assert PASSWORD not in str(error.value)
     with pytest.raises(ValidationError) as caught:
