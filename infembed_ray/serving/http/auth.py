@@ -79,7 +79,9 @@ class ApiKeys:
             self._file_state = self._state_of(self._file)
             self._file_keys = list(read_keys(self._file).values())
             if not self._file_keys:
-                raise InputError(f"api_keys_file={file}: holds no key; create one with `infembed serve key NAME {file}`")
+                raise InputError(
+                    f"api_keys_file={file}: holds no key; create one with `infembed serve key NAME {file}`"
+                )
 
     @classmethod
     def load(cls, variable: str | None, file: str | None = None, replicas: int = 1) -> ApiKeys:
