@@ -138,7 +138,7 @@ def test_a_bad_request_fails_the_row_at_once(tmp_path: Path) -> None:
     with stand_in(bad_request=1.0) as server:
         with pytest.raises(RowFailure, match="HTTP 400: This request is not acceptable"):
             using(endpoint(server), tmp_path, lambda chat: chat.complete(QUERIES[0]))
-        assert len(server.log()) == 1
+        assert [entry["ended"] for entry in server.log()] == ["bad_request", "probed"]
 
 
 @pytest.mark.parametrize("fault", [name for name in REQUEST_FAULTS if name not in ("bad_request", "malformed")])
@@ -156,7 +156,7 @@ def test_a_useless_answer_is_paid_once_and_fails_its_row_every_time(tmp_path: Pa
     [
         ({"key": "another"}, r"endpoint.api_key_env=STAND_IN_KEY: .* refuses its key \(HTTP 401: Incorrect API key"),
         ({"models": "large,huge"}, r"model small: not at endpoint.base_url=.*HTTP 404"),
-        ({"quota": 10}, r"quota is used up \(HTTP 429"),
+        ({"breaks_after": 10}, r"quota is used up \(HTTP 429"),
     ],
     ids=["key", "model", "quota"],
 )
@@ -217,7 +217,7 @@ def test_a_429_uses_up_no_retry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_retry_after_beyond_the_patience_fails_the_row_at_once(tmp_path: Path, status: int) -> None:
+def test_a_retry_after_beyond_the_patience_ends_the_run_at_once(tmp_path: Path, status: int) -> None:
     async def ask() -> None:
         async def later(_: web.Request) -> web.Response:
             return web.json_response({"error": {"message": "Later."}}, status=status, headers={"Retry-After": "7200"})
@@ -228,8 +228,8 @@ def test_a_retry_after_beyond_the_patience_fails_the_row_at_once(tmp_path: Path,
             where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=60)
             await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
 
-    said = rf"HTTP {status}: Later\.; asks to wait 7200 s, and endpoint.patience_s leaves \d+; tried 1 times"
-    with pytest.raises(RowFailure, match=said):
+    said = rf"endpoint.base_url=.*: asks to wait 7200 s \(HTTP {status}: Later\.\); raise endpoint.patience_s"
+    with pytest.raises(RunFailure, match=said):
         asyncio.run(ask())
 
 
