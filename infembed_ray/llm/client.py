@@ -172,6 +172,7 @@ class ChatClient:
                 raise
             for route, dialects in zip(self._routes, learned, strict=True):
                 route.dialects = dialects
+                route.reached = bool(dialects)
             capped = [{model for model, dialect in each.items() if UNCAPPED not in dialect} for each in learned]
             self._worst.capped = set.intersection(*capped)
             self._learn = None

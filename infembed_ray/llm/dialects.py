@@ -36,6 +36,8 @@ Dialects = Sequence[Mapping[str, Dialect]]
 """By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
 _ATTEMPTS = 3
 """Attempts at an endpoint that is busy, before its dialect stays unknown."""
+_CONNECTIONS = 6
+"""Attempts at an endpoint that takes no connection, before it counts as unreachable; 7.5 s."""
 _TINY_CAP = 16
 _LONG_ANSWER = "This is a test. Count from 1 to 100 in words; if JSON is asked for, as its only value."
 """A question whose answer has hundreds of tokens."""
@@ -113,7 +115,7 @@ class _Probe:
     async def dialect(self, dialect: Dialect) -> Dialect:
         """Send the request until its parameters are taken, and report what they are; begin with a known dialect."""
         address = self.route.address(self.request.model)
-        busy = 0
+        busy, attempts = 0, _ATTEMPTS
         while True:
             body = adapted(self.request.body, dialect)
             try:
@@ -127,6 +129,8 @@ class _Probe:
             except ErrorBody as error:
                 answer = error.body
                 failure = self.route.failure(self.request, error.status, headers, answer)
+            except aiohttp.ClientConnectorError as error:
+                failure, attempts = Unanswered(one_line(error), paid=False), _CONNECTIONS
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = Unanswered(one_line(error) or "time-out")
             if isinstance(failure, RunFailure):
@@ -137,7 +141,11 @@ class _Probe:
             if isinstance(failure, Unanswered) and failure.paid:
                 self._add(worst_case(self.request, self.table))
             busy += 1
-            if busy == _ATTEMPTS:
+            if busy >= _CONNECTIONS == attempts:
+                raise RunFailure(
+                    f"{self.name}.base_url={self.route.endpoint.base_url}: cannot be reached ({failure}); start it, or correct the URL"
+                )
+            if busy >= _ATTEMPTS == attempts:
                 self.learned.report.append(f"{self._model}: unknown parameters ({failure}); they are sent as set")
                 return {**dialect, UNCAPPED: None}
             await asyncio.sleep(min(5.0, getattr(failure, "retry_after_s", 0.0)) + 0.5 * busy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
-from tests.support.stand_in_answers import BREAKS
 from tests.support.stand_in_llm import stand_in, stand_in_process
 from tests.support.waiting import wait_until
 from tests.synthesis.runs import REPOSITORY, rows_of, settings
@@ -22,18 +22,6 @@ from tests.synthesis.runs import REPOSITORY, rows_of, settings
 pytestmark = pytest.mark.ray
 
 SEEDS = 60
-SAID = {
-    "quota": r"the quota is used up \(HTTP 429",
-    "quota_type": r"the quota is used up \(HTTP 429",
-    "payment": r"the quota is used up \(HTTP 402",
-    "key_limit": r"refuses its key \(HTTP 403: Key limit exceeded \(monthly\)\); .* raise the key's limit",
-    "credit": r"refuses every request to .*, also a short question \(HTTP 400: Your credit",
-    "model": r"model .*: not at endpoint.base_url=.*HTTP 404",
-    "server": r"no answer to .* in \d+ s \(HTTP 500.*\); mend it, or raise endpoint.patience_s",
-    "limited": r"no answer to .* in \d+ s \(HTTP 429.*\); mend it, or raise endpoint.patience_s",
-    "limited_long": r"asks to wait 36000 s \(HTTP 429: Try again tomorrow.\); raise endpoint.patience_s",
-    "hang": r"no answer to .* in \d+ s \(no answer within 0.5 s\); mend it, or raise endpoint.patience_s",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -73,30 +61,31 @@ def test_a_server_that_is_killed_in_mid_run_stops_the_command_and_the_same_comma
     assert driver.returncode == 2, said
     [line] = [line for line in said.splitlines() if "endpoint.base_url" in line]
     assert re.search(
-        rf"endpoint.base_url={url}: no answer to .* in \d+ s \(connection failed.*mend it, or raise endpoint.patience_s", line
+        rf"endpoint.base_url={url}: no answer to .* in \d+ s \(connection failed.*mend it, or raise endpoint.patience_s",
+        line,
     )
     assert re.search(r"\d+ of 60 seeds are left undone and nothing is published; .* the same command resumes", line)
-    assert not list(output.glob("*/records.parquet"))
+    assert not (output / "latest").exists()
     with stand_in_process(port=port) as back:
         driver = command(seeds, output, url)
         assert driver.wait(timeout=120) == 0
         second = back.usable_answers()
-    [published] = output.glob("*/manifest.json")
-    assert ended(__import__("json").loads(published.read_text())["counts"]) == SEEDS
+    manifest = json.loads((output / "latest" / "manifest.json").read_text())
+    assert ended(manifest["counts"]) == SEEDS
+    assert manifest["counts"]["dead_letter"] == 0
     # A kill closes connections with answers in them: those had not arrived.
     assert sum((first & second).values()) <= 32
     assert len(first) >= 200
 
 
-@pytest.mark.parametrize("breaks", BREAKS)
-def test_an_endpoint_that_breaks_in_mid_run_stops_it_and_the_same_command_resumes(
-    ray_cluster: None, seeds: Path, tmp_path: Path, breaks: str
+def test_a_key_that_is_used_up_in_mid_run_stops_it_and_the_same_command_resumes(
+    ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
-    where = {"patience_s": 2, "timeout_s": 0.5}
-    with stand_in(breaks_after=200, breaks=breaks) as server:
-        given = settings(seeds, tmp_path, server, limit=SEEDS, endpoint=where)
-        with pytest.raises(InputError, match=SAID[breaks]) as stopped:
-            run(given)
+    with stand_in(breaks_after=200, breaks="key_limit") as server:
+        with pytest.raises(
+            InputError, match=r"HTTP 403: Key limit exceeded \(monthly\).*raise the key's limit"
+        ) as stopped:
+            run(settings(seeds, tmp_path, server, limit=SEEDS))
         first = server.usable_answers()
     assert "\n" not in str(stopped.value)
     assert "are left undone and nothing is published" in str(stopped.value)
@@ -106,7 +95,7 @@ def test_an_endpoint_that_breaks_in_mid_run_stops_it_and_the_same_command_resume
         second = back.usable_answers()
     assert ended(published.manifest["counts"]) == SEEDS
     assert published.manifest["counts"]["dead_letter"] == 0
-    assert published.manifest["counts"]["replayed"] == 200
+    assert published.manifest["counts"]["replayed"] == len(first) >= 200
     assert not first & second
 
 
@@ -124,18 +113,6 @@ def test_an_outage_shorter_than_the_patience_is_survived(ray_cluster: None, seed
         with stand_in_process(port=port):
             thread.join(90)
     assert published[0].manifest["counts"]["dead_letter"] == 0
-
-
-@pytest.mark.parametrize("breaks", ["credit", "hang", "limited_long"])
-def test_one_of_two_endpoints_breaks_and_the_other_one_goes_on(
-    ray_cluster: None, seeds: Path, tmp_path: Path, breaks: str
-) -> None:
-    with stand_in(breaks_after=100, breaks=breaks) as broken, stand_in() as sound:
-        other = {"base_url": sound.url, "api_key_env": None}
-        where = {"timeout_s": 0.5, "patience_s": 20}
-        published = run(settings(seeds, tmp_path, broken, limit=SEEDS, endpoint=where, more_endpoints=[other]))
-        assert len(broken.log("answered")) == 100
-    assert published.manifest["counts"]["dead_letter"] == 0
 
 
 def test_too_many_dead_letters_publish_nothing_until_the_share_is_raised(
