@@ -112,7 +112,7 @@ def _run_verb(options: argparse.Namespace) -> None:
         if _shown(options, settings):
             return
         if getattr(options, "dry_run", False):
-            return _dry_run(options.verb, settings, getattr(options, "endpoint", False))
+            return _dry_run(options, verb, settings)
         settings = load("storage.releases:resolved")(settings)
         require_files(settings)
     except InputError:
@@ -162,28 +162,14 @@ def _file_checks(settings: Settings, prefix: str) -> Iterator[Callable[[], Any]]
                 yield partial(resolve_input, item, f"{prefix}{name}")
 
 
-def _dry_run(verb: str, settings: Settings, endpoint: bool) -> None:
+def _dry_run(options: argparse.Namespace, verb: Verb, settings: Settings) -> None:
     """Print what a run would do; InputError for everything that is wrong."""
     from infembed_ray.progress import say
 
-    settings = load("storage.releases:resolved")(settings)
-
-    def describe() -> None:
-        for line in load("cli.check:check")(verb, settings, endpoint):
-            say(f"{verb}: {line}")
-
-    try:
-        require_files(settings)
-    except InputError as missing:
-        try:
-            describe()
-        except InputError as error:  # it reports a missing file too, in other words
-            absent = {(fault.setting, str(fault.value)) for fault in missing.faults}
-            others = [fault for fault in error.faults if (fault.setting, str(fault.value)) not in absent]
-            raise InputError(*missing.args, *others) from None
-        raise
-    describe()
-    say(f"{verb}: no mistakes found, nothing was started")
+    more = {"endpoint": True} if getattr(options, "endpoint", False) else {}
+    for line in verb.describe(load("storage.releases:resolved")(settings), **more):
+        say(f"{options.verb}: {line}")
+    say(f"{options.verb}: no mistakes found, nothing was started")
 
 
 def _run_plan(options: argparse.Namespace) -> None:
