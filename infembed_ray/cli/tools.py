@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,6 +64,20 @@ TOOLS = {
                 help="separated by commas (default: %(default)s)",
             ),
         ),
+    ),
+    "data": Tool(
+        "mirror the published data sets of evaluation tasks, or verify a mirror",
+        "evaluation.tasks.mirror:run",
+        (
+            _argument("action", choices=("fetch", "verify")),
+            _argument("directory", metavar="DIR", help="of the mirror: `data` of `infembed evaluate`"),
+            _argument("tasks", metavar="TASK", nargs="*", help="followir, mair/dd-15, bright/biology, ..."),
+        ),
+    ),
+    "mteb": Tool(
+        "run mteb's tasks: mteb run -m CHECKPOINT -t TASK",
+        "evaluation.mteb_adapter:run",
+        (_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help"),),
     ),
     "journal": Tool(
         "check, compact, export, import or reconcile a journal of LLM responses",

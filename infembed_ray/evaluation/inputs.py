@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,8 +21,10 @@ from infembed_ray.evaluation.tasks.corpus import name_of
 from infembed_ray.evaluation.tasks.infir import TASK, instruction_following
 from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.progress import counted
 from infembed_ray.records import tables
 from infembed_ray.storage import steps
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
@@ -98,6 +100,8 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
     models, store, (data, tasks), _ = check_all(
         lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings), lambda: gates.check(settings)
     )
+    if share_corpora:
+        steps.require_writable(store, "embeddings")
     for number, task in enumerate(tasks):
         place = store / "corpora"
         file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
@@ -119,7 +123,7 @@ def content_hash(task: Task) -> str:
 def store_of(settings: EvaluateSettings) -> Place:
     """Return the place of embeddings and scores; InputError if it cannot be written."""
     store = steps.folder_of(settings, "embeddings")
-    steps.require_writable(store, "embeddings")
+    steps.require_access(store, "embeddings")
     return store
 
 
@@ -186,3 +190,23 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tas
                     f"models.{model.label}: is a reranker, but {task.name} has no lists of {settings.depth} candidates or "
                     "fewer; set first_stage=<label of the model whose top documents it scores>"
                 )
+
+
+def describe(settings: EvaluateSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `resolve`."""
+    found = resolve(settings, share_corpora=False)
+    step = found.step(settings)
+    if (yield from state(step)):
+        return
+    yield from describe_tasks(found)
+    for model in found.models:
+        yield f"model {model.label}: {getattr(model.retriever, 'model', model.retriever.kind)}"
+    queries, passages = found.size
+    pairs = f"{counted(len(found.tasks), 'task')} x {counted(len(found.models), 'model')}"
+    yield f"{pairs}: {queries:,} queries and {passages:,} passages per model"
+
+
+def describe_tasks(found: Inputs) -> Iterator[str]:
+    """Yield a line for each task."""
+    for task in found.tasks:
+        yield f"task {task.name}: {counted(len(task.queries), 'query', 'queries')}"

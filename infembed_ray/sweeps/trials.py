@@ -7,8 +7,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import EncoderSettings, EvaluateSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.evaluation.inputs import describe_tasks
+from infembed_ray.evaluation.inputs import resolve as resolve_evaluation
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue, registry
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
+from infembed_ray.planning.train import memory_of, needs
+from infembed_ray.progress import counted
+from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
 from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
 from infembed_ray.storage.steps import Step, find_input, fingerprint
 from infembed_ray.training import deepspeed_config, sources
@@ -272,3 +278,37 @@ def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
         reads |= {"instructed_query": before + instructed, "plain_query": f"{before}{{query}}"}
         reads["passage"] = f"{train.passage_prefix or ''}{{passage}}"
     return EncoderSettings(model=backbone, **reads)
+
+
+def describe(settings: SweepSettings) -> Iterator[str]:
+    """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
+    planned, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    designs = {(t.row, t.model): t for t in planned if t.train is not None and t.seed == settings.seeds[0]}
+    seeds = len(settings.seeds)
+    yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
+    first = planned[0]
+    model = first.untrained or first.train.model  # type: ignore[union-attr]
+    evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
+    found, *needs = check_all(
+        lambda: resolve_evaluation(evaluation, share_corpora=False),
+        *(partial(_needs, trial) for trial in designs.values()),
+    )
+    if needs:
+        steps, memory, disk = zip(*needs, strict=True)
+        yield f"steps: {seeds * sum(steps):,} in all trainings"
+        largest = f", of {max(zip(memory, designs, strict=True))[1][0]}" if len(designs) > 1 else ""
+        yield f"memory: about {gib(max(memory))} {memory_of(settings.train)} at the peak of a step{largest}"
+        yield require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
+    yield from describe_tasks(found)
+    yield "{:,} queries and {:,} passages per trial".format(*found.size)
+
+
+def _needs(trial: Trial) -> tuple[int, float, float]:
+    """Return what a training needs; InputError with its row."""
+    assert trial.train is not None
+    try:
+        return needs(trial.train)
+    except InputError as error:
+        raise error.within(f"row {trial.row}, {trial.model}: ") from error

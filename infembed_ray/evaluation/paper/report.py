@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,6 +17,7 @@ from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.progress import say
 from infembed_ray.reporting import page
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
@@ -184,3 +185,10 @@ def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
 def of_evaluation(output: str, found: Results) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
     return Report.from_collection({"results": output}, collect({"results": found}))
+
+
+def describe(settings: ReportSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    paths, step = prepare(settings)
+    if not (yield from state(step)):
+        yield f"results: {compose(settings, paths).summary}"
