@@ -20,25 +20,6 @@ def collection_name(name: str) -> str:
     return name
 
 
-class CanarySettings(Settings):
-    """Checks of a new release before the API is switched to it; it is rolled back if one fails."""
-
-    share: float = Field(
-        0.0, ge=0, le=0.5, description="share of the searches that the new release answers before the switch; 0: none"
-    )
-    seconds: float = Field(300.0, gt=0, description="seconds during which it answers that share")
-    max_failures: float = Field(
-        0.01, ge=0, le=1, description="most failed searches (share) above the current release's"
-    )
-    max_slowdown: float = Field(1.5, ge=1, description="most p95 latency, as a multiple of the current release's")
-    probes: str | None = Field(
-        None,
-        description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that both releases answer first; null: none",
-    )
-    max_ndcg_drop: float = Field(1.0, ge=0, description="most nDCG@10 (x100) on the probes below the current release's")
-    max_p_mrr_drop: float = Field(2.0, ge=0, description="most p-MRR (x100) on the probes below the current release's")
-
-
 class RankingSettings(Settings):
     """How searches are scored. A request can override `exclude` and `hybrid`."""
 
@@ -195,14 +176,15 @@ class ServeSettings(Settings):
     ranking: RankingSettings = Field(
         RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
     )
-    obedience_sample: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the instructed searches that are searched again in the background without their instruction, for the metrics of obedience; 0: none",
+    probes: str | None = runtime_field(
+        None,
+        description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that a new release must answer as well as the current one before it takes over; null: none",
     )
-    canary: CanarySettings = runtime_field(
-        CanarySettings(), description="checks of a new release before the API is switched to it"
+    max_ndcg_drop: float = runtime_field(
+        1.0, ge=0, description="nDCG@10 (x100) on the probes that a new release may lose against the current one"
+    )
+    max_p_mrr_drop: float = runtime_field(
+        2.0, ge=0, description="p-MRR (x100) on the probes that a new release may lose against the current one"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
     filter_model: FilterModelSettings | None = Field(

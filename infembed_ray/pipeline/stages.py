@@ -32,7 +32,7 @@ def run(settings: PipelineSettings) -> None:
     Raises:
         InputError: a stage has bad input: before the first stage if that does not depend on an earlier one's output.
         GateError: the records or the model failed a gate; nothing was promoted.
-        StartError: the API did not start, or the canary was rolled back.
+        StartError: the API did not start, or the release ranked its probes worse.
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
     check_all(*(partial(_check_own, settings, stage, load("cli.check:check")) for stage in checked))

@@ -1,7 +1,7 @@
 """Automatic compaction: `infembed serve` compacts an index that it serves when many of its documents have changed.
 
 The compaction runs in the background, as tasks of the cluster, while the API serves: one collection at a time, the one with the
-most changes first. Then the API switches to the next version (blue/green), without a canary. Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
+most changes first. Then the API switches to the next version (blue/green). Two versions are kept: the one that was served until then, and the next. An API that another command upgraded is
 left alone.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.config.serving import DEFAULT_COLLECTION, CanarySettings
+from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
@@ -116,9 +116,7 @@ class AutoCompaction:
             return
         settings = self.plan.settings
         indexes = {**settings.indexes, str(self._collection): published}
-        changed = {"index": indexes.pop(DEFAULT_COLLECTION), "collections": indexes}
-        # Without a canary: both versions give the same answers, and Ctrl-C would wait for its end.
-        settings = settings.model_copy(update={**changed, "canary": CanarySettings()})
+        settings = settings.model_copy(update={"index": indexes.pop(DEFAULT_COLLECTION), "collections": indexes})
         plan = startup.in_background(lambda: Plan.resolve(settings))
         self._switch(plan)
         self.plan = plan

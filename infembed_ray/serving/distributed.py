@@ -26,7 +26,6 @@ from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.retrieval.answers import ShardQuery
-from infembed_ray.serving import canary as canaries
 from infembed_ray.serving import startup
 from infembed_ray.serving.address import (
     address_file,
@@ -46,8 +45,8 @@ from infembed_ray.serving.deployments import (
     reranker_application,
 )
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.probes import Probe, ProbeFigures, probe
-from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
+from infembed_ray.serving.probes import Probe, ProbeFigures, probe, worse_rankings
+from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.served import open_encoder, open_release
 from infembed_ray.serving.service import Query
@@ -57,8 +56,6 @@ READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
-CANARY_MARGIN_S = 60.0
-"""Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
 CHECK_QUERY = "Is anybody there?"
 
 
@@ -151,7 +148,8 @@ def _deploy(plan: Plan) -> None:
         _check_with_query(plan)
         say("serve: checked: encoder and shards answer")
         if previous is not None:
-            _try_as_canary(plan, *previous)
+            if plan.probes:
+                _require_good_rankings(plan, previous[1])
             _require_unswitched(previous[1])
         _switch_to(plan.api, plan.release)
         wait_until_served(plan.url, plan.release.fingerprint, 2 * plan.settings.ingress_replicas, READY_TIMEOUT_S)
@@ -184,36 +182,16 @@ def _start_applications(plan: Plan, missing: set[str]) -> None:
         wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
 
 
-def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) -> None:
-    """Compare the default collection of the plan's release with the current one: on the probe set and a share of the queries.
+def _require_good_rankings(plan: Plan, current: ReleaseSpec) -> None:
+    """Compare the rankings of the default collection in the plan's release with the current one's, on the probe set.
 
     Raises:
-        StartError: the new release failed a check.
+        StartError: the new release ranks worse than the settings allow.
     """
-    settings, new = plan.settings.canary, plan.release
-    try:
-        if plan.probes:
-            before, after = (_probe(plan.settings, spec, plan.probes) for spec in (current, new))
-            canaries.require_good_probes(before, after, settings)
-            say(
-                f"serve: canary: nDCG@10 on {counted(len(plan.probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}"
-            )
-        if settings.share:
-            until = time.time() + settings.seconds + CANARY_MARGIN_S
-            split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
-            _switch_to(arguments, split)
-            say(f"serve: canary: {settings.share:.1%} of the searches go to the new release for {settings.seconds:g} s")
-            page = serve.get_deployment_handle(METRICS, app_name=APPLICATION).options(method_name="page")
-            canaries.watch(
-                lambda: page.remote().result(timeout_s=READY_TIMEOUT_S).decode(),
-                current.fingerprint,
-                new.fingerprint,
-                settings,
-            )
-    except canaries.Rejected as fault:
-        raise StartError(
-            f"canary: the new release is rolled back, index {current.card.index_version} serves on: {fault}"
-        ) from fault
+    before, after = (_probe(plan.settings, spec, plan.probes) for spec in (current, plan.release))
+    if fault := worse_rankings(before, after, plan.settings):
+        raise StartError(f"the new release is not served, index {current.card.index_version} serves on: {fault}")
+    say(f"serve: nDCG@10 on {counted(len(plan.probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}")
 
 
 def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) -> ProbeFigures:
@@ -225,7 +203,7 @@ def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) 
         return asyncio.run(run())
     except Exception as error:
         raise StartError(
-            f"canary.probes: index {spec.card.index_version} does not answer them: {in_one_line(error)}"
+            f"probes: index {spec.card.index_version} does not answer them: {in_one_line(error)}"
         ) from error
 
 
@@ -247,8 +225,7 @@ def _roll_back(plan: Plan, previous: tuple[ApiArguments, ReleaseSpec] | None, st
         return
     arguments, release = previous
     if served_fingerprint(plan.url) in (plan.release.fingerprint, release.fingerprint, None):
-        # Without effect if the API was not switched yet. A killed command may have left a canary in `release`.
-        _switch_to(arguments, release.model_copy(update={"canary": None}))
+        _switch_to(arguments, release)  # without effect if the API was not switched yet
         used = release.applications
     else:
         used = _used_applications()
@@ -389,16 +366,13 @@ def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
     arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    # An API of an earlier version answers without the fields that are newer.
-    return spec and (arguments, ReleaseSpec.model_validate(spec.model_dump()))
+    return spec and (arguments, spec)
 
 
 def _used_applications() -> set[str]:
     """Return the applications that the API uses now; another command may have chosen them."""
-    if (served := _served()) is None:
-        return set()
-    canary = served[1].canary
-    return served[1].applications | (canary.release.applications if canary else set())
+    served = _served()
+    return served[1].applications if served else set()
 
 
 def _delete_after_drain(applications: set[str], drain_s: float) -> None:

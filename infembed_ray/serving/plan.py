@@ -73,7 +73,7 @@ class Plan:
     model_bytes: int
     """Of the weights, the reranker's included; 0 for a model on the hub."""
     probes: Sequence[Probe]
-    """Of the canary; empty: it has no probe set."""
+    """That a new release must answer well; empty: there are none."""
 
     @classmethod
     def resolve(cls, settings: ServeSettings, locked: bool = False) -> Plan:
@@ -89,7 +89,7 @@ class Plan:
         """
         locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
         _require_safe(settings, locked)
-        probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
+        probes = [] if settings.probes is None else read_probes(settings.probes)
         suggestions = [] if settings.suggestions is None else read_suggestions(settings.suggestions)
         indexes: dict[str, ServedIndex] = {}
         encoders: dict[str, ServedEncoder] = {}

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
 from infembed_ray.records.tables import raw_rows
@@ -58,25 +59,43 @@ def read_probes(value: str) -> list[Probe]:
     """Read a probe set.
 
     Args:
-        value: of the setting `canary.probes`: a file of rows with the fields of `Probe`.
+        value: of the setting `probes`: a file of rows with the fields of `Probe`.
 
     Raises:
         InputError: no such file, no rows, or a row that is no probe.
     """
     probes = []
-    for number, row in enumerate(raw_rows(resolve_input(value, "canary.probes"), "canary.probes"), start=1):
+    for number, row in enumerate(raw_rows(resolve_input(value, "probes"), "probes"), start=1):
         try:
             probes.append(Probe.model_validate(row))
         except ValidationError as error:
             fault = error.errors()[0]
             where = ".".join(map(str, fault["loc"]))
             raise InputError(
-                f"canary.probes={value}: row {number}: {where}{': ' if where else ''}{fault['msg'].removeprefix('Value error, ')}; "
+                f"probes={value}: row {number}: {where}{': ' if where else ''}{fault['msg'].removeprefix('Value error, ')}; "
                 "give every row a query and the ids of its relevant passages (`relevant`)"
             ) from None
     if not probes:
-        raise InputError(f"canary.probes={value}: has no rows; give at least one query with its relevant passages")
+        raise InputError(f"probes={value}: has no rows; give at least one query with its relevant passages")
     return probes
+
+
+def worse_rankings(current: ProbeFigures, new: ProbeFigures, settings: ServeSettings) -> str | None:
+    """Return why the new release must not replace the current one; None if its rankings are good enough."""
+    if current.ndcg == new.ndcg == 0:
+        return (
+            "neither release finds a relevant passage of `probes` among its first ten; give the ids of indexed passages"
+        )
+    drops = [("nDCG@10", current.ndcg, new.ndcg, settings.max_ndcg_drop, "max_ndcg_drop")]
+    if current.p_mrr is not None and new.p_mrr is not None:
+        drops.append(("p-MRR", current.p_mrr, new.p_mrr, settings.max_p_mrr_drop, "max_p_mrr_drop"))
+    for measure, before, after, allowed, setting in drops:
+        if after < before - allowed:
+            return (
+                f"its {measure} on the probes is {after:.1f}, the current release's {before:.1f}; "
+                f"{setting}={allowed:g} less is allowed"
+            )
+    return None
 
 
 async def probe(searcher: Searcher, probes: Sequence[Probe]) -> ProbeFigures:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -46,10 +45,8 @@ from infembed_ray.serving.http.app import Limits, create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
-from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
+from infembed_ray.serving.routing.blue_green import ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import Inputs
-from infembed_ray.serving.routing.obedience import ObedienceLog
-from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.served import Served, ServedMetrics
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
@@ -312,9 +309,6 @@ class Ingress:
             self._suggester = FilterSuggester(settings.filter_model)
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
-        self._outcomes = Outcomes(self._registry)
-        share = settings.obedience_sample
-        self._obedience = ObedienceLog(self._registry, share) if share else None
         self._served: Served | None = None
         self._registry.register(ServedMetrics(lambda: self._served))
         self._switching: asyncio.Task[None] | None = None
@@ -328,7 +322,6 @@ class Ingress:
             Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
-            searches=self._choose,
             collections=lambda: self._now.releases,
             suggester=self._suggester,
         )
@@ -342,33 +335,18 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         spec = ReleaseSpec.model_validate(user_config)
-        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes, self._obedience)
+        new = Served.open(spec, self._arguments.settings, self._metrics_page)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(new))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._served is None:
             raise RuntimeError(f"{' and '.join(sorted(spec.applications))} do not answer")
 
     async def _switch_to(self, new: Served) -> None:
-        for opened in filter(None, (*new.releases.values(), new.canary)):
+        for opened in new.releases.values():
             # A replica without a release does not wait for the reranker: searches do without it.
             while not await opened.ready(with_reranker=self._served is not None):
                 await asyncio.sleep(POLL_S)
         self._served = new
-        if new.canary is None:
-            self._outcomes.clear()  # the series of releases that serve no more would add up
-            if self._obedience:
-                self._obedience.clear()
-
-    def _choose(self, model: str | None) -> Release:
-        """Return what answers a new search of the default collection.
-
-        That is the canary for its share, unless the search names another model.
-        """
-        served = self._now
-        terms, canary, current = served.spec.canary, served.canary, served.releases[DEFAULT_COLLECTION]
-        if canary is None or terms is None or model not in (None, canary.card.id):
-            return current
-        return canary if time.time() < terms.until and random.random() < terms.share else current
 
     @property
     def _now(self) -> Served:

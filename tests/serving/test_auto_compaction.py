@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.config.serving import CanarySettings, ServeSettings
+from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.serving import auto_compaction
 from infembed_ray.serving.auto_compaction import AutoCompaction
@@ -101,14 +101,6 @@ def test_the_api_switches_to_the_compacted_version_once_enough_documents_have_ch
     api.changed = 10
     api.look_until(lambda: api.served != second)
     assert Path(api.compacted[1].index).name == second
-
-
-def test_the_compacted_version_gets_no_canary(api: Api) -> None:
-    canary = CanarySettings(share=0.1, seconds=3600, probes="probes.jsonl")
-    api.automatic.plan = plan_of(api.automatic.plan.settings.model_copy(update={"canary": canary}))
-    first, api.changed = api.served, 10
-    api.look_until(lambda: api.served != first)
-    assert api.automatic.plan.settings.canary == CanarySettings()
 
 
 def test_a_failure_is_reported_and_tried_again_later(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +46,6 @@ from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS
 from infembed_ray.serving.deployments import api_over
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.routing.blue_green import Canary
 from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
@@ -131,23 +128,6 @@ def test_an_explanation_over_http_agrees_with_brute_force_leave_one_out(api: str
     assert found["diabetes-doctors"]["rank"] == 1
     assert max(found["diabetes-doctors"]["effects"]) > 0.02
     assert answer["notes"] == []
-
-
-@pytest.mark.ray
-def test_the_obedience_of_live_searches_is_measured_for_the_release(api: str) -> None:
-    instruction = f"{INSTRUCTIONS[0]} Nothing else."
-
-    def measured() -> str:
-        with urllib.request.urlopen(f"{api}/metrics", timeout=60) as page:
-            lines = page.read().decode().splitlines()
-        return "\n".join(line for line in lines if line.startswith("infembed_obedience"))
-
-    ask(f"{api}/v1/search", {"query": QUERY, "instruction": instruction, "top_k": 1})
-    release = ask(f"{api}/healthz")[1]["deployment"]
-    counted = re.compile(rf'infembed_obedience_samples_total{{outcome="measured",release="{release}",.*}} [1-9]')
-    wait_until(lambda: counted.search(measured()) is not None)
-    assert f'infembed_obedience_moves_sum{{release="{release}"' in measured()
-    assert "Nothing else" not in measured()
 
 
 @pytest.mark.ray
@@ -462,9 +442,7 @@ def test_a_release_that_the_api_has_come_back_to_is_not_deleted(
 ) -> None:
     plan = Plan.resolve(settings)
     switches = Switches(monkeypatch, plan)
-    trial = other_release(plan, "trial")
-    switches.serves = plan.release.model_copy(update={"canary": Canary(release=trial, share=0.1, until=0)})
-    distributed._delete_after_drain({plan.release.index, trial.index, "unused"}, 30.0)
+    distributed._delete_after_drain({plan.release.index, "unused"}, 30.0)
     assert switches.deleted == ["unused"]
 
 
@@ -497,18 +475,3 @@ def test_a_failed_upgrade_keeps_an_encoder_of_the_current_release_that_it_starte
     switches.serves = current
     distributed._roll_back(plan, (plan.api, current), {plan.release.encoder, plan.release.index})  # it was unhealthy
     assert switches.deleted == [plan.release.index]
-
-
-def test_the_release_of_an_api_of_an_earlier_version_is_read(
-    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = Plan.resolve(settings)
-    earlier = plan.release.model_copy()
-    del earlier.__dict__["collections"]  # as it is unpickled
-    assert not hasattr(earlier, "collections")
-    answer = SimpleNamespace(result=lambda timeout_s: (plan.api, earlier))
-    ingress = SimpleNamespace(served=SimpleNamespace(remote=lambda: answer))
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={APPLICATION}))
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *names, **options: ingress)
-    assert distributed._served() == (plan.api, plan.release)
-    assert distributed._used_applications() == plan.release.applications

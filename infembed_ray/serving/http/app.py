@@ -64,7 +64,6 @@ def create_app(
     *,
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
-    searches: Callable[[str | None], Service] | None = None,
     collections: Callable[[], Mapping[str, Service]] | None = None,
     suggester: FilterSuggester | None = None,
 ) -> FastAPI:
@@ -78,8 +77,6 @@ def create_app(
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         suggester: turns instructions into filters; None: `POST /v1/filters` answers 404.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
-        searches: returns the service of a new search of the default collection that names this model or none; None:
-            `service`.
         collections: returns the services of all collections for a new request, the default one first; None: `service`
             alone.
     """
@@ -101,7 +98,7 @@ def create_app(
     fingerprint = deployment if callable(deployment) else lambda: deployment
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
-    add_query_routes(app.router, served, searches or (lambda _: current()))
+    add_query_routes(app.router, served)
     add_filter_routes(app.router, served, suggester)
     add_document_routes(app.router, served)
     add_collection_routes(app.router, served)

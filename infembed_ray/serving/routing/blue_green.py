@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,6 @@ from infembed_ray.serving.routing.channels import Channels
 from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
-from infembed_ray.serving.routing.obedience import ObedienceLog
-from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.reranking import Reranked, RerankSpec, RerankStage
 from infembed_ray.serving.service import (
     Document,
@@ -80,8 +77,6 @@ class ReleaseSpec(CollectionSpec):
 
     collections: dict[str, CollectionSpec] = {}
     """The other collections by name; `fingerprint` changes with them."""
-    canary: Canary | None = None
-    """Another release that answers a share of the default collection's searches."""
 
     @property
     def by_name(self) -> dict[str, CollectionSpec]:
@@ -90,24 +85,13 @@ class ReleaseSpec(CollectionSpec):
 
     @property
     def applications(self) -> set[str]:
-        """The encoders and indexes of all collections and the reranker, without those of the canary."""
+        """The encoders and indexes of all collections, and the reranker."""
         names = {name for spec in self.by_name.values() for name in (spec.encoder, spec.index)}
         return names | ({self.rerank.application} if self.rerank else set())
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values; those of one collection do not mention collections."""
         return self.model_dump(mode="json", exclude=None if self.collections else {"collections"})
-
-
-class Canary(BaseModel):
-    """A new release that answers a share of the default collection's searches before the API is switched to it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    release: ReleaseSpec
-    share: float
-    until: float
-    """Unix time from which the current release answers all searches again, whatever became of the driver."""
 
 
 class Release:
@@ -122,8 +106,6 @@ class Release:
         shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
-        outcomes: counts the searches.
-        obedience: samples instructed searches.
         reranker: re-orders the first hits; None: there is none.
 
     Attributes:
@@ -141,16 +123,12 @@ class Release:
         shard_replicas: int = 1,
         max_changed_documents: int | None = None,
         ranking: RankingSettings = NO_CHANNELS,
-        outcomes: Outcomes | None = None,
-        obedience: ObedienceLog | None = None,
         reranker: RerankStage | None = None,
     ) -> None:
         self.spec = spec
         self.reranker = reranker
-        self._obedience = obedience
-        self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
-        # A release that a canary or a roll-back serves beside the new one may have no words.
+        # The settings are the API's, and a roll-back may lead to an index without words.
         self._ranking = ranking if spec.card.lexical else ranking.model_copy(update={"hybrid": 0.0})
         self._shards = shards
         self._metrics = metrics
@@ -185,43 +163,40 @@ class Release:
 
     async def search(self, search: Search) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
-        with contextlib.nullcontext() if search.background else self._counted():
-            filters.parse(search.filter, self.card.metadata)  # raises before any work is done
-            start, deadline = time.perf_counter(), self._deadline()
-            channels = Channels.of(search, self._ranking)
-            asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
-            with tracing.span("encode", queries=len(asked.queries)):
-                vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
-            encoded = time.perf_counter()
-            reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
-            depth = max(search.top_k, reranker.spec.depth) if reranker else search.top_k
-            own = vectors[: len(search.queries)]
-            query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
-            ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
-            searched = time.perf_counter()
-            reranked = Reranked(ranked.results, None, 0.0)
-            if reranker:
-                with tracing.span("rerank", queries=len(search.queries)):
-                    reranked = await reranker(search.queries, ranked.results, deadline)
-            found = Found(
-                results=[hits[: search.top_k] for hits in reranked.results],
-                model=self.card.id,
-                index_version=self.card.index_version,
-                sequence=ranked.sequence,
-                timings=schema.Timings(
-                    encode_ms=round(1e3 * (encoded - start), 3),
-                    search_ms=round(1e3 * (searched - encoded), 3),
-                    rerank_ms=round(reranked.ms, 3) if reranker else None,
-                ),
-                missing_shards=ranked.missing,
-                notes=[reranked.note] if reranked.note else [],
-            )
-            if search.explain:
-                with tracing.span("explain"):
-                    found = await self._explained(search, found, vectors, deadline)
-            if self._obedience:
-                self._obedience.sample(self.spec.fingerprint, search, self.search)
-            return found
+        filters.parse(search.filter, self.card.metadata)  # raises before any work is done
+        start, deadline = time.perf_counter(), self._deadline()
+        channels = Channels.of(search, self._ranking)
+        asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
+        with tracing.span("encode", queries=len(asked.queries)):
+            vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
+        encoded = time.perf_counter()
+        reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
+        depth = max(search.top_k, reranker.spec.depth) if reranker else search.top_k
+        own = vectors[: len(search.queries)]
+        query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
+        ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
+        searched = time.perf_counter()
+        reranked = Reranked(ranked.results, None, 0.0)
+        if reranker:
+            with tracing.span("rerank", queries=len(search.queries)):
+                reranked = await reranker(search.queries, ranked.results, deadline)
+        found = Found(
+            results=[hits[: search.top_k] for hits in reranked.results],
+            model=self.card.id,
+            index_version=self.card.index_version,
+            sequence=ranked.sequence,
+            timings=schema.Timings(
+                encode_ms=round(1e3 * (encoded - start), 3),
+                search_ms=round(1e3 * (searched - encoded), 3),
+                rerank_ms=round(reranked.ms, 3) if reranker else None,
+            ),
+            missing_shards=ranked.missing,
+            notes=[reranked.note] if reranked.note else [],
+        )
+        if search.explain:
+            with tracing.span("explain"):
+                found = await self._explained(search, found, vectors, deadline)
+        return found
 
     async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:
         """Add the explanation of its hits to the answer to one query.
@@ -231,9 +206,7 @@ class Release:
         """
         (hits,), (query,) = found.results, search.queries
         plain = await self.search(
-            replace(
-                search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False, background=True
-            )
+            replace(search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False)
         )
         ids, plain_ids = [hit.id for hit in hits], [hit.id for hit in plain.results[0]]
         wanted = explaining.explained_ids(ids, plain_ids, search.top_k)

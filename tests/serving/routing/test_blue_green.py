@@ -12,7 +12,6 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
@@ -24,7 +23,6 @@ from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hedging
 from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
-from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.reranking import RerankSpec, RerankStage
 from infembed_ray.serving.service import (
     Document,
@@ -411,18 +409,6 @@ def test_an_explanation_says_what_it_could_not_know(world: World, monkeypatch: p
         assert "explain: ranks without the instruction leave out s0." in found.notes
 
     world.play(scenario, timeout_s=1)
-
-
-def test_a_background_search_is_not_counted(world: World) -> None:
-    registry = CollectorRegistry()
-
-    async def scenario(release: Release) -> None:
-        await release.search(Search([Query("q", INSTRUCTION)], 3, explain=True))
-        await release.search(Search([Query("q")], 3, background=True))
-
-    world.play(scenario, outcomes=Outcomes(registry))
-    counted = registry.get_sample_value("infembed_release_requests_total", {"release": "f", "outcome": "answered"})
-    assert counted == 1
 
 
 def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
