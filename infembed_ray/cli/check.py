@@ -399,10 +399,10 @@ def _serve(settings: ServeSettings) -> Iterator[str]:
     plan = Plan.resolve(settings)
     for name, spec in plan.release.by_name.items():
         card, shards = spec.card, counted(len(spec.shards), "shard")
-        what = "" if spec is plan.release else f"collection {name}: "
+        what = "" if spec is plan.release.default else f"collection {name}: "
         yield f"{what}index {card.index_version}: {card.passages:,} passages in {shards}, model {card.id}"
-    if len(plan.encoders) > 1:
-        yield f"{len(plan.encoders)} encoders: the indexes were built by as many; each reserves resources of its own"
+    if len(plan.release.encoders) > 1:
+        yield f"{len(plan.release.encoders)} encoders: the indexes were built by as many; each reserves resources of its own"
     for resource in ("CPU", "GPU"):
         needed = sum(replicas * each for kind, _, replicas, each in plan.reservations() if kind == resource)
         if needed:

@@ -40,11 +40,6 @@ class RankingSettings(Settings):
         le=1,
         description="share of BM25 in the score, unless the request says otherwise; needs an index with lexical=true",
     )
-    depth: int = Field(
-        100,
-        ge=1,
-        description="with hybrid, candidates by vector, and as many by words, from every shard; at least top_k",
-    )
 
 
 class RerankSettings(Settings):
@@ -57,7 +52,6 @@ class RerankSettings(Settings):
         None,
         description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a baseline, a mapping of settings as in `models` of `infembed evaluate`, or a directory or hub name of a classifier that reads `{instruction} {query}`",
     )
-    by_default: bool = Field(True, description="re-rank searches that do not say whether to; false: only on request")
     depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
     weight: float = Field(
         1.0,
@@ -71,28 +65,6 @@ class RerankSettings(Settings):
     replicas: int = Field(1, ge=1, description="replicas of the reranker")
     cpus: float = Field(1.0, gt=0, description="CPUs and threads per replica")
     gpus: float = Field(0.0, ge=0, description="GPUs per replica")
-    batch_tokens: int = Field(4096, ge=64, description="largest number of tokens in a batch, with padding")
-    max_queue: int = Field(1024, ge=1, description="passages waiting per replica; searches beyond are not re-ranked")
-    cache_mib: int = Field(
-        256, ge=0, description="late_interaction: memory per replica for token vectors of recent passages; 0: none"
-    )
-
-
-class FilterModelSettings(Settings):
-    """The LLM that `POST /v1/filters` asks to turn an instruction into a metadata filter."""
-
-    model: str = Field(description="model id at the endpoint, for example gpt-4o-mini")
-    base_url: str = Field("https://api.openai.com/v1", description="URL of an OpenAI-compatible endpoint, up to /v1")
-    api_key_env: str | None = Field(
-        "OPENAI_API_KEY",
-        description="environment variable with the key, set on every node; null: the endpoint needs no key",
-    )
-    timeout_s: float = Field(20.0, gt=0, description="seconds until a request to the LLM is abandoned")
-    temperature: float | None = Field(None, ge=0, le=2, description="sampling temperature; null: not sent")
-    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
-    structured: bool = Field(
-        False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
-    )
 
 
 class ServeSettings(Settings):
@@ -133,10 +105,6 @@ class ServeSettings(Settings):
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
     gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
-    shard_cache: str | None = Field(
-        None,
-        description="directory of each node (absolute, or in ~) for copies of shards from a store; null: INFEMBED_SCRATCH, or one in /tmp",
-    )
     runtime: Literal["auto", "torch", "onnx", "vllm"] = Field(
         "auto",
         description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs; vllm: a decoder split over all `gpus_per_encoder`",
@@ -166,12 +134,7 @@ class ServeSettings(Settings):
     compact_at: int | None = Field(
         10_000,
         ge=1,
-        description="documents changed per shard at which a running `serve` compacts the index and switches; null: never",
-    )
-    max_changed_documents: int | None = Field(
-        50_000,
-        ge=1,
-        description="documents changed per shard from which more are refused with 507; null: no limit",
+        description="documents changed per shard at which the API compacts the index and switches; null: never; five times as many are refused with 507",
     )
     ranking: RankingSettings = Field(
         RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
@@ -187,9 +150,6 @@ class ServeSettings(Settings):
         2.0, ge=0, description="p-MRR (x100) on the probes that a new release may lose against the current one"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
-    filter_model: FilterModelSettings | None = Field(
-        None, description="LLM that turns an instruction into a filter on request; null: none"
-    )
     config_file: str | None = runtime_field(
         None, description="write a config file for `serve deploy` and start nothing; null: serve"
     )

@@ -12,23 +12,22 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
-from infembed_ray.config.serving import DEFAULT_COLLECTION, RankingSettings
+from infembed_ray.config.serving import RankingSettings
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import explaining, schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.release import CollectionSpec
 from infembed_ray.serving.routing.channels import Channels
 from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
-from infembed_ray.serving.routing.reranking import Reranked, RerankSpec, RerankStage
+from infembed_ray.serving.routing.reranking import Reranked, RerankStage
 from infembed_ray.serving.service import (
     Document,
     Found,
@@ -46,52 +45,13 @@ PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
 NO_CHANNELS = RankingSettings()
+COMPACT_AT = 10_000
+FULL = 5
+"""Multiple of `compact_at` from which documents are refused: compaction does not keep up, or is off."""
 ALMOST_FULL = 0.5
-"""Share of `max_changed_documents` from which a warning is logged."""
+"""Share of that limit from which a warning is logged."""
 
 log = logging.getLogger(__name__)
-
-
-class CollectionSpec(BaseModel):
-    """The parts of what answers the requests to one collection, in plain JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    fingerprint: str
-    """Changes with anything that changes what is served, or how."""
-    encoder: str
-    """Serve application of the encoder."""
-    index: str
-    """Serve application of the index."""
-    shards: tuple[str, ...]
-    """Deployments of the shards in that application, in order."""
-    changes: str | None
-    """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
-    card: schema.Model
-    rerank: RerankSpec | None = None
-    """Re-ranking of the first hits; None: there is none."""
-
-
-class ReleaseSpec(CollectionSpec):
-    """The parts of a release: those of the default collection and of the others. The `user_config` of the ingress."""
-
-    collections: dict[str, CollectionSpec] = {}
-    """The other collections by name; `fingerprint` changes with them."""
-
-    @property
-    def by_name(self) -> dict[str, CollectionSpec]:
-        """All collections, the default one first."""
-        return {DEFAULT_COLLECTION: self, **self.collections}
-
-    @property
-    def applications(self) -> set[str]:
-        """The encoders and indexes of all collections, and the reranker."""
-        names = {name for spec in self.by_name.values() for name in (spec.encoder, spec.index)}
-        return names | ({self.rerank.application} if self.rerank else set())
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values; those of one collection do not mention collections."""
-        return self.model_dump(mode="json", exclude=None if self.collections else {"collections"})
 
 
 class Release:
@@ -101,10 +61,11 @@ class Release:
         spec: its parts.
         encoder: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
-        metrics: has `page() -> bytes`.
+        metrics: has `metrics() -> bytes`.
         timeout_s: request time-out.
         shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
-        max_changed_documents: documents that may differ from the index version per shard; None: any number.
+        compact_at: documents that differ from the index version per shard from which it is compacted; `FULL` times as many
+            are the limit.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
         reranker: re-orders the first hits; None: there is none.
 
@@ -121,7 +82,7 @@ class Release:
         *,
         timeout_s: float,
         shard_replicas: int = 1,
-        max_changed_documents: int | None = None,
+        compact_at: int | None = COMPACT_AT,
         ranking: RankingSettings = NO_CHANNELS,
         reranker: RerankStage | None = None,
     ) -> None:
@@ -136,7 +97,7 @@ class Release:
         self._log = spec.changes and ChangeLog(
             place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
         )
-        self._max_changed = None if max_changed_documents is None else max_changed_documents * len(shards)
+        self._max_changed = FULL * (compact_at or COMPACT_AT) * len(shards)
         self._warned = False
         self._states = [ShardState()] * len(shards)
         self._state_query: asyncio.Future[None] | None = None
@@ -171,7 +132,7 @@ class Release:
             vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
         encoded = time.perf_counter()
         reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
-        depth = max(search.top_k, reranker.spec.depth) if reranker else search.top_k
+        depth = max(search.top_k, reranker.settings.depth) if reranker else search.top_k
         own = vectors[: len(search.queries)]
         query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
         ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
@@ -262,7 +223,7 @@ class Release:
 
     async def metrics(self) -> bytes:
         """As `Service.metrics`."""
-        page: bytes = await self._metrics("page")
+        page: bytes = await self._metrics("metrics")
         return page
 
     @property
@@ -290,9 +251,7 @@ class Release:
             raise Stuck(fault)
 
     def _require_room(self) -> None:
-        """Raise TooManyChanges if as many documents differ from the index version as may. Puts of a second can exceed that."""
-        if self._max_changed is None:
-            return
+        """Raise TooManyChanges if the limit of changed documents is reached. Puts within a second can exceed it."""
         if self._changed >= self._max_changed:
             raise TooManyChanges(self._changed, self._max_changed)
         if self._changed > ALMOST_FULL * self._max_changed and not self._warned:
