@@ -15,6 +15,10 @@ from infembed_ray.serving.routing.encoder_calls import EncoderCalls
 from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import OUTCOMES, RerankStage
 
+COMPACT_AT = ServeSettings.model_fields["compact_at"].default
+FULL = 5
+"""Multiple of `compact_at` (of its default if it is null) from which documents are refused: compaction does not keep up."""
+
 
 class Served(NamedTuple):
     """What an ingress replica answers from.
@@ -54,7 +58,7 @@ class Served(NamedTuple):
                 supervisor,
                 timeout_s=settings.request_timeout_s,
                 shard_replicas=settings.shard_replicas,
-                compact_at=settings.compact_at,
+                max_changed_documents=FULL * (settings.compact_at or COMPACT_AT),
                 ranking=settings.ranking,
                 reranker=reranker,
             )

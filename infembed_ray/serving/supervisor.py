@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ from infembed_ray.serving.release import (
     RERANKER,
     SUPERVISOR,
     ApiArguments,
+    Arguments,
     EncoderArguments,
     IndexArguments,
     ReleaseSpec,
@@ -70,7 +71,7 @@ MAX_POLL_S = 5.0
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
 CHECK_QUERY = "Is anybody there?"
-BUILDERS = {
+BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
     EncoderArguments: encoder_application,
     IndexArguments: index_application,
     RerankerArguments: reranker_application,
@@ -253,7 +254,7 @@ def start_parts(release: ReleaseSpec, missing: set[str], timeout_s: float) -> No
     names = [name for name in release.parts if name in missing]
     for name in names:
         arguments = release.parts[name]
-        application = BUILDERS[type(arguments)](arguments)  # type: ignore[operator]
+        application = BUILDERS[type(arguments)](arguments)
         ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
     for name in names:
         wait_until_running(name, timeout_s)

@@ -16,7 +16,9 @@ from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.serving import distributed, schema
 from infembed_ray.serving.distributed import run, serving
-from infembed_ray.serving.probes import Probe, ProbeFigures, probe, read_probes, worse_rankings
+from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.probes import ProbeFigures, probe, worse_rankings
+from infembed_ray.serving.release import Probe, ProbeSet
 from infembed_ray.serving.service import Found, Search
 from tests.serving.http_client import ask, under_load
 from tests.serving.indexes import PASSAGES, YEARS, publish_index
@@ -92,31 +94,34 @@ def test_an_empty_answer_counts_as_nothing_found() -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_probe_set_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
+def test_a_file_that_is_no_probe_set_is_refused(
+    settings: ServeSettings, tmp_path: Path, rows: list[Any], message: str
+) -> None:
     file = tmp_path / "probes.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with pytest.raises(InputError) as refusal:
-        read_probes(str(file))
+        Plan.resolve(settings.model_copy(update={"probes": str(file)}))
     assert str(refusal.value).startswith(f"probes={file}: ")
     assert message in str(refusal.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(settings: ServeSettings, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^probes="):
-        read_probes(str(tmp_path / "none.jsonl"))
+        Plan.resolve(settings.model_copy(update={"probes": str(tmp_path / "none.jsonl")}))
 
 
 def test_a_release_that_ranks_the_probes_worse_is_refused() -> None:
-    settings, before = ServeSettings(index=""), ProbeFigures(80.0, 30.0)
-    assert worse_rankings(before, ProbeFigures(79.0, 28.0), settings) is None
-    assert worse_rankings(before, ProbeFigures(90.0, None), settings) is None
+    limits = ProbeSet(probes=[], max_ndcg_drop=1, max_p_mrr_drop=2)
+    before = ProbeFigures(80.0, 30.0)
+    assert worse_rankings(before, ProbeFigures(79.0, 28.0), limits) is None
+    assert worse_rankings(before, ProbeFigures(90.0, None), limits) is None
     for new, setting in (
         (ProbeFigures(78.9, 30.0), "max_ndcg_drop=1"),
         (ProbeFigures(80.0, 27.9), "max_p_mrr_drop=2"),
     ):
-        assert setting in str(worse_rankings(before, new, settings))
+        assert setting in str(worse_rankings(before, new, limits))
     nothing = ProbeFigures(0.0, None)
-    assert "give the ids of indexed passages" in str(worse_rankings(nothing, nothing, settings))
+    assert "give the ids of indexed passages" in str(worse_rankings(nothing, nothing, limits))
 
 
 @pytest.mark.ray

@@ -30,12 +30,12 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
-from infembed_ray.serving.arguments import ApiArguments, IndexArguments
 from infembed_ray.serving.distributed import serving
 from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySequence
 from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measured
 from infembed_ray.serving.encoder.engine import Facts
 from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.release import ApiArguments, IndexArguments
 from infembed_ray.serving.replicas import Encoder, EngineMetrics, Ingress, ShardSearch
 from infembed_ray.serving.routing.encoder_calls import Inputs
 from infembed_ray.serving.service import Query
@@ -170,8 +170,8 @@ def stored(bucket: str, tmp_path: Path) -> Folder:
 def shard_replica(folder: Folder, number: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> ShardSearch:
     """A replica that does not follow the log."""
     monkeypatch.setattr(ShardSearch, "_follow_log", lambda self: None)
-    settings = SETTINGS.model_copy(update={"shard_cache": str(cache)})
-    return ShardSearch(IndexArguments(index=folder.uri, version="v1", settings=settings), number)
+    monkeypatch.setenv(SCRATCH, str(cache))
+    return ShardSearch(IndexArguments(index=folder.uri, version="v1", settings=SETTINGS), number)
 
 
 def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_none(
@@ -238,15 +238,17 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
             own = {SCRATCH: str(tmp_path / f"node-{number}")}
             cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
         ray.init(cluster.address, log_to_driver=False)
-        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
+        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.release.default.index, number) for number in range(2)]
         for id, text in PASSAGES.items():
             assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
         changes = ChangeLog(
-            Folder.open(plan.release.changes, "changes"), {"year": "integer"}, plan.release.card.dimension
+            Folder.open(plan.release.default.changes, "changes"),
+            {"year": "integer"},
+            plan.release.default.card.dimension,
         )
         changes.append([Delete(id) for id in PASSAGES])
         wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])))
-        other = plan.index.model_copy(update={"version": "another"})
+        other = plan.release.default.index.model_copy(update={"version": "another"})
         for shard in shards:
             ray.kill(shard)
         with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):

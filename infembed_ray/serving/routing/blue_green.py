@@ -45,11 +45,8 @@ PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
 NO_CHANNELS = RankingSettings()
-COMPACT_AT = 10_000
-FULL = 5
-"""Multiple of `compact_at` from which documents are refused: compaction does not keep up, or is off."""
 ALMOST_FULL = 0.5
-"""Share of that limit from which a warning is logged."""
+"""Share of `max_changed_documents` from which a warning is logged."""
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +61,7 @@ class Release:
         metrics: has `metrics() -> bytes`.
         timeout_s: request time-out.
         shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
-        compact_at: documents that differ from the index version per shard from which it is compacted; `FULL` times as many
-            are the limit.
+        max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
         reranker: re-orders the first hits; None: there is none.
 
@@ -82,7 +78,7 @@ class Release:
         *,
         timeout_s: float,
         shard_replicas: int = 1,
-        compact_at: int | None = COMPACT_AT,
+        max_changed_documents: int = 50_000,
         ranking: RankingSettings = NO_CHANNELS,
         reranker: RerankStage | None = None,
     ) -> None:
@@ -97,7 +93,7 @@ class Release:
         self._log = spec.changes and ChangeLog(
             place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
         )
-        self._max_changed = FULL * (compact_at or COMPACT_AT) * len(shards)
+        self._max_changed = max_changed_documents * len(shards)
         self._warned = False
         self._states = [ShardState()] * len(shards)
         self._state_query: asyncio.Future[None] | None = None

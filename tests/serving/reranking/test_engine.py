@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from infembed_ray.config.serving import RerankSettings
 from infembed_ray.modeling.pair_scorer import PairScorer
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.reranking.engine import RerankEngine
@@ -38,7 +37,7 @@ class ByLength(PairScorer):
 
 
 def engine(scorer: ByLength, **settings: int) -> RerankEngine:
-    return RerankEngine(scorer, RerankSettings(kind="cross_encoder", **settings))
+    return RerankEngine(scorer, **settings)
 
 
 def test_concurrent_searches_get_their_own_scores_in_batches_of_tokens() -> None:

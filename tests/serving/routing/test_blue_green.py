@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
@@ -20,10 +21,11 @@ from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
+from infembed_ray.serving.release import CollectionSpec, EncoderArguments, IndexArguments
 from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hedging
-from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
+from infembed_ray.serving.routing.blue_green import Release
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
-from infembed_ray.serving.routing.reranking import RerankSpec, RerankStage
+from infembed_ray.serving.routing.reranking import RerankStage
 from infembed_ray.serving.service import (
     Document,
     Query,
@@ -117,8 +119,13 @@ class World:
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
             vocabulary=9, metadata={"year": "integer"}, writable=writable, lexical=True,
         )  # fmt: skip
-        self.spec = ReleaseSpec(
-            fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card
+        settings = ServeSettings(index="")
+        self.spec = CollectionSpec(
+            encoder=EncoderArguments(model="m", fingerprint="e", settings=settings),
+            index=IndexArguments(index=str(root), version="v1", settings=settings),
+            shards=("s0", "s1", "s2"),
+            changes=str(root / "changes"),
+            card=card,
         )
 
     def calls(self, encoder: Encoder | None = None, timeout_s: float = 20, **options: Any) -> EncoderCalls:
@@ -192,7 +199,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         lengths["reranked"] = max(len(texts) for _, _, texts in arguments[0])
         return [np.array([relevance(i, text) for text in texts], np.float32) for _, i, texts in arguments[0]]
 
-    spec = RerankSpec(application="r", by_default=False, depth=depth, weight=1.0, budget_ms=10_000)
+    settings = RerankSettings(kind="late_interaction", depth=depth, weight=1.0, budget_ms=10_000)
 
     async def scenario(release: Release) -> None:
         by_cosine = best("I q", depth)
@@ -204,7 +211,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         assert found.timings.rerank_ms is not None
         found = await release.search(Search([Query("q", "I")], 30, rerank=True))
         assert [hit.id for hit in found.results[0]] == expected + best("I q", 30)[depth:]
-        found = await release.search(Search([Query("q", "I")], 5))  # not by default
+        found = await release.search(Search([Query("q", "I")], 5, rerank=False))
         assert [hit.id for hit in found.results[0]] == by_cosine[:5]
         assert found.timings.rerank_ms is None
         lengths["reranked"] = -1
@@ -213,7 +220,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         assert [note for note in found.notes if "the reranker is not available" in note]
         assert await release.ready(with_reranker=True)
 
-    world.play(scenario, reranker=RerankStage(spec, reranker))
+    world.play(scenario, reranker=RerankStage(settings, reranker))
 
 
 def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
