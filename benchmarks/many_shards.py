@@ -49,7 +49,7 @@ from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, ShardFacts
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.serving import replicas
-from infembed_ray.serving.arguments import IndexArguments
+from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.routing.fan_out import FanOut, now
 
 DIMENSION = 3584
