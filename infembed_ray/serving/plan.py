@@ -218,9 +218,8 @@ class Plan:
                 (api,) = (app for app in previous["applications"] if app["name"] == APPLICATION)
                 release = ReleaseSpec.model_validate(api["deployments"][0]["user_config"])
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"config_file={file}: exists and is not a config file of `infembed serve`; choose another name"
-                ) from error
+                fault = "exists and is not a config file of `infembed serve`"
+                raise InputError.of("config_file", file, fault, "choose another name") from error
             kept = set(release.parts) - {app["name"] for app in config["applications"]}
             config["applications"] += [app for app in previous["applications"] if app["name"] in kept]
         file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -275,7 +274,7 @@ def _probe_set(settings: ServeSettings) -> ProbeSet | None:
     rows = raw_rows(resolve_input(file, "probes"), "probes")
     probes = [_row(Probe, row, f"probes={file}: row {number}", advice) for number, row in enumerate(rows, start=1)]
     if not probes:
-        raise InputError(f"probes={file}: has no rows; give at least one query with its relevant passages")
+        raise InputError.of("probes", file, "has no rows", "give at least one query with its relevant passages")
     return ProbeSet(probes=probes, max_ndcg_drop=settings.max_ndcg_drop, max_p_mrr_drop=settings.max_p_mrr_drop)
 
 
@@ -317,9 +316,11 @@ def _card(
 def _require_safe(settings: ServeSettings, locked: bool) -> None:
     """InputError if the API would be open to other machines, or the settings contradict each other."""
     if not locked and not is_loopback(settings.host):
-        raise InputError(
-            f"host={settings.host}: open to other machines without API keys; "
-            f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
+        raise InputError.of(
+            "host",
+            settings.host,
+            "open to other machines without API keys",
+            f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1",
         )
     if (
         settings.gpus_per_shard and not on_a_cluster()
@@ -361,10 +362,7 @@ def _errors_of(name: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if name == DEFAULT_COLLECTION:
-            raise
-        setting, text = f"collections.{name}", str(error)
-        raise InputError(f"{setting}{text[5:] if text.startswith('index=') else f': {text}'}") from error
+        raise error if name == DEFAULT_COLLECTION else error.renamed("index", f"collections.{name}") from error
 
 
 def describe_index(settings: ServeSettings, place: str) -> DescribedIndex:
@@ -377,9 +375,9 @@ def describe_index(settings: ServeSettings, place: str) -> DescribedIndex:
         engine = Milvus(Address.parse(place, "index", settings.store_token_env))
         version = engine.current()
         if engine.one_writer and settings.shard_replicas > 1:
-            raise InputError(
-                f"shard_replicas={settings.shard_replicas}: {place} takes one writer at a time; set 1, or use a "
-                "server of several nodes"
+            fault = f"{place} takes one writer at a time"
+            raise InputError.of(
+                "shard_replicas", settings.shard_replicas, fault, "set 1, or use a server of several nodes"
             )
         facts = IndexFacts.of_manifest(version.manifest, engine.address)
         arguments = IndexArguments(index=str(engine.address), version=version.id, settings=settings)
@@ -397,9 +395,11 @@ def _require_apart(index: DescribedIndex, indexes: Mapping[str, DescribedIndex],
     """InputError if another collection has the same index: a document put in one would be found in both."""
     for other, described in indexes.items():
         if other != name and index.changed_at == described.changed_at:
-            raise InputError(
-                f"index={index.arguments.index}: is the index of the collection {other!r} too, and both would change "
-                "the same documents; give each collection an index of its own"
+            raise InputError.of(
+                "index",
+                index.arguments.index,
+                f"is the index of the collection {other!r} too, and both would change the same documents",
+                "give each collection an index of its own",
             )
 
 
@@ -416,10 +416,11 @@ def describe_encoder(
     if not others:
         name = settings.model_name or name
     elif taken := [other.arguments for other in others if other.name == name]:
-        raise InputError(
-            f"index={index.arguments.index}: its encoder {encoder.fingerprint} has the same name in the API, {name}, as "
-            f"another one, {taken[0].fingerprint}; build both indexes with one encoder, or give one of the two directories "
-            "another name"
+        raise InputError.of(
+            "index",
+            index.arguments.index,
+            f"its encoder {encoder.fingerprint} has the same name in the API, {name}, as another one, {taken[0].fingerprint}",
+            "build both indexes with one encoder, or give one of the two directories another name",
         )
     arguments = EncoderArguments(
         model=model, fingerprint=encoder.fingerprint, dimensions=index.facts.dimensions, settings=settings

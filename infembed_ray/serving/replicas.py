@@ -231,9 +231,7 @@ class ShardSearch:
                 self._shard.refresh()
                 self._fault, logged = None, ""
             except Exception as error:  # any: without this thread the shard would become stale unnoticed
-                # Clients read the fault, so it must not name the directory.
-                known = isinstance(error, LogFault)
-                self._fault = str(error).removeprefix(f"changes={self._changes}: ") if known else "see the server's log"
+                self._fault = error.without_directory if isinstance(error, LogFault) else "see the server's log"
                 if str(error) != logged:
                     logged = str(error)
                     log.error("the shard applies no further changes and serves its current documents: %s", logged)

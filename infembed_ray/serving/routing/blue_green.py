@@ -266,8 +266,7 @@ class Release:
             return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)
         except LogFault as fault:
             log.error("%s", fault)
-            # Clients read the reason, so it must not name the directory.
-            raise Stuck(str(fault).removeprefix(f"changes={self._log.directory}: ")) from fault
+            raise Stuck(fault.without_directory) from fault
 
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""
