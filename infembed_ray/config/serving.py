@@ -91,7 +91,6 @@ class RerankSettings(Settings):
     cpus: float = Field(1.0, gt=0, description="CPUs and threads per replica")
     gpus: float = Field(0.0, ge=0, description="GPUs per replica")
     batch_tokens: int = Field(4096, ge=64, description="largest number of tokens in a batch, with padding")
-    max_queue: int = Field(1024, ge=1, description="passages waiting per replica; searches beyond are not re-ranked")
     cache_mib: int = Field(
         256, ge=0, description="late_interaction: memory per replica for token vectors of recent passages; 0: none"
     )
@@ -161,7 +160,6 @@ class ServeSettings(Settings):
     batch_tokens: int = Field(
         4096, ge=64, description="largest number of tokens in an encoding batch; lowered where that is as fast"
     )
-    max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica; more are rejected with 429")
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
     max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")

@@ -50,7 +50,7 @@ class EncoderArguments(Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("model", "encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime"),
-        *("dtype", "min_cosine", "prefix_cache_mib", "batch_tokens", "max_queue", "request_timeout_s"),
+        *("dtype", "min_cosine", "prefix_cache_mib", "batch_tokens", "request_timeout_s"),
     }
     model: str
     """Directory, URI in an object store, or hub name."""
@@ -74,7 +74,6 @@ class IndexArguments(Arguments):
         "cpus_per_shard",
         "shard_cache",
         "store_token_env",
-        "max_queue",
         "request_timeout_s",
     }
     index: str
@@ -92,7 +91,7 @@ class ApiArguments(Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
-        *("shard_replicas", "max_queue", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
+        *("shard_replicas", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
         *("max_changed_documents", "ranking"),
     }
     locked: bool

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, BackpressureConfig
+from ray.serve.config import AutoscalingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
@@ -36,11 +36,12 @@ from infembed_ray.serving.replicas import Encoder, Ingress, MetricsPage, ShardSe
 from infembed_ray.serving.reranking.arguments import RerankerArguments
 from infembed_ray.serving.reranking.replica import Reranker
 from infembed_ray.serving.routing.blue_green import ReleaseSpec
-from infembed_ray.serving.routing.remote import RETRY_AFTER_S
 from infembed_ray.serving.store_search import StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""
+MAX_ONGOING_CALLS = 1024
+"""Calls of a replica at a time. Serve's default is 5; the concurrency limit at the edge and the queues inside bound them sooner."""
 TARGET_CALLS_PER_ENCODER = 1.5
 """Autoscaling target: calls in flight per encoder replica. A call holds many texts, so with 1.5 a replica is never idle."""
 
@@ -108,7 +109,7 @@ def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> se
         },
         max_replicas_per_node=spread(settings.replicas, CPU=settings.cpus, GPU=settings.gpus),
         **_replicas(settings.replicas),
-        **_limits(arguments.settings, settings.max_queue),
+        **_limits(arguments.settings),
     ).bind(arguments)
 
 
@@ -137,7 +138,6 @@ def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Applica
         user_config=spec and spec.as_json(),
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         **_replicas(settings.ingress_replicas),
         **_limits(settings),
     )
@@ -210,12 +210,9 @@ def _replicas(smallest: int, largest: int | None = None) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def _limits(settings: ServeSettings, max_queue: int | None = None) -> dict[str, Any]:
-    # The engine's queue is the actual bound; these limits only keep Serve's own queues from growing.
-    most = 2 * (max_queue or settings.max_queue)
+def _limits(settings: ServeSettings) -> dict[str, Any]:
     return {
-        "max_ongoing_requests": most,
-        "max_queued_requests": most,
+        "max_ongoing_requests": MAX_ONGOING_CALLS,
         "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
         "health_check_period_s": 2,
         "graceful_shutdown_wait_loop_s": 0.1,

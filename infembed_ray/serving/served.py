@@ -21,7 +21,6 @@ def open_encoder(application: str, settings: ServeSettings) -> EncoderCalls:
     """Return the calls to the encoder of a Serve application."""
     return EncoderCalls(
         RemoteDeployment.named(ENCODER, application),
-        timeout_s=settings.request_timeout_s,
         replicas=settings.max_encoder_replicas or settings.encoder_replicas,
         query_cache_bytes=settings.query_cache_mib * 2**20,
     )

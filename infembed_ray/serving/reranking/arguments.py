@@ -14,7 +14,7 @@ from infembed_ray.modeling import checkpoint
 from infembed_ray.serving.arguments import APPLICATION, Arguments
 from infembed_ray.serving.routing.reranking import RerankSpec
 
-_OF_REPLICAS = {"kind", "replicas", "cpus", "gpus", "batch_tokens", "max_queue", "cache_mib"}
+_OF_REPLICAS = {"kind", "replicas", "cpus", "gpus", "batch_tokens", "cache_mib"}
 
 
 class RerankerArguments(Arguments):

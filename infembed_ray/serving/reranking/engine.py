@@ -31,9 +31,7 @@ class RerankEngine:
 
     def __init__(self, scorer: PairScorer, settings: RerankSettings) -> None:
         self._scorer = scorer
-        self._engine = BatchingEngine(
-            self._relevance, batch_tokens=settings.batch_tokens, max_queue=settings.max_queue, cost=scorer.cost
-        )
+        self._engine = BatchingEngine(self._relevance, batch_tokens=settings.batch_tokens, cost=scorer.cost)
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which it would block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 

@@ -73,7 +73,7 @@ def test_what_the_api_does_with_the_scores_starts_no_other_reranker(encoder: str
     first = resolved(encoder, kind="late_interaction")
     for change in ({"depth": 7}, {"weight": 0.5}, {"budget_ms": 9.0}, {"by_default": False}):
         assert resolved(encoder, kind="late_interaction", **change).application == first.application
-    for change in ({"replicas": 2}, {"cpus": 2.0}, {"max_queue": 7}, {"batch_tokens": 64}):
+    for change in ({"replicas": 2}, {"cpus": 2.0}, {"batch_tokens": 64}):
         assert resolved(encoder, kind="late_interaction", **change).application != first.application
     settings = ServeSettings.from_mapping({"index": "i", "rerank": {"kind": "late_interaction", "depth": 7}})
     assert settings.rerank is not None
