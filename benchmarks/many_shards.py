@@ -146,7 +146,7 @@ def round_of(root: Path, searches: int) -> dict[str, Any]:
 
 async def search(opened: Sequence[replicas.ShardSearch], queries: np.ndarray) -> dict[str, Any]:
     """Search through the fan-out, one query after the other; then one shard alone."""
-    fan = FanOut({f"shard-{n}": Deployment(r) for n, r in enumerate(opened)}, replicas=1, max_wait_s=60)
+    fan = FanOut({f"shard-{n}": Deployment(r) for n, r in enumerate(opened)}, replicas=1)
     taken, before, cold_bytes = [], read_bytes(), 0
     for query in queries:
         began = time.perf_counter()

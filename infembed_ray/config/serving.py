@@ -127,7 +127,6 @@ class ServeSettings(Settings):
     batch_tokens: int = Field(
         4096, ge=64, description="largest number of tokens in an encoding batch; lowered where that is as fast"
     )
-    max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica; more are rejected with 429")
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
     max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")

@@ -29,12 +29,13 @@ from infembed_ray.serving.release import (
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import Encoder, ShardSearch
-from infembed_ray.serving.reranking.arguments import MAX_QUEUE
 from infembed_ray.serving.reranking.replica import Reranker
 from infembed_ray.serving.store_search import StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""
+MAX_ONGOING_CALLS = 1024
+"""Calls of a replica at a time. Serve's default is 5; the concurrency limit at the edge and the queues inside bound them sooner."""
 TARGET_CALLS_PER_ENCODER = 1.5
 """Autoscaling target: calls in flight per encoder replica. A call holds many texts, so with 1.5 a replica is never idle."""
 
@@ -102,7 +103,7 @@ def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> se
         },
         max_replicas_per_node=spread(settings.replicas, CPU=settings.cpus, GPU=settings.gpus),
         **replicas_of(settings.replicas),
-        **limits_of(arguments.settings, MAX_QUEUE),
+        **limits_of(arguments.settings),
     ).bind(arguments)
 
 
@@ -171,13 +172,10 @@ def replicas_of(smallest: int, largest: int | None = None) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def limits_of(settings: ServeSettings, max_queue: int | None = None) -> dict[str, Any]:
-    """Return the options of a deployment that bound its queues, its start and its end."""
-    # The engine's queue is the actual bound; these limits only keep Serve's own queues from growing.
-    most = 2 * (max_queue or settings.max_queue)
+def limits_of(settings: ServeSettings) -> dict[str, Any]:
+    """Return the options of a deployment that bound its calls, its start and its end."""
     return {
-        "max_ongoing_requests": most,
-        "max_queued_requests": most,
+        "max_ongoing_requests": MAX_ONGOING_CALLS,
         "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
         "health_check_period_s": 2,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -177,17 +177,17 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """Return the config of `serve deploy`."""
         builders = {
-            EncoderArguments: "encoder_application",
-            IndexArguments: "index_application",
-            RerankerArguments: "reranker_application",
-            ApiArguments: "api_application",
+            EncoderArguments: "deployments:encoder_application",
+            IndexArguments: "deployments:index_application",
+            RerankerArguments: "deployments:reranker_application",
+            ApiArguments: "supervisor:api_application",
         }
         parts: dict[str, Arguments] = {**self.release.parts, APPLICATION: self.api}
         applications: list[dict[str, Any]] = [
             {
                 "name": name,
                 "route_prefix": "/" if name == APPLICATION else None,
-                "import_path": f"infembed_ray.serving.deployments:{builders[type(arguments)]}",
+                "import_path": f"infembed_ray.serving.{builders[type(arguments)]}",
                 "args": arguments.model_dump(mode="json", exclude_defaults=True),
             }
             for name, arguments in parts.items()

@@ -57,7 +57,7 @@ class EncoderArguments(Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime", "dtype"),
-        *("min_cosine", "prefix_cache_mib", "batch_tokens", "max_queue", "request_timeout_s"),
+        *("min_cosine", "prefix_cache_mib", "batch_tokens", "request_timeout_s"),
     }
     places: ClassVar[set[str]] = {"model"}
     model: str
@@ -76,7 +76,7 @@ class IndexArguments(Arguments):
     """Arguments of `deployments.index_application`."""
 
     relevant: ClassVar[set[str]] = {
-        *("shard_replicas", "gpus_per_shard", "cpus_per_shard", "store_token_env", "max_queue", "request_timeout_s"),
+        *("shard_replicas", "gpus_per_shard", "cpus_per_shard", "store_token_env", "request_timeout_s"),
     }
     index: str
     """Directory of an index version, its URI in an object store, or its address in an external engine."""
@@ -126,7 +126,7 @@ class ApiArguments(Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
-        *("shard_replicas", "max_queue", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
+        *("shard_replicas", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
         *("compact_at", "ranking"),
     }
     locked: bool

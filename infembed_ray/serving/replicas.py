@@ -46,7 +46,7 @@ from infembed_ray.serving.release import (
     IndexArguments,
     ReleaseSpec,
 )
-from infembed_ray.serving.routing.encoder_calls import Inputs
+from infembed_ray.serving.routing.encoder_calls import EncoderInputs
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.served import Served, ServedMetrics
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
@@ -89,7 +89,9 @@ class Encoder:
         registry.register(EngineMetrics(self._engine))
         self._metrics = MetricsReporter(registry)
 
-    async def embed_many(self, items: Sequence[Inputs | list[Query]], timeout_s: float) -> list[Embedded | Exception]:
+    async def embed_many(
+        self, items: Sequence[EncoderInputs | list[Query]], timeout_s: float
+    ) -> list[Embedded | Exception]:
         """Embed the texts of several requests; return the vectors or the exception of each."""
         self._metrics.start()
         answers = await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
@@ -97,8 +99,8 @@ class Encoder:
             answer if isinstance(answer, (Embedded, *CLIENT_ERRORS)) else _readable_error(answer) for answer in answers
         ]
 
-    def _embed(self, item: Inputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
-        if isinstance(item, Inputs):
+    def _embed(self, item: EncoderInputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
+        if isinstance(item, EncoderInputs):
             return self._engine.embed(*item, timeout_s)
         texts, instructions = zip(*item, strict=True)
         return self._engine.embed_queries(texts, instructions, timeout_s)
@@ -256,7 +258,7 @@ class MetricsReporter:
         page = RemoteDeployment.named(SUPERVISOR, APPLICATION)
         while True:
             # The page may be starting or restarting.
-            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost, QueueFull):
+            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost):
                 await asyncio.wait_for(page("keep", replica, snapshot(self._registry)), PUSH_S)
             await asyncio.sleep(PUSH_S)
 

@@ -41,7 +41,6 @@ class Served(NamedTuple):
         encoders = {
             name: EncoderCalls(
                 RemoteDeployment.named(ENCODER, name),
-                timeout_s=settings.request_timeout_s,
                 replicas=settings.max_encoder_replicas or settings.encoder_replicas,
                 query_cache_bytes=settings.query_cache_mib * 2**20,
             )

@@ -18,7 +18,6 @@ import numpy as np
 import ray
 from prometheus_client import Metric
 from ray import serve
-from ray.serve.config import BackpressureConfig
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
 
 from infembed_ray import ray_compat
@@ -55,7 +54,7 @@ from infembed_ray.serving.release import (
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import Ingress
-from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
+from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.served import Served
 from infembed_ray.serving.service import Query
 
@@ -109,7 +108,6 @@ def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Applica
         user_config=spec and spec.model_dump(mode="json"),
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         **replicas_of(settings.ingress_replicas),
         **limits_of(settings),
     )

@@ -37,7 +37,7 @@ from infembed_ray.serving.encoder.engine import Facts
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import ApiArguments, IndexArguments
 from infembed_ray.serving.replicas import Encoder, EngineMetrics, Ingress, ShardSearch
-from infembed_ray.serving.routing.encoder_calls import Inputs
+from infembed_ray.serving.routing.encoder_calls import EncoderInputs
 from infembed_ray.serving.service import Query
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import output_files
@@ -80,14 +80,14 @@ def encoder_replica(engine: Any) -> Any:
 
 def test_requests_of_one_call_are_embedded_separately() -> None:
     engine = Engine()
-    items = [[Query("a"), Query("bb")], Inputs(["ccc", "d"], "passage", None), [Query("eeee", "I")]]
+    items = [[Query("a"), Query("bb")], EncoderInputs(["ccc", "d"], "passage", None), [Query("eeee", "I")]]
     answers = asyncio.run(encoder_replica(engine).embed_many(items, 1.0))
     assert engine.calls == [["a", "bb"], ["ccc", "d"], ["eeee"]]  # otherwise they would share one place in its queue
     assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1], [4]]
 
 
 def test_a_query_that_cannot_be_embedded_fails_only_its_own_request() -> None:
-    items = [[Query("a")], [Query(" ")], Inputs([""], "passage", None), [Query("bb")]]
+    items = [[Query("a")], [Query(" ")], EncoderInputs([""], "passage", None), [Query("bb")]]
     first, second, third, fourth = asyncio.run(encoder_replica(Engine()).embed_many(items, 1.0))
     assert (first.vectors.tolist(), fourth.vectors.tolist()) == ([[1]], [[2]])
     assert isinstance(second, EmptySequence)
@@ -104,7 +104,7 @@ def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.Lo
             raise OnlyHere(1, 2)
 
     fault, well = asyncio.run(
-        encoder_replica(Faulty()).embed_many([Inputs(["a"], "passage", None), [Query("bb")]], 1.0)
+        encoder_replica(Faulty()).embed_many([EncoderInputs(["a"], "passage", None), [Query("bb")]], 1.0)
     )
     assert type(fault) is RuntimeError
     assert str(pickle.loads(pickle.dumps(fault))) == "OnlyHere: both"

@@ -81,7 +81,6 @@ class EncodingEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._untokenized: list[_Untokenized] = []
         self._tokenizing: asyncio.Task[None] | None = None  # runs while there are untokenised requests
-        self._tokenizing_requests = 0
 
     @classmethod
     def load(
@@ -112,7 +111,6 @@ class EncodingEngine:
         engine = BatchingEngine(
             chosen.embed,
             batch_tokens=min(settings.batch_tokens, max(MIN_BATCH_TOKENS, int(BATCH_TO_OVERHEAD * overhead))),
-            max_queue=settings.max_queue,
             overhead_tokens=overhead,
             padded=chosen.padded,
             cost=chosen.cost,
@@ -168,18 +166,12 @@ class EncodingEngine:
         instructions: Sequence[str | None] | None,
         timeout_s: float | None,
     ) -> Embedded:
-        self._engine.require_capacity(
-            len(inputs), timeout_s, ahead=self._tokenizing_requests
-        )  # before any work is done
+        self._engine.require_capacity(len(inputs), timeout_s)  # before any work is done
         began = asyncio.get_running_loop().time()
         tokens: list[Tokens] = []
-        self._tokenizing_requests += 1
-        try:
-            for start in range(0, len(inputs), SLICE):
-                part = slice(start, start + SLICE)
-                tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
-        finally:
-            self._tokenizing_requests -= 1
+        for start in range(0, len(inputs), SLICE):
+            part = slice(start, start + SLICE)
+            tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
         left = None if timeout_s is None else timeout_s - (asyncio.get_running_loop().time() - began)
         try:
             vectors = await self._engine.embed(tokens, left)

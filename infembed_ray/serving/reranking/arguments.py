@@ -12,8 +12,6 @@ from infembed_ray.serving.release import RerankerArguments
 
 BATCH_TOKENS = 4096
 """Largest number of tokens in a batch, with padding."""
-MAX_QUEUE = 1024
-"""Passages that wait per replica; searches beyond are not re-ranked."""
 
 
 def resolve(settings: ServeSettings, served: str) -> RerankerArguments | None:

@@ -16,7 +16,7 @@ import numpy as np
 from infembed_ray.modeling.pair_scorer import PairScorer
 from infembed_ray.serving.encoder.batching import BatchingEngine, Counters, DeadlineExceeded
 from infembed_ray.serving.release import RerankerArguments
-from infembed_ray.serving.reranking.arguments import BATCH_TOKENS, MAX_QUEUE
+from infembed_ray.serving.reranking.arguments import BATCH_TOKENS
 
 CACHE_BYTES = 256 * 2**20
 """Memory per replica for token vectors of recent passages (late interaction)."""
@@ -29,12 +29,11 @@ class RerankEngine:
     Args:
         scorer: scores pairs.
         batch_tokens: largest number of tokens in a batch, with padding.
-        max_queue: passages that wait; searches beyond are not re-ranked.
     """
 
-    def __init__(self, scorer: PairScorer, batch_tokens: int = BATCH_TOKENS, max_queue: int = MAX_QUEUE) -> None:
+    def __init__(self, scorer: PairScorer, batch_tokens: int = BATCH_TOKENS) -> None:
         self._scorer = scorer
-        self._engine = BatchingEngine(self._relevance, batch_tokens=batch_tokens, max_queue=max_queue, cost=scorer.cost)
+        self._engine = BatchingEngine(self._relevance, batch_tokens=batch_tokens, cost=scorer.cost)
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which it would block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 

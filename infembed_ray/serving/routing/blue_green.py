@@ -24,10 +24,10 @@ from infembed_ray.serving import explaining, schema, tracing
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.release import CollectionSpec
 from infembed_ray.serving.routing.channels import Channels
-from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
-from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
-from infembed_ray.serving.routing.hedging import HedgedCalls
+from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, EncoderCalls, EncoderInputs
+from infembed_ray.serving.routing.fan_out import Deployment, FanOut, now
 from infembed_ray.serving.routing.reranking import Reranked, RerankStage
+from infembed_ray.serving.routing.retries import RetriedCalls
 from infembed_ray.serving.service import (
     Document,
     Found,
@@ -60,7 +60,7 @@ class Release:
         shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `metrics() -> bytes`.
         timeout_s: request time-out.
-        shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
+        shard_replicas: largest number of replicas.
         max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
         reranker: re-orders the first hits; None: there is none.
@@ -98,11 +98,7 @@ class Release:
         self._states = [ShardState()] * len(shards)
         self._state_query: asyncio.Future[None] | None = None
         self._states_known_at = 0.0
-        self._fan_out = FanOut(
-            dict(zip(spec.shards, shards, strict=True)),
-            replicas=shard_replicas,
-            max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
-        )
+        self._fan_out = FanOut(dict(zip(spec.shards, shards, strict=True)), replicas=shard_replicas)
 
     @property
     def card(self) -> schema.Model:
@@ -114,7 +110,7 @@ class Release:
     ) -> Embedded:
         """As `Service.embed`."""
         with tracing.span("encode", texts=len(inputs)):
-            embedded = await self._encoder.embed(Inputs(inputs, input_type, instruction), self._deadline())
+            embedded = await self._encoder.embed(EncoderInputs(inputs, input_type, instruction), self._deadline())
             tracing.note(tokens=embedded.tokens)
             return embedded
 
@@ -181,7 +177,9 @@ class Release:
         """As `Service.put`."""
         await self._require_writable()
         self._require_room()
-        embedded = await self._encoder.embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
+        embedded = await self._encoder.embed(
+            EncoderInputs([d.text for d in documents], "passage", None), self._deadline()
+        )
         return await self._append(
             [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
         )
@@ -194,7 +192,7 @@ class Release:
     async def document(self, id: str) -> Document | None:
         """As `Service.document`."""
         shard = self._shards[shard_of(id, len(self._shards))]
-        found: Document | None = await HedgedCalls(is_lost)(lambda: shard("document", id), self._timeout_s)
+        found: Document | None = await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
         return found
 
     async def ready(self, with_reranker: bool = False) -> bool:
@@ -260,7 +258,7 @@ class Release:
     async def _append(self, changes: Sequence[Change]) -> int:
         if not self._log:
             (store,) = self._shards
-            sequence: int = await HedgedCalls(is_lost)(lambda: store("change", changes), self._timeout_s)
+            sequence: int = await RetriedCalls()(lambda: store("change", changes), self._timeout_s)
             return sequence
         try:  # in a thread, because it waits for the disk
             return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)

@@ -22,9 +22,9 @@ from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.release import CollectionSpec, EncoderArguments, IndexArguments
-from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hedging
+from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, micro_batching, retries
 from infembed_ray.serving.routing.blue_green import Release
-from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
+from infembed_ray.serving.routing.encoder_calls import EncoderCalls, EncoderInputs
 from infembed_ray.serving.routing.reranking import RerankStage
 from infembed_ray.serving.service import (
     Document,
@@ -66,7 +66,9 @@ class Encoder:
         await (self.held.wait() if self.held else asyncio.sleep(0.001))
         answers = []
         for item in items:
-            texts = list(item.inputs) if isinstance(item, Inputs) else [f"{q.instruction} {q.text}" for q in item]
+            texts = (
+                list(item.inputs) if isinstance(item, EncoderInputs) else [f"{q.instruction} {q.text}" for q in item]
+            )
             answers.append(Embedded(np.stack([vector(text) for text in texts]), len(texts)))
         return pickle.loads(pickle.dumps(answers))
 
@@ -128,8 +130,8 @@ class World:
             card=card,
         )
 
-    def calls(self, encoder: Encoder | None = None, timeout_s: float = 20, **options: Any) -> EncoderCalls:
-        return EncoderCalls(encoder or self.encoder, timeout_s=timeout_s, **options)
+    def calls(self, encoder: Encoder | None = None, **options: Any) -> EncoderCalls:
+        return EncoderCalls(encoder or self.encoder, **options)
 
     def release(self, calls: EncoderCalls, timeout_s: float = 20, **options: Any) -> Release:
         return Release(self.spec, calls, self.shards, self.encoder, timeout_s=timeout_s, **options)
@@ -142,7 +144,7 @@ class World:
         **options: Any,
     ) -> None:
         async def run() -> None:
-            calls = self.calls(timeout_s=timeout_s, query_cache_bytes=query_cache_bytes)
+            calls = self.calls(query_cache_bytes=query_cache_bytes)
             await scenario(self.release(calls, timeout_s, **options))
 
         asyncio.run(run())
@@ -261,8 +263,8 @@ def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world:
     world.play(scenario)
 
 
-def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedging, "INITIAL_SLOW_S", 0.05)
+def test_a_call_to_a_silent_encoder_replica_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "SILENCE_S", 0.05)
 
     class HalfSilent(Encoder):
         async def __call__(self, method: str, *arguments: Any) -> Any:
@@ -457,7 +459,7 @@ def test_a_call_gets_the_time_left_of_its_request(world: World) -> None:
 
 
 def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_calls, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(micro_batching, "MAX_WAIT_S", 0.1)
 
     async def scenario(release: Release) -> None:
         world.encoder.held = asyncio.Event()
