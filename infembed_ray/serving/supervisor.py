@@ -22,8 +22,9 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 
 from infembed_ray import ray_compat
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.errors import InputError, StartError, in_one_line
+from infembed_ray.errors import StartError, in_one_line, quoted_input_error
 from infembed_ray.progress import counted, say
+from infembed_ray.ray_failures import memory_report
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.serving import startup
 from infembed_ray.serving.compaction import AutoCompaction
@@ -374,11 +375,9 @@ def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
 def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:
     """Return why an application did not start: the last lines of its replicas' tracebacks."""
     messages = [deployment.message for deployment in application.deployments.values() if deployment.message]
-    reasons = [message.strip().splitlines()[-1] for message in messages]
-    for reason in reasons:
-        _, is_input_error, message = reason.partition(f"{InputError.__qualname__}: ")
-        if is_input_error:
-            return InputError(message)
+    if mistake := next(filter(None, map(quoted_input_error, messages)), None):
+        return mistake
+    reasons = [memory_report(message) or message.strip().splitlines()[-1] for message in messages]
     return StartError(f"{name} did not start: {'; '.join(reasons) or application.message}")
 
 
