@@ -30,7 +30,7 @@ from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
-from infembed_ray.serving import schema, tracing
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.calibration import require_runnable
 from infembed_ray.serving.encoder.known import describe
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
@@ -168,8 +168,6 @@ class Plan:
             ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares",
             LIMIT_VARIABLE: str(self.settings.max_body_mib),
         }
-        if traces := tracing.variables():
-            environment |= traces | ray_compat.tracing_environment("infembed_ray.serving.tracing:processors")
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}

@@ -20,7 +20,7 @@ from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.serving import explaining, schema, tracing
+from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.release import CollectionSpec
 from infembed_ray.serving.routing.channels import Channels
@@ -109,10 +109,8 @@ class Release:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        with tracing.span("encode", texts=len(inputs)):
-            embedded = await self._encoder.embed(EncoderInputs(inputs, input_type, instruction), self._deadline())
-            tracing.note(tokens=embedded.tokens)
-            return embedded
+        embedded = await self._encoder.embed(EncoderInputs(inputs, input_type, instruction), self._deadline())
+        return embedded
 
     async def search(self, search: Search) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
@@ -120,8 +118,7 @@ class Release:
         start, deadline = time.perf_counter(), self._deadline()
         channels = Channels.of(search, self._ranking)
         asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
-        with tracing.span("encode", queries=len(asked.queries)):
-            vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
+        vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
         encoded = time.perf_counter()
         reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
         depth = max(search.top_k, reranker.settings.depth) if reranker else search.top_k
@@ -131,8 +128,7 @@ class Release:
         searched = time.perf_counter()
         reranked = Reranked(ranked.results, None, 0.0)
         if reranker:
-            with tracing.span("rerank", queries=len(search.queries)):
-                reranked = await reranker(search.queries, ranked.results, deadline)
+            reranked = await reranker(search.queries, ranked.results, deadline)
         found = Found(
             results=[hits[: search.top_k] for hits in reranked.results],
             model=self.card.id,
@@ -147,8 +143,7 @@ class Release:
             notes=[reranked.note] if reranked.note else [],
         )
         if search.explain:
-            with tracing.span("explain"):
-                found = await self._explained(search, found, vectors, deadline)
+            found = await self._explained(search, found, vectors, deadline)
         return found
 
     async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:

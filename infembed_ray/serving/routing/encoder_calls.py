@@ -7,6 +7,7 @@ encoded for one collection need not be encoded again for another one.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infembed_ray.modeling.lru_cache import LruCache
-from infembed_ray.serving import schema, tracing
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.routing.fan_out import Deployment, now
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
@@ -130,7 +131,7 @@ class QueryCache:
         flight = self._flights.get(query)
         if flight is None:
             start = asyncio.get_running_loop().create_task
-            flight = _Flight(tracing.detached().run(start, self._first(query, deadline)))
+            flight = _Flight(contextvars.Context().run(start, self._first(query, deadline)))
             self._flights[query] = flight
         else:
             self.hits += 1
@@ -149,8 +150,7 @@ class QueryCache:
 
     async def _encode(self, queries: list[Query], deadline: float) -> np.ndarray:
         self.misses += len(queries)
-        vectors, tokens = await self._embed(queries, deadline)
-        tracing.note(tokens=tokens)
+        vectors = (await self._embed(queries, deadline)).vectors
         for query, vector in zip(queries, vectors, strict=True):
             self._vectors.put(query, vector.copy())  # a view would keep the vectors of the whole call
         return vectors

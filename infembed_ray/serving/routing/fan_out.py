@@ -18,7 +18,6 @@ import numpy as np
 from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.retrieval.answers import Behind, Key, Merged, ScoreQuery, ShardQuery, merge, merge_rankings
 from infembed_ray.retrieval.shards import Content, shard_of
-from infembed_ray.serving import tracing
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.routing.retries import RetriedCalls
@@ -111,16 +110,11 @@ class FanOut:
         while answers:
             lost: set[int] = set()
             if query.ranking:
-                with tracing.span("merge", shards=len(answers)):
-                    merged = [
-                        merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))
-                    ]
-                with tracing.span("texts"):
-                    results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
+                merged = [merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))]
+                results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
             else:
-                with tracing.span("merge", shards=len(answers)):
-                    by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
-                    results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
+                by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
+                results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
             if not lost:
                 missing = [name for number, name in enumerate(self._names) if number not in answers]
                 return Ranked(results, min(answer.sequence for answer in answers.values()), missing)
@@ -156,8 +150,7 @@ class FanOut:
             if behind is not None:
                 await asyncio.sleep(BEHIND_PAUSE_S)
             try:
-                with tracing.span("search", shard=self._names[number]):
-                    return await self._search[number](query, deadline)
+                return await self._search[number](query, deadline)
             except Behind as found:
                 behind = found
             except DeadlineExceeded:  # the pause took longer on a busy machine

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from infembed_ray.serving import tracing
 from infembed_ray.serving.encoder.batching import QueueFull
 
 Item = TypeVar("Item")
@@ -34,8 +33,6 @@ class _Queued(Generic[Item]):
     weight: int
     arrived: float
     deadline: float
-    context: contextvars.Context
-    """Has the span of its caller only."""
 
 
 class MicroBatcher(Generic[Item, Answer]):
@@ -80,7 +77,7 @@ class MicroBatcher(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         weight = self._weigh(item)
-        queued = _Queued(item, weight, loop.time(), deadline, tracing.detached())
+        queued = _Queued(item, weight, loop.time(), deadline)
         if weight > self._max_weight:
             self._start(self._single, {answer: queued})
         else:
@@ -120,12 +117,8 @@ class MicroBatcher(Generic[Item, Answer]):
         return batch
 
     def _start(self, calls: set[asyncio.Task[None]], batch: dict[asyncio.Future[Answer], _Queued[Item]]) -> None:
-        # A call belongs to several traces; it continues that of its first item.
-        first = next(iter(batch.values()))
-        task = first.context.run(asyncio.get_running_loop().create_task, self._call(batch))
-        for queued in batch.values():
-            wait_s = asyncio.get_running_loop().time() - queued.arrived
-            queued.context.run(tracing.note, batch=len(batch), waiting_ms=round(1e3 * wait_s, 3))
+        # Several requests share the call: in the context of the first one, Serve would cancel it together with that.
+        task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._call(batch))
         calls.add(task)
         waiting = len(batch)
 
