@@ -138,9 +138,9 @@ class ServeSettings(Settings):
         None,
         description="directory of each node (absolute, or in ~) for copies of shards from a store; null: INFEMBED_SCRATCH, or one in /tmp",
     )
-    runtime: Literal["auto", "torch", "onnx", "vllm"] = Field(
+    runtime: Literal["auto", "torch", "onnx"] = Field(
         "auto",
-        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs; vllm: a decoder split over all `gpus_per_encoder`",
+        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs",
     )
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         "auto", description="precision of the encoder; auto: the fastest by calibration on CPUs, bfloat16 on GPUs"
