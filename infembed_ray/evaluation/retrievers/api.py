@@ -1,7 +1,7 @@
 """Remote embedders: OpenAI-compatible /embeddings, and Cohere's /embed, through the LLM client (`infembed_ray.llm`).
 
-Every embedding is in a journal before it is used, and the journal is read before a request is sent: you never pay for the
-same text twice, whatever task or run it is in. Each request's worst-case cost is reserved from the budget first.
+Every embedding is in a journal before it is used, and the journal is read before a request is sent: an embedding in the
+journal is never paid for again, whatever task or run its text is in. Each request's worst-case cost is reserved from the budget first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infembed_ray.config.evaluation import ApiSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.chat import PROBE, Completion, Request, RowFailure, RunFailure, replace_surrogates
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
@@ -123,7 +123,7 @@ class ApiEncoder:
             return self._ledger.exchange(report)
 
         gate = RateLimiter(api.limits, min(api.limits.in_flight or api.in_flight, api.in_flight), exchange)
-        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
+        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case, _short_request)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
             asyncio.create_task(self._fetch_batch(client, requests[start : start + api.texts_per_request]))
@@ -223,6 +223,11 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     tokens = sum(len(text.encode()) + 2 for text in request.texts)
     usd = table.usd(request.model, Completion("", "", "", tokens, 0))
     return {REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
+
+
+def _short_request(request: Request) -> Request:
+    assert isinstance(request, _EmbedRequest)
+    return replace(request.with_texts([BLANK]), step=PROBE)
 
 
 def embeddings_of(protocol: str, body: bytes) -> Completion:
