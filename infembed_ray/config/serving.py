@@ -105,9 +105,9 @@ class ServeSettings(Settings):
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
     gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
-    runtime: Literal["auto", "torch", "onnx", "vllm"] = Field(
+    runtime: Literal["auto", "torch", "onnx"] = Field(
         "auto",
-        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs; vllm: a decoder split over all `gpus_per_encoder`",
+        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs",
     )
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         "auto", description="precision of the encoder; auto: the fastest by calibration on CPUs, bfloat16 on GPUs"

@@ -32,7 +32,7 @@ from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving.distributed import serving
 from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySequence
-from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measured
+from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measurement
 from infembed_ray.serving.encoder.engine import Facts
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import ApiArguments, IndexArguments
@@ -210,7 +210,7 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
 
 
 def test_metrics_show_what_runs_the_encoder() -> None:
-    measured = {REFERENCE: Measured(0.08, 1.0), Candidate("onnx", "float32"): Measured(0.05, 0.9999)}
+    measured = {REFERENCE: Measurement(0.08, 1.0), Candidate("onnx", "float32"): Measurement(0.05, 0.9999)}
     engine: Any = SimpleNamespace(facts=Facts(Candidate("onnx", "float32"), measured, 0, Counters(), 0, 0, 0))
     registry = CollectorRegistry()
     registry.register(EngineMetrics(engine))

@@ -22,7 +22,7 @@ from infembed_ray.serving.encoder.batching import (
     Embedded,
     measured_overhead,
 )
-from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measured
+from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measurement
 from infembed_ray.serving.encoder.known import KnownEncoder, describe
 from infembed_ray.serving.encoder.runtime import threads
 
@@ -42,8 +42,8 @@ class Facts(NamedTuple):
 
     candidate: Candidate
     """Runtime and precision that were chosen."""
-    measured: Mapping[Candidate, Measured]
-    """What the calibration found of each candidate; empty without a choice."""
+    measured: Mapping[Candidate, Measurement]
+    """What the calibration measured of each candidate; empty without a choice."""
     waiting: int
     """Texts in the queue."""
     counters: Counters
@@ -229,10 +229,9 @@ def _load(model: str, settings: ServeSettings, dimensions: int | None) -> Instru
 
     torch.set_num_threads(threads(settings))
     low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
-    device = "cuda" if settings.gpus_per_encoder else "cpu"
     return InstructionEncoder.from_pretrained(
         model,
         dimensions=dimensions,
-        device="meta" if settings.runtime == "vllm" else device,  # vLLM reads the weights itself
+        device="cuda" if settings.gpus_per_encoder else "cpu",
         dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
     ).eval()
