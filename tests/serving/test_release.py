@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from infembed_ray.config.serving import RerankSettings, ServeSettings
-from infembed_ray.serving.arguments import ApiArguments, EncoderArguments, IndexArguments
+from infembed_ray.serving.release import ApiArguments, EncoderArguments, IndexArguments
 
 SETTINGS = ServeSettings(index="index")
 
@@ -16,7 +16,7 @@ SETTINGS = ServeSettings(index="index")
         ({"port": 9000}, set()),
         ({"model_name": "other"}, set()),
         ({"writable": False}, set()),
-        ({"index": "elsewhere"}, set()),
+        ({"index": "elsewhere", "model": "a copy"}, set()),
         ({"batch_tokens": 512}, {"encoder"}),
         ({"dtype": "bfloat16"}, {"encoder"}),
         ({"max_encoder_replicas": 4}, {"encoder", "api"}),
@@ -37,6 +37,14 @@ def test_a_setting_changes_only_the_applications_that_it_affects(change: dict[st
 
     before, after = names(SETTINGS), names(SETTINGS.model_copy(update=change))
     assert {part for part in before if before[part] != after[part]} == changed
+
+
+def test_an_encoder_is_identified_by_its_fingerprint_wherever_it_is() -> None:
+    here, there, other = (
+        EncoderArguments(model=model, fingerprint=fingerprint * 16, settings=SETTINGS).application
+        for model, fingerprint in (("/here", "f"), ("s3://there", "f"), ("/here", "e"))
+    )
+    assert here == there != other
 
 
 def test_arguments_round_trip_through_the_config_file() -> None:

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from infembed_ray.serving import metrics_aggregation
-from infembed_ray.serving.metrics_aggregation import MAX_AGE_S, Snapshots, snapshot
+from infembed_ray.serving import metrics
+from infembed_ray.serving.metrics import MAX_AGE_S, MetricsPage, snapshot
 
 
 def a_process(count: int) -> list:
@@ -20,11 +20,11 @@ def a_process(count: int) -> list:
 
 
 def test_samples_of_all_replicas_are_on_one_page_with_a_label() -> None:
-    page = Snapshots()
+    page = MetricsPage()
     page.update("one", a_process(3))
     page.update("two", a_process(40))
     page.update("one", a_process(5))
-    families = {family.name: family for family in text_string_to_metric_families(page.page().decode())}
+    families = {family.name: family for family in text_string_to_metric_families(page.text().decode())}
     assert set(families) == {"requests", "waiting", "seconds"}
     assert families["seconds"].type == "histogram"
     assert [(s.name, s.labels, s.value) for s in families["requests"].samples] == [
@@ -37,13 +37,13 @@ def test_samples_of_all_replicas_are_on_one_page_with_a_label() -> None:
 
 
 def test_a_replica_without_new_snapshots_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Snapshots()
+    page = MetricsPage()
     now = 1000.0
-    monkeypatch.setattr(metrics_aggregation.time, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     page.update("one", a_process(1))
     now += MAX_AGE_S - 1
     page.update("two", a_process(1))
-    assert page.page().count(b'replica="one"') > 0
+    assert page.text().count(b'replica="one"') > 0
     now += 2
-    assert page.page().count(b'replica="one"') == 0
-    assert page.page().count(b'replica="two"') > 0
+    assert page.text().count(b'replica="one"') == 0
+    assert page.text().count(b'replica="two"') > 0

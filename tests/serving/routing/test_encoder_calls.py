@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
-from infembed_ray.serving.routing.query_cache import QueryCache
+from infembed_ray.serving.routing.encoder_calls import QueryCache
 from infembed_ray.serving.service import Query
 
 DIMENSION = 8

@@ -1,7 +1,8 @@
-"""Metrics aggregation: merges snapshots of many replicas' metrics into one page for Prometheus.
+"""Metrics of the API: every replica sends a snapshot each second, and one page shows all of them to Prometheus. No Ray.
 
-Ray's own metrics (`ray.serve.metrics`) are exported by an agent on every node, which a local cluster does not start. Here
-one scrape of the API's `/metrics` returns the metrics of all replicas."""
+Ray exports its own metrics by an agent on every node, which a local cluster does not start, under an address for each node.
+Here one scrape of the API's `/metrics` returns the metrics of all replicas.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def snapshot(registry: CollectorRegistry) -> list[Metric]:
     return metrics
 
 
-class Snapshots:
+class MetricsPage:
     """Holds the latest snapshot of every replica."""
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Snapshots:
         """Replace the snapshot of a replica."""
         self._latest[replica] = time.monotonic(), metrics
 
-    def page(self) -> bytes:
+    def text(self) -> bytes:
         """Return all snapshots in Prometheus text format; every sample has the label `replica`."""
         oldest = time.monotonic() - MAX_AGE_S
         self._latest = {replica: snapshot for replica, snapshot in self._latest.items() if snapshot[0] >= oldest}
