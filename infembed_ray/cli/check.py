@@ -30,7 +30,7 @@ from infembed_ray.storage.places import address, listing
 from infembed_ray.storage.steps import STATES
 
 if TYPE_CHECKING:
-    from infembed_ray.evaluation.inputs import Inputs
+    from infembed_ray.evaluation.inputs import EvaluationInputs
     from infembed_ray.planning.capacity import Weights
     from infembed_ray.sweeps.trials import Trial
     from infembed_ray.training.sources import Tally
@@ -274,7 +274,7 @@ def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
     yield f"{pairs}: {queries:,} queries and {passages:,} passages per model"
 
 
-def _tasks(found: Inputs) -> Iterator[str]:
+def _tasks(found: EvaluationInputs) -> Iterator[str]:
     for task in found.tasks:
         yield f"task {task.name}: {counted(len(task.queries), 'query', 'queries')}"
 

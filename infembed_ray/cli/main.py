@@ -306,18 +306,8 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     quickstart.add_argument("--directory", default="runs/quickstart", help="of the outputs (default: %(default)s)")
     quickstart.add_argument("--port", type=int, default=8000, help="of the HTTP API (default: %(default)s)")
     quickstart.add_argument("--keep-serving", action="store_true", help="keep the HTTP API up until interrupted")
-    compare = add(
-        "compare", "evaluation.comparison:run", "compare runs in TREC's format against judgements, with significance"
-    )
-    compare.add_argument("runs", metavar="RUN", nargs="+", help="two or more; differences are to the first")
-    compare.add_argument(
-        "--qrels", required=True, metavar="FILE", help="judgements: TREC's columns, or BEIR's with a header"
-    )
-    compare.add_argument(
-        "--measures", default="nDCG@10,MAP@1000,recall@100,MRR@10", help="separated by commas (default: %(default)s)"
-    )
     view = add("view", "view.server:run", "browse the records or the results of an output in a browser")
-    view.add_argument("directory", metavar="DIR", help="output of `infembed synthesize`, `evaluate` or `sweep`")
+    view.add_argument("directory", metavar="DIR", help="output of `infembed synthesize`")
     view.add_argument("overrides", nargs="*", metavar="key=value", help="port=PORT; default: a free port")
     init = add("init", "cli.init:run", "copy job scripts, their settings files and cluster.yaml to a directory")
     init.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
@@ -327,12 +317,6 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     journal.add_argument("action", choices=("stats", "verify", "compact", "export", "import", "reconcile"))
     journal.add_argument("journal", metavar="DIR", help="directory of the journal")
     journal.add_argument("file", metavar="FILE", nargs="?", help=".jsonl file to export to or import from")
-    data = add(
-        "data", "evaluation.tasks.mirror:run", "mirror the published data sets of evaluation tasks, or verify a mirror"
-    )
-    data.add_argument("action", choices=("fetch", "verify"))
-    data.add_argument("directory", metavar="DIR", help="of the mirror: `data` of `infembed evaluate`")
-    data.add_argument("tasks", metavar="TASK", nargs="*", help="followir, mair/dd-15, mair/CAsT_*, bright/biology, ...")
     key = add(
         "key", "cli.main:create_key", "create an API key for `infembed serve`: print it and store its hash in a file"
     )
@@ -341,8 +325,6 @@ def _add_tools(add: Callable[..., argparse.ArgumentParser]) -> None:
     key.add_argument("--scopes", default="read", help="some of read,write,admin; default: read")
     key.add_argument("--rate", type=float, metavar="N", help="most requests per second; default: no limit")
     key.add_argument("--collections", metavar="NAMES", help="those that it may use, such as news,law; default: all")
-    mteb = add("mteb", "evaluation.mteb_adapter:run", "run mteb's tasks: mteb run -m CHECKPOINT -t TASK")
-    mteb.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help")
     schema = add("schema", "cli.main:print_schema", "print the JSON Schema of a verb's settings file, for editors")
     schema.add_argument("verb_name", metavar="VERB", choices=VERBS, help=", ".join(VERBS))
     completion = add(

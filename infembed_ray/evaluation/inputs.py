@@ -19,7 +19,6 @@ from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.corpus import name_of
 from infembed_ray.evaluation.tasks.infir import TASK, instruction_following
-from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.records import tables
 from infembed_ray.storage import steps
@@ -30,7 +29,7 @@ RANKER_KINDS = ("bm25", "run")
 
 
 @dataclass(frozen=True)
-class Model:
+class EvaluatedModel:
     """A model of the settings.
 
     Attributes:
@@ -59,7 +58,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EvaluationInputs:
     """All that an evaluation reads.
 
     Attributes:
@@ -67,7 +66,7 @@ class Inputs:
         data: files of the settings' own records.
     """
 
-    models: Sequence[Model]
+    models: Sequence[EvaluatedModel]
     tasks: Sequence[Task]
     store: Place
     data: Mapping[str, Place]
@@ -86,7 +85,7 @@ class Inputs:
         return steps.Step("evaluate", settings, settings.output, paths, names)
 
 
-def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
+def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> EvaluationInputs:
     """Find models and tasks, and share the corpora. Reads no weights.
 
     Args:
@@ -103,7 +102,13 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
         file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
         tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
-    return Inputs(models, tasks, store, data)
+    for task in tasks:
+        if task.only_runs and (unusable := [model.label for model in models if model.retriever.kind != "run"]):
+            raise InputError(
+                f"tasks={task.name}: holds judgements alone, so models.{unusable[0]} has no texts to rank; give a directory "
+                "with a corpus, or models of kind run"
+            )
+    return EvaluationInputs(models, tasks, store, data)
 
 
 def content_hash(task: Task) -> str:
@@ -123,17 +128,17 @@ def store_of(settings: EvaluateSettings) -> Place:
     return store
 
 
-def _models(settings: EvaluateSettings) -> list[Model]:
+def _models(settings: EvaluateSettings) -> list[EvaluatedModel]:
     if not settings.models:
         raise InputError("models is empty: set models.base=<checkpoint directory, hub name or name of a baseline>")
     return check_all(*(partial(_model, settings, n, label) for n, label in enumerate(settings.models)))
 
 
-def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
+def _model(settings: EvaluateSettings, position: int, label: str) -> EvaluatedModel:
     retriever = baselines.resolve(label, settings.models[label], settings.template)
     paths, names = baselines.inputs(retriever, f"models.{label}")
     prefix = f"models.{label} ({position})"
-    return Model(
+    return EvaluatedModel(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
         retriever.model_copy(
@@ -154,7 +159,7 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
         raise InputError(f"reworded={settings.reworded}: needs records, which it rewords; set records or drop it")
     for measure in settings.measures:
         parse(measure.replace("Robustness@", "nDCG@"))
-    tasks = [catalogue.load(name, settings.data, settings.measures) for name in expand(settings.tasks)]
+    tasks = [catalogue.load(name, settings.data, settings.measures) for name in catalogue.expand(settings.tasks)]
     named = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
     data = {name: steps.find_input(path, name) for name, path in named.items() if path is not None}
     distractors: Sequence[tables.Passage] = ()
@@ -171,7 +176,7 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
     return data, tasks
 
 
-def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tasks: Sequence[Task]) -> None:
+def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedModel], tasks: Sequence[Task]) -> None:
     """Check that every reranker has documents to score."""
     first = settings.first_stage
     if settings.rerank > settings.depth:

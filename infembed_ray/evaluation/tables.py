@@ -10,7 +10,7 @@ import numpy as np
 from infembed_ray.evaluation import significance
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.significance import Compared, Stratum, compare, holm
-from infembed_ray.evaluation.tasks.registry import BENCHMARKS
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 
 LEVEL = 0.05
 MARK = "*"

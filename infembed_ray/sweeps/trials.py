@@ -18,7 +18,7 @@ from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results
-from infembed_ray.evaluation.tasks import catalogue, registry
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
 from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
@@ -134,7 +134,7 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
     names = {}
-    for task in registry.expand(settings.evaluate.tasks):
+    for task in catalogue.expand(settings.evaluate.tasks):
         names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
@@ -203,8 +203,8 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
         raise InputError(
             "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"
         )
-    tasks = registry.expand(settings.evaluate.tasks)
-    evaluate: dict[str, Any] = {"tasks": tuple(t if t in registry.TASKS else _absolute(t) for t in tasks)}
+    tasks = catalogue.expand(settings.evaluate.tasks)
+    evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
     for name in ("records", "reworded", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
             if name != "embeddings":  # may not exist yet

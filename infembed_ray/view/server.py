@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from infembed_ray.config.view import ViewSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.results import RESULTS_FILE
 from infembed_ray.progress import say
 from infembed_ray.records.tables import KEPT_FILE
 from infembed_ray.serving.http import playground_routes
@@ -28,20 +27,18 @@ from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, inval
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.storage.places import Place, errors_at
 from infembed_ray.storage.steps import find_input
-from infembed_ray.view.differences import Differences
 from infembed_ray.view.records import Records
 
 HOST = "127.0.0.1"
 GRACE_S = 1
 """Seconds that Ctrl-C leaves to the requests in progress."""
-View = Records | Differences
 
 
 def run(directory: str, overrides: Sequence[str]) -> None:
     """Show an output in the browser until interrupted.
 
     Args:
-        directory: output, or its URI in an object store, of `infembed synthesize`, `infembed evaluate` or `infembed sweep`.
+        directory: output of `infembed synthesize`, or its URI in an object store.
         overrides: `key=value` settings of `ViewSettings`.
 
     Raises:
@@ -56,27 +53,22 @@ def run(directory: str, overrides: Sequence[str]) -> None:
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def open_view(directory: Place) -> View:
+def open_view(directory: Place) -> Records:
     """Open an output by the files that it holds.
 
     Raises:
-        InputError: it holds neither records nor results, or they are damaged.
+        InputError: it holds no records, or they are damaged.
     """
     with errors_at(directory, "DIR"):
         if (directory / KEPT_FILE).is_file():
             return Records(directory)
-        if (directory / RESULTS_FILE).is_file():
-            return Differences(directory)
-    raise InputError(
-        f"DIR={directory}: holds neither {KEPT_FILE} nor {RESULTS_FILE}; "
-        "give an output of infembed synthesize, evaluate or sweep"
-    )
+    raise InputError(f"DIR={directory}: holds no {KEPT_FILE}; give an output of infembed synthesize")
 
 
-def create_app(view: View) -> Starlette:
+def create_app(view: Records) -> Starlette:
     """Create the ASGI application, with the security headers, Host check and errors of the HTTP API."""
     pages = resources.files("infembed_ray.view") / "pages"
-    name = "records" if isinstance(view, Records) else "differences"
+    name = "records"
     routes = {
         "/": playground_routes.page("infembed_ray.view", f"pages/{name}.html"),
         **playground_routes.assets((f"{name}.js", "shared.js", "view.css"), pages),
@@ -86,7 +78,7 @@ def create_app(view: View) -> Starlette:
     def page(request: Request) -> Response:  # not a coroutine, so it runs on a thread
         try:
             asked = view.query.model_validate(dict(request.query_params))
-            answer = view.page(asked)  # type: ignore[arg-type]
+            answer = view.page(asked)
         except ValidationError as error:
             raise invalid(error) from None
         except InputError as error:

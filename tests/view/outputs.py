@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import Change, Run
-from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
-from infembed_ray.evaluation.tasks.followir import CHANGED, ORIGINAL
 from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.layouts import CHANGED, ORIGINAL
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
@@ -112,15 +111,10 @@ def followir(count: int = 4) -> tuple[Task, dict[str, Run]]:
     return task, {model: {query: {d: rng.random() for d in corpus} for query in qrels} for model in MODELS}
 
 
-def write_evaluation(directory: Path, task: Task, runs: dict[str, Run], rankings: bool = True) -> Path:
+def write_evaluation(directory: Path, task: Task, runs: dict[str, Run]) -> Path:
     """Write the files of an evaluation output."""
     directory.mkdir(exist_ok=True)
     scores = {model: {task.name: score(task, run)} for model, run in runs.items()}
     tasks = {task.name: TaskSummary.from_task(task, "content")}
     results.write(directory, Results(tasks, {model: {} for model in runs}, scores, depth=1000))
-    if rankings:
-        with Rankings(directory) as writer:
-            for model, run in runs.items():
-                writer.add(model, task, run)
-            writer.finish([task])
     return directory

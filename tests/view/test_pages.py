@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-
 from infembed_ray.evaluation.rankings import DEPTH
 from infembed_ray.view.differences import DifferencesQuery
+
 from infembed_ray.view.records import ROWS
 from tests.view.outputs import MARKUP, evaluation, followir, synthesis_rows, write_evaluation, write_synthesis
 from tests.view.test_server import Server

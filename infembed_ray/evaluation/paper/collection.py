@@ -106,7 +106,6 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
     models: dict[str, Model] = {}
     scores: dict[str, dict[str, Scores]] = {}
     obedience: dict[str, dict[str, Obedience]] = {}
-    costs: dict[str, Mapping[str, float]] = {}
     for output, results in outputs.items():
         if results.depth != outputs[first].depth:
             raise InputError(
@@ -126,7 +125,6 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
                 models[key] = replace(model, key=key, shown=model.label + suffixes[model.key], baseline=baseline)
                 scores[key] = own
             obedience[key] = {**obeyed, **obedience.get(key, {})}
-            costs |= {key: results.costs[model.label]} if model.label in results.costs else {}
     for results in outputs.values():  # references, which are no models of an output
         for label, of_tasks in results.obedience.items():
             if label not in results.models:
@@ -134,7 +132,7 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
     obedience = {label: of_tasks for label, of_tasks in obedience.items() if of_tasks}
     about = {key: model.about for key, model in models.items()}
     summaries = _common_tasks(outputs)
-    return Collection(models, Results(summaries, about, scores, outputs[first].depth, obedience, costs))
+    return Collection(models, Results(summaries, about, scores, outputs[first].depth, obedience))
 
 
 def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:

@@ -11,10 +11,10 @@ from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.sheets import AS_PAPER, MODELS, plain, stands_for
 from infembed_ray.evaluation.significance import Estimate
 from infembed_ray.evaluation.tables import Cell, Column
-from infembed_ray.evaluation.tasks import registry
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.reporting.charts import Scale
 
-PAPER = [registry.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
+PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
 
 

@@ -10,6 +10,7 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, results, tables
+from infembed_ray.evaluation.differences import Difference
 from infembed_ray.evaluation.paper import figures, formats, published, sheets
 from infembed_ray.evaluation.paper.collection import Collection, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
@@ -34,6 +35,7 @@ class Report:
         papers: the paper's tables, with our rows.
         bar_charts: Figure 5.
         panels: Figure 6.
+        differences: the queries on which the models of a single evaluation differ most.
     """
 
     outputs: Mapping[str, str]
@@ -42,6 +44,7 @@ class Report:
     papers: Sequence[Sheet]
     bar_charts: Sequence[figures.Chart]
     panels: Sequence[figures.Panel]
+    differences: Sequence[Difference] = ()
 
     @classmethod
     def from_collection(
@@ -50,13 +53,14 @@ class Report:
         collection: Collection,
         rows: Mapping[str, str] | None = None,
         unfiltered: Sequence[str] = (),
+        differences: Sequence[Difference] = (),
     ) -> Report:
         """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
         rows = rows or {}
-        own = [*sheets.ours(collection), *sheets.obedience(collection), *sheets.speed(collection)]
+        own = [*sheets.ours(collection), *sheets.obedience(collection)]
         papers = sheets.papers(collection, rows)
         charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
-        return cls(outputs, collection, own, papers, charts, panels)
+        return cls(outputs, collection, own, papers, charts, panels, differences)
 
     @property
     def baselines(self) -> str | None:
@@ -181,6 +185,6 @@ def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
     return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
 
 
-def of_evaluation(output: str, found: Results) -> Report:
+def of_evaluation(output: str, found: Results, differences: Sequence[Difference] = ()) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
-    return Report.from_collection({"results": output}, collect({"results": found}))
+    return Report.from_collection({"results": output}, collect({"results": found}), differences=differences)

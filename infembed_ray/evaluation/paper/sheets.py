@@ -10,15 +10,14 @@ import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import costs, tables
+from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Stratum, compare
 from infembed_ray.evaluation.tables import Cell, Column
-from infembed_ray.evaluation.tasks.registry import MODE
-from infembed_ray.reporting import charts
+from infembed_ray.evaluation.tasks.catalogue import MODE
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
@@ -154,22 +153,6 @@ def obedience(collection: Collection) -> list[Sheet]:
             title = "the same queries under control instructions, x100"
             sheets.append(Sheet(f"Obedience, {task}", title, CONTROLLED, headings, tuple(lines), _CONTROL_NOTE))
     return sheets
-
-
-def speed(collection: Collection) -> list[Sheet]:
-    """Make the table of what the models cost, if it was measured."""
-    found = collection.results.costs
-    lines = [
-        Line(
-            collection.models[key].shown,
-            True,
-            "",
-            tuple(Number(charts.number(of_model[name])) if name in of_model else None for name in costs.FIGURES),
-        )
-        for key, of_model in found.items()
-    ]
-    headings = tuple(("", name) for name in costs.FIGURES)
-    return [Sheet("Speed and cost", "", "model", headings, tuple(lines), costs.MEANING)] if lines else []
 
 
 def _controls(

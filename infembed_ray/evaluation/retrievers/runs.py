@@ -15,7 +15,7 @@ import numpy as np
 from infembed_ray.config.evaluation import RunSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.tasks import trec
+from infembed_ray.evaluation.tasks.layouts import words as words_of
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, place_of
@@ -101,7 +101,7 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
     """
     found: dict[str, dict[str, float]] = defaultdict(dict)
-    for number, words in trec.words(file, name):
+    for number, words in words_of(file, name):
         try:
             query, _, document, _, score, tag = words
             value = float(score)

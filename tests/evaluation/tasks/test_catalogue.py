@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.tasks import catalogue, registry
+from infembed_ray.evaluation.tasks import catalogue
 from tests.evaluation import published
 
 
@@ -16,11 +17,11 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("mirror")
     for write in (published.followir_like, published.mair_like, published.instructir_like):
         write(root)
-    return str(published.bright_like(root, [entry.options["subset"] for entry in registry.BENCHMARKS["bright"].tasks]))
+    return str(published.bright_like(root, [entry.options["subset"] for entry in catalogue.BENCHMARKS["bright"].tasks]))
 
 
 def test_every_default_task_loads_with_the_figures_that_tables_average(mirror: str) -> None:
-    for benchmark in registry.BENCHMARKS.values():
+    for benchmark in catalogue.BENCHMARKS.values():
         loaded = {entry.name: catalogue.load(entry.name, mirror) for entry in benchmark.tasks}
         for figures in benchmark.averages.values():
             for task, figure in ((task, figure) for task, figure in figures.items() if task in loaded):
@@ -42,7 +43,7 @@ def test_every_default_task_loads_with_the_figures_that_tables_average(mirror: s
 )
 def test_an_unknown_name_is_rejected_with_the_nearest(name: str, message: str) -> None:
     for use in (
-        lambda: registry.expand([name]),
+        lambda: catalogue.expand([name]),
         lambda: catalogue.load(name, "mirror"),
         lambda: catalogue.files(name),
     ):
@@ -51,9 +52,11 @@ def test_an_unknown_name_is_rejected_with_the_nearest(name: str, message: str) -
 
 
 def test_a_task_whose_data_are_missing_says_which_command_fetches_them(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="infembed data fetch <directory> bright/pony"):
+    revision = catalogue.TASKS["bright/pony"].sources[0].revision
+    command = f"hf download mteb/BRIGHT --repo-type dataset --revision {revision} --include README.md --include '*pony*' --local-dir "
+    with pytest.raises(InputError, match=re.escape(f"{command}DIR/mteb/BRIGHT`, copy DIR, and set data=DIR")):
         catalogue.load("bright/pony")
-    with pytest.raises(InputError, match=f"infembed data fetch {tmp_path} bright/pony$"):
+    with pytest.raises(InputError, match=re.escape(f"{command}{tmp_path}/mteb/BRIGHT`")):
         catalogue.load("bright/pony", str(tmp_path))
 
 

@@ -14,7 +14,7 @@ import pytrec_eval
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import means, score
-from infembed_ray.evaluation.tasks import catalogue, mair
+from infembed_ray.evaluation.tasks import catalogue, layouts
 from infembed_ray.evaluation.tasks.checks import checked
 from infembed_ray.evaluation.tasks.repository import Repository
 from tests.evaluation import published
@@ -32,9 +32,11 @@ def test_mair_grades_documents(tmp_path: Path) -> None:
 
 def test_parts_of_a_mair_task_are_searched_separately(tmp_path: Path) -> None:
     root = published.mair_like(tmp_path)
-    repositories = [Repository(root, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)]
+    repositories = [
+        Repository(root / name, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)
+    ]
 
-    task = checked(mair.read(*repositories, "Twofold"))
+    task = checked(layouts.read_mair(*repositories, "Twofold"))
 
     assert len(task.queries) == 12
     assert len(task.corpus) == len(DOCUMENTS)
@@ -96,8 +98,10 @@ def test_a_given_run_of_a_task_with_parts_scores_as_in_mairs_script(tmp_path: Pa
     """MAIR's script weighs the splits of a task by their queries; the first has one query less here."""
     root = published.mair_like(tmp_path)
     edit(root / published.MAIR_QUERIES / "Twofold" / "norway_queries.jsonl", lambda rows: rows[1:])
-    repositories = [Repository(root, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)]
-    task = checked(mair.read(*repositories, "Twofold"))
+    repositories = [
+        Repository(root / name, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)
+    ]
+    task = checked(layouts.read_mair(*repositories, "Twofold"))
     weighted, lines = [], []
     for part in ("norway", "chile"):
         rows = rows_of(root, published.MAIR_QUERIES, f"Twofold/{part}_queries.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,7 +9,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.scoring import means, score
-from infembed_ray.evaluation.tasks import catalogue, own, registry
+from infembed_ray.evaluation.tasks import catalogue, layouts
 from tests.evaluation import published
 from tests.evaluation.published import DOCUMENTS, edit, texts
 from tests.support.files import write_jsonl
@@ -137,7 +136,7 @@ def test_a_directory_with_qrel_diff_is_read_as_followir(tmp_path: Path, card: bo
 
     assert [(figure.name, figure.kind) for figure in task.figures] == [
         ("p-MRR", None),
-        *((measure, "og") for measure in own.MEASURES),
+        *((measure, "og") for measure in layouts.MEASURES),
     ]
     assert (task.queries, task.changes, task.qrels) == (expected.queries, expected.changes, expected.qrels)
     assert task.candidates == expected.candidates
@@ -169,7 +168,7 @@ def test_queries_under_several_instructions_get_robustness(tmp_path: Path, colum
 def test_a_query_asked_once_has_no_group(tmp_path: Path) -> None:
     task = catalogue.load(str(published.beir_like(tmp_path)))
 
-    assert [figure.name for figure in task.figures] == list(own.MEASURES)
+    assert [figure.name for figure in task.figures] == list(layouts.MEASURES)
     assert {query.group for query in task.queries} == {None}
 
 
@@ -186,7 +185,40 @@ def test_measures_replace_the_figures_of_a_collection_and_add_to_those_of_a_publ
     ]
 
 
-# -------------------------------------------------------------------------------------------------------------- TREC
+# ---------------------------------------------------------------------------------------------- judgements alone
+
+
+def test_judgements_without_a_corpus_are_a_task_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "qrels.txt").write_text("301 0 d1 2\n301 0 d3 0\n302 0 d2 1\n", encoding="utf-8")
+    (tmp_path / "beir.tsv").write_text("query-id\tcorpus-id\tscore\n301\td1\t2\n", encoding="utf-8")
+
+    task, other = catalogue.load(f"{tmp_path}/qrels.txt"), catalogue.load(f"{tmp_path}/beir.tsv", measures=["AP"])
+
+    assert task.only_runs
+    assert other.only_runs
+    assert task.qrels == {"301": {"d1": 2, "d3": 0}, "302": {"d2": 1}}
+    assert [figure.name for figure in task.figures] == list(layouts.MEASURES)
+    assert other.qrels == {"301": {"d1": 2}}
+    assert [figure.name for figure in other.figures] == ["AP"]
+    assert catalogue.files(f"{tmp_path}/qrels.txt") == [tmp_path / "qrels.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("301 d1\n", "line 1 is not `query 0 document grade`"),
+        ("301 0 d1 good\n", "has the score good; scores are whole"),
+    ],
+)
+def test_faulty_judgements_are_rejected(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "qrels.txt").write_text(content, encoding="utf-8")
+
+    with pytest.raises(InputError, match=message):
+        catalogue.load(f"{tmp_path}/qrels.txt")
+
+
+# ------------------------------------------------------------------------------------------------------- ir_datasets
+
 
 TOPICS = """<top>
 <num> Number: 301
@@ -198,73 +230,7 @@ Identify organizations.
 A relevant document must name
 the organization.
 </top>
-<TOP><NUM>302</NUM><TITLE>Poliomyelitis</TITLE></TOP><top><num>303</num><title>not judged</title></top>
 """
-TREC_DOCUMENTS = (
-    "<DOC>\n<DOCNO> FBIS3-1 </DOCNO>\n<HEADLINE>Cartels</HEADLINE><TEXT>\n<P>Drugs &lt;and&gt; arms.</P>\n</TEXT></DOC>\n"
-    "<doc><docno>FBIS3-2</docno>Polio is gone.</doc><doc><docno>FBIS3-3</docno><text>Other.</text></doc>"
-)
-
-
-def trec_like(directory: Path, zipped: bool = False) -> str:
-    directory.mkdir(exist_ok=True)
-    (directory / "topics.301-450").write_text(TOPICS, encoding="utf-8")
-    (directory / "qrels.txt").write_text("301 0 FBIS3-1 2\n301 0 FBIS3-3 0\n302 0 FBIS3-2 1\n", encoding="utf-8")
-    if zipped:
-        (directory / "documents").mkdir()
-        (directory / "documents" / "1.gz").write_bytes(gzip.compress(TREC_DOCUMENTS.encode()))
-    else:
-        (directory / "documents.xml").write_text(TREC_DOCUMENTS, encoding="utf-8")
-    return str(directory)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_trec_files_are_a_task(tmp_path: Path, zipped: bool) -> None:
-    name = trec_like(tmp_path / "trec", zipped)
-
-    task = catalogue.load(name, measures=["AP"])
-
-    assert texts(task) == {"FBIS3-1": "Cartels Drugs <and> arms.", "FBIS3-2": "Polio is gone.", "FBIS3-3": "Other."}
-    assert [(query.id, query.query, query.instruction) for query in task.queries] == [
-        ("301", "International & organized crime", "A relevant document must name the organization."),
-        ("302", "Poliomyelitis", None),
-    ]
-    assert task.qrels == {"301": {"FBIS3-1": 2, "FBIS3-3": 0}, "302": {"FBIS3-2": 1}}
-    assert [figure.name for figure in task.figures] == ["AP"]
-    assert len(catalogue.files(name)) == 3
-
-
-def test_documents_are_read_in_blocks_that_may_end_in_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = trec_like(tmp_path / "trec")
-    expected = texts(catalogue.load(name))
-    for size in (1, 7):
-        monkeypatch.setattr("infembed_ray.evaluation.tasks.trec._BLOCK", size)
-        (tmp_path / "trec" / "documents.xml").touch()
-        assert texts(catalogue.load(name)) == expected
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("topics.301-450", "<top><num>301</num></top>", "topics.301-450: a topic has no <num> or <title>"),
-        ("documents.xml", "<doc><text>x</text></doc>", "documents.xml: a document has no <docno> .'<text>x</text>'"),
-        ("qrels.txt", "301 FBIS3-1\n", "qrels.txt: line 1 is not `query 0 document grade`"),
-        ("qrels.txt", "301 0 FBIS3-1 good\n", "has the score good; scores are whole numbers"),
-        ("qrels.txt", "301 0 FBIS3-9 1\n", "qrels name document FBIS3-9, not in the corpus"),
-        ("qrels.txt", None, "no file qrels"),
-    ],
-)
-def test_faulty_trec_files_are_rejected(tmp_path: Path, file: str, content: str | None, message: str) -> None:
-    name = trec_like(tmp_path / "trec")
-    (tmp_path / "trec" / file).unlink()
-    if content is not None:
-        (tmp_path / "trec" / file).write_text(content, encoding="utf-8")
-
-    with pytest.raises(InputError, match=f"tasks={name}: .*{message}"):
-        catalogue.load(name)
-
-
-# ------------------------------------------------------------------------------------------------------- ir_datasets
 
 
 @pytest.fixture
@@ -272,9 +238,9 @@ def registered(tmp_path: Path) -> str:
     """A data set of ir_datasets with local files: one of its own formats for documents, topics and judgements."""
     ir_datasets = pytest.importorskip("ir_datasets")
     (tmp_path / "docs.tsv").write_text("d1\tCartels sell arms.\nd2\tPolio is gone.\n", encoding="utf-8")
-    trec_like(tmp_path)
+    (tmp_path / "qrels.txt").write_text("301 0 FBIS3-1 2\n301 0 FBIS3-3 0\n302 0 FBIS3-2 1\n", encoding="utf-8")
     second = "<top>\n<num> Number: 302\n<title> Poliomyelitis\n<desc> Description:\nPolio\n<narr> Narrative:\n\n</top>\n"  # their reader needs a tag a line
-    (tmp_path / "topics.301-450").write_text(TOPICS[: TOPICS.index("<TOP>")] + second, encoding="utf-8")
+    (tmp_path / "topics.301-450").write_text(TOPICS + second, encoding="utf-8")
     qrels = (tmp_path / "qrels.txt").read_text().replace("FBIS3-1", "d1").replace("FBIS3-2", "d2")
     (tmp_path / "qrels.txt").write_text(qrels.replace("FBIS3-3", "d2"), encoding="utf-8")
     local = ir_datasets.util.LocalDownload
@@ -293,7 +259,7 @@ def registered(tmp_path: Path) -> str:
 def test_a_data_set_of_ir_datasets_is_a_task(registered: str) -> None:
     task = catalogue.load(registered)
 
-    assert registry.expand([registered]) == [registered]
+    assert catalogue.expand([registered]) == [registered]
     assert texts(task) == {"d1": "Cartels sell arms.", "d2": "Polio is gone."}
     assert [query.id for query in task.queries] == ["301", "302"]
     assert " ".join((task.queries[0].instruction or "").split()) == "A relevant document must name the organization."
