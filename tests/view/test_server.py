@@ -25,7 +25,7 @@ from infembed_ray.cli.main import main
 from infembed_ray.view.records import RecordsQuery
 from infembed_ray.view.server import create_app, open_view
 from tests.support.ports import free_port
-from tests.view.outputs import evaluation, synthesis_rows, write_evaluation, write_synthesis
+from tests.view.outputs import synthesis_rows, write_synthesis
 
 pytestmark = pytest.mark.integration
 
@@ -68,11 +68,10 @@ class Server:
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "records": write_synthesis(tmp_path_factory.mktemp("records"), synthesis_rows()),
-        "differences": write_evaluation(tmp_path_factory.mktemp("results"), *evaluation()),
     }
 
 
-@pytest.fixture(scope="module", params=["records", "differences"])
+@pytest.fixture(scope="module", params=["records"])
 def server(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Iterator[Server]:
     with Server(directories[request.param]) as running:
         yield running
@@ -116,13 +115,6 @@ def test_an_invalid_query_is_a_400_that_names_the_field(server: Server, wrong: d
     assert (status, answer["error"]["param"]) == (400, next(iter(wrong)))
 
 
-def test_an_unknown_model_is_a_400(directories: dict[str, Path]) -> None:
-    with Server(directories["differences"]) as server:
-        status, answer = server.rows(a="<b>")
-        assert status == 400
-        assert answer["error"]["message"] == "a=<b>: not in these results; choose one of one, two, three"
-
-
 def test_other_paths_and_methods_have_the_apis_errors(server: Server) -> None:
     status, _, body = server.get("nowhere")
     assert (status, json.loads(body)["error"]["type"]) == (404, "invalid_request_error")
@@ -134,8 +126,8 @@ def test_other_paths_and_methods_have_the_apis_errors(server: Server) -> None:
 
 def test_the_pages_are_in_the_package() -> None:
     names = {file.name for file in (resources.files("infembed_ray.view") / "pages").iterdir()}
-    scripts = {"records.js", "differences.js", "shared.js"}
-    assert names == {"view.html", "records.html", "differences.html", "view.css"} | scripts
+    scripts = {"records.js", "shared.js"}
+    assert names == {"view.html", "records.html", "view.css"} | scripts
 
 
 # ------------------------------------------------------------------------------------------------- the command
@@ -173,7 +165,7 @@ def test_a_port_in_use_is_named(directories: dict[str, Path], capsys: pytest.Cap
     ("arguments", "said"),
     [
         (["/nope"], "DIR=/nope: no such file"),
-        ([str(Path(__file__).parent)], "holds neither records.parquet nor results.json"),
+        ([str(Path(__file__).parent)], "holds no records.parquet"),
         ([".", "port=x"], "port='x'"),
         ([".", "prot=1"], "did you mean port?"),
     ],
