@@ -180,7 +180,9 @@ def _ray() -> Finding:
         yield f"{metadata.version('ray')}; RAY_ADDRESS is not set, so each command starts a cluster of its own"
         return
     if not address.startswith("ray://") and re.match(r"https?://", address):
-        raise InputError(f"RAY_ADDRESS={address}: the address of the job API; on the cluster it is HOST:6379 or auto")
+        raise InputError.of(
+            "RAY_ADDRESS", address, "the address of the job API", "on the cluster it is HOST:6379 or auto"
+        )
     from infembed_ray.ray_cluster import connect
 
     connect()
@@ -215,7 +217,7 @@ def _disk() -> Finding:
         existing = next(path for path in (place, *place.parents) if path.exists())
         free = shutil.disk_usage(existing).free / GIB
         if free < LEAST_DISK_GIB:
-            raise InputError(f"{place}: {free:.2f} GiB free; free some space, or use another disk")
+            raise InputError.of(str(place), None, f"{free:.2f} GiB free", "free some space, or use another disk")
         yield f"{place}: {free:.0f} GiB free"
         if free < USUAL_DISK_GIB:
             raise Doubt(f"{place}: {free:.1f} GiB free, which models and indexes may exceed")

@@ -154,17 +154,13 @@ def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
     try:
         require_files(settings)
     except InputError as missing:
-        faults = list(missing.args)
         try:
             describe()
-        except InputError as found:  # it reports a missing file too, in other words
-            named = [fault.partition(": ")[0].partition("=") for fault in faults]
-            faults += [
-                fault
-                for fault in found.args
-                if not any(fault.startswith(name) and f"={value}: " in fault for name, _, value in named)
-            ]
-        raise InputError(*faults) from None
+        except InputError as error:  # it reports a missing file too, in other words
+            absent = {(fault.setting, str(fault.value)) for fault in missing.faults}
+            others = [fault for fault in error.faults if (fault.setting, str(fault.value)) not in absent]
+            raise InputError(*missing.args, *others) from None
+        raise
     describe()
     say(f"{verb}: no mistakes found, nothing was started")
 

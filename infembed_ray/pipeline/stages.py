@@ -13,7 +13,7 @@ from typing import Any
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
 from infembed_ray.config.verbs import VERBS, load
-from infembed_ray.errors import GateError, InputError, StartError, check_all
+from infembed_ray.errors import Fault, GateError, InputError, StartError, check_all
 from infembed_ray.progress import say
 from infembed_ray.storage.places import address, errors_at, place_of, read_text
 from infembed_ray.storage.releases import RELEASE
@@ -56,6 +56,8 @@ def _run_stages(settings: PipelineSettings) -> None:
             if stage == "serve" and served:  # the API still has that release
                 set_latest(place_of(output_of(settings, RELEASE)), served)
                 say(f"pipeline: release {served} stays the latest")
+            if isinstance(error, InputError):
+                raise error.within(f"{stage}.") from error
             raise type(error)(*(f"{stage}: {fault}" for fault in error.args)) from error
         if isinstance(output, Published):
             made[stage] = output
@@ -86,7 +88,7 @@ def section(settings: PipelineSettings, stage: str, made: Mapping[str, str]) -> 
         values["gate"] = own.gate  # type: ignore[attr-defined]
     if "output" in type(own).model_fields:
         values["output"] = output_of(settings, stage)
-    return type(own).from_mapping(own.model_dump(mode="json", exclude_unset=True) | values, stage)
+    return type(own).from_mapping(own.model_dump(mode="json", exclude_unset=True) | values, f"{stage}.")
 
 
 def output_of(settings: PipelineSettings, stage: str) -> str:
@@ -101,7 +103,7 @@ def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
     Raises:
         InputError: mistakes were found; each line names the stage.
     """
-    faults: list[str] = []
+    faults: list[Fault] = []
     for stage in settings.stages:
         waiting = [made for made in _makers(settings, stage) if not _latest(output_of(settings, made))]
         try:
@@ -111,7 +113,7 @@ def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
             else:
                 yield from (f"{stage}: {line}" for line in check(stage, section(settings, stage, {}), False))
         except InputError as error:
-            faults += [fault if waiting else f"{stage}: {fault}" for fault in error.args]
+            faults += error.faults if waiting else error.within(f"{stage}.").faults
     if faults:
         raise InputError(*faults)
 
@@ -126,8 +128,8 @@ def _check_own(settings: PipelineSettings, stage: str, check: Check) -> None:
         for _ in check(stage, section(settings, stage, dict.fromkeys(WIRES, NOT_MADE)), False):
             pass
     except InputError as error:
-        if faults := [f"{stage}: {fault}" for fault in error.args if NOT_MADE not in fault]:
-            raise InputError(*faults) from error
+        if faults := [fault for fault in error.faults if NOT_MADE not in str(fault)]:
+            raise InputError(*faults).within(f"{stage}.") from error
 
 
 def _makers(settings: PipelineSettings, stage: str) -> list[str]:

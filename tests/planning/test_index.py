@@ -92,7 +92,7 @@ def test_text_and_json_agree(capsys):
         ({"node": "r6i.4xlareg"}, "node=r6i.4xlareg: not in planning/hardware.yaml: did you mean r6i.4xlarge"),
         ({"factory": "HNWS32"}, "factory=HNWS32"),
         ({"model": "/no/model"}, "/no/model"),
-        ({"pasages": 10}, "unknown key pasages: did you mean passages"),
+        ({"pasages": 10}, "pasages: unknown key; did you mean passages"),
     ],
 )
 def test_bad_input_is_one_line(change, message):

@@ -98,7 +98,7 @@ def test_text_and_json_agree(capsys):
             {"hardware": {"device": "a100"}},
             "hardware.device=a100: not in planning/hardware.yaml: did you mean a100-80g",
         ),
-        ({"hardware": {"node": 2}}, "unknown key hardware.node: did you mean nodes"),
+        ({"hardware": {"node": 2}}, "hardware.node: unknown key; did you mean nodes"),
         ({"objective": "multi{P,X}"}, "no such objective"),
         ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0"),
         ({"mfu": 0.3, "measured": "runs"}, "mfu=0.3: measured=runs gives it too"),
