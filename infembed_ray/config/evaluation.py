@@ -304,7 +304,7 @@ class EvaluateSettings(Settings):
     tasks: tuple[str, ...] = Field(
         (),
         description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact) or of "
-        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb, BEIR or TREC",
+        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb or BEIR, or files of judgements, for runs",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),
@@ -312,7 +312,9 @@ class EvaluateSettings(Settings):
         "records; of other collections the figures beside p-MRR and Robustness@10",
     )
     data: str | None = runtime_field(
-        None, description="mirror made by `infembed data fetch`; null: download from the hub"
+        None,
+        description="directory with data sets of the hub, OWNER/NAME, as `hf download` writes them; null: download them to "
+        "the cache of the hub's client",
     )
     records: str | None = runtime_field(
         None, description="InF-IR records (JSONL, Parquet or a published synthesis output) as a task"
