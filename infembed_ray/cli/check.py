@@ -268,7 +268,7 @@ def _evaluate(settings: EvaluateSettings) -> Iterator[str]:
         return
     yield from _tasks(found)
     for model in found.models:
-        yield f"model {model.label}: {getattr(model.retriever, 'model', model.retriever.kind)}"
+        yield f"model {model.label}: {model.retriever.model or model.retriever.kind}"
     queries, passages = found.size
     pairs = f"{counted(len(found.tasks), 'task')} x {counted(len(found.models), 'model')}"
     yield f"{pairs}: {queries:,} queries and {passages:,} passages per model"

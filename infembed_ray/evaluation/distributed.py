@@ -19,7 +19,7 @@ import ray
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayTaskError
 
-from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import gates, obedience, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
@@ -133,8 +133,8 @@ def _references(
         return {}
     tasks = [task for task in inputs.tasks if task.name in controls]
     measured: dict[str, dict[str, Obedience]] = {}
-    given = [model.retriever for model in inputs.models if isinstance(model.retriever, Bm25Settings)]
-    if not any("{instruction}" in retriever.instructed_query for retriever in given):
+    given = [model.retriever for model in inputs.models if model.retriever.kind == "bm25"]
+    if not any("{instruction}" in (retriever.instructed_query or "") for retriever in given):
         bm25 = EvaluatedModel(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
         ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
         measured[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
@@ -214,7 +214,7 @@ def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]
 def _rank_tasks(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
-    if isinstance(model.retriever, RunSettings):  # its files need not be visible to the workers
+    if model.retriever.kind == "run":  # its files need not be visible to the workers
         ranker = baselines.load(model.retriever, known=model.identity)
         assert isinstance(ranker, Ranker)
         yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
@@ -292,7 +292,7 @@ class ComputeChunk:
             text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
             asked = self._model.retriever
             raise InputError(
-                f"models.{self._model.label}={getattr(asked, 'model', asked.kind)}: its "
+                f"models.{self._model.label}={asked.model or asked.kind}: its "
                 f"{'score' if kind == 'pair' else 'embedding'} of {kind} {text!r} is not finite, like {broken.size} of the "
                 f"{chunk.size} in this chunk; the weights are damaged or training diverged: give another checkpoint"
             )
@@ -356,7 +356,7 @@ def _search(
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
+def _rank(retriever: RetrieverSettings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
     """Rank a whole task in one process."""
     ranker = baselines.load(retriever, known=identity)
     assert isinstance(ranker, Ranker)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.evaluation import EncoderSettings, EvaluateSettings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
@@ -53,7 +53,7 @@ class Trial:
     seed: int | None
     train: TrainSettings | None
     evaluate: EvaluateSettings
-    untrained: EncoderSettings | None
+    untrained: RetrieverSettings | None
 
     @property
     def name(self) -> str:
@@ -246,7 +246,7 @@ def _trial(
     model: str,
     seed: int | None,
     train: TrainSettings | None,
-    untrained: EncoderSettings | None,
+    untrained: RetrieverSettings | None,
 ) -> Trial:
     # One folder per trial: two trials would overwrite each other's `latest` in a shared one.
     of_model = train or untrained
@@ -262,7 +262,7 @@ def _trial(
     return Trial(row, model, seed, train, evaluate, untrained)
 
 
-def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
+def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
     """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths."""
     names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
     reads: dict[str, Any] = {name: getattr(train, name) for name in names}
@@ -271,4 +271,4 @@ def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
         instructed = render(train.template or "instruction_first", "{instruction}", "{query}")
         reads |= {"instructed_query": before + instructed, "plain_query": f"{before}{{query}}"}
         reads["passage"] = f"{train.passage_prefix or ''}{{passage}}"
-    return EncoderSettings(model=backbone, **reads)
+    return RetrieverSettings(model=backbone, **reads)

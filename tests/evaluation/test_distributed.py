@@ -16,7 +16,7 @@ import ray
 import torch
 
 from infembed_ray.cli.main import main
-from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RunSettings
+from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
@@ -298,7 +298,7 @@ def test_published_runs_give_the_same_figures_without_the_model_and_are_fused(pu
         settings.model_copy(
             update={
                 "models": {
-                    label: RunSettings(kind="run", runs=tuple(map(str, paths))) for label, paths in given.items()
+                    label: RetrieverSettings(kind="run", runs=tuple(map(str, paths))) for label, paths in given.items()
                 },
                 "first_stage": None,
                 "output": str(tmp_path / "again"),

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray.config.evaluation import EvaluateSettings, retriever_settings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import distributed, mteb_adapter, results
 from infembed_ray.evaluation.metrics import trec_measures
@@ -200,7 +200,7 @@ def test_rerankers_of_ours_have_the_same_scores_and_figures_in_mteb(kind, mirror
     values = {"kind": kind, "model": path, "plain_query": "{query}", "instructed_query": "{query} {instruction}"}
     if kind == "seq2seq":
         values |= {"pair": "Query: {query} Document: {passage} Relevant:", "answers": ("▁true", "▁false")}
-    settings = retriever_settings(values, "models.x")
+    settings = RetrieverSettings(**values)
     monkeypatch.setattr(baselines, "resolve", lambda *_: settings)
     adapted = mteb_adapter.load(path)
     assert isinstance(adapted, mteb.CrossEncoderProtocol)

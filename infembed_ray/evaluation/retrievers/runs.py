@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from infembed_ray.config.evaluation import RunSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks.layouts import words as words_of
@@ -42,7 +42,7 @@ class RunRanker:
         identity: hash of the contents of the runs.
     """
 
-    def __init__(self, settings: RunSettings, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
         self._paths = settings.runs
 
