@@ -14,7 +14,7 @@ The last line is one JSON object, by size of a shard:
     cold_ms     first search after the start, median and largest over the rounds; `cold_mib` is what it read
     warm_ms     further searches, p50 and p99
     per_core    searches of one shard per second of CPU; a search compares `reads` vectors
-    bytes       of a passage: in memory (the FAISS file) and on disk, measured and by `planning.shard_estimate`
+    bytes       of a passage: in memory (the FAISS file) and on disk, measured and by `planning.index`
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from replica_start import drop_pages
 from search import between, embeddings
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.planning.shard_estimate import estimate
+from infembed_ray.planning.index import estimate
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.checksums import FileChecksums
@@ -173,7 +173,7 @@ def summary(rounds: Sequence[dict[str, Any]], facts: ShardFacts, index_bytes: in
     def spread(name: str, *percentiles: int) -> list[float]:
         return [round(float(value), 2) for value in np.percentile(every(name), percentiles)]
 
-    planned = estimate(FACTORY, DIMENSION, facts.passages, CHARACTERS, {**facts.search, "recall": facts.recall_at_10})
+    planned = estimate(FACTORY, DIMENSION, facts.passages, CHARACTERS)
     return {
         "ready_ms": spread("ready", 50, 100),
         "ready_kib": round(float(np.median(every("ready_bytes"))) / 1024),
@@ -186,7 +186,6 @@ def summary(rounds: Sequence[dict[str, Any]], facts: ShardFacts, index_bytes: in
             "memory": [round(index_bytes / facts.passages), round(planned.memory / facts.passages)],
             "disk": [round(facts.bytes / facts.passages), round(planned.disk / facts.passages)],
         },
-        "planned_per_core": round(1 / planned.search_seconds),
         "search": facts.search,
     }
 

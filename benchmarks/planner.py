@@ -128,18 +128,17 @@ def planned(model: str, run: str, number: int) -> int:
     """Return the planner's peak bytes of a step."""
     import torch
 
-    from infembed_ray.planning.activations import saved
     from infembed_ray.planning.backbones import load
-    from infembed_ray.planning.train import tensor_memory, weights_of
-    from infembed_ray.planning.workload import Workload
+    from infembed_ray.planning.memory import ModelSize, saved_bytes
+    from infembed_ray.planning.train import StepWork, tensor_memory
 
     settings = settings_of(model, run)
     encoder = load(settings)
-    weights = weights_of(encoder, settings)
+    size = ModelSize.of(encoder, settings)
     places = 2 * number * TOKENS  # of a step
     chunk = settings.grad_cache_tokens
     passes = places / chunk if chunk else 2
-    work = Workload(
+    work = StepWork(
         queries=number,
         own=number,
         passages=number,
@@ -153,8 +152,8 @@ def planned(model: str, run: str, number: int) -> int:
         records=number,
         whole_epoch=False,
     )
-    kept = saved(encoder, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
-    return round(tensor_memory(settings, work, weights, kept, WORKERS).total)
+    kept = saved_bytes(encoder, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
+    return round(tensor_memory(settings, work, size, kept, WORKERS).total)
 
 
 def free_port() -> int:
@@ -183,25 +182,25 @@ def run_workers(model: str, run: str, number: int) -> int:
 def table() -> str:
     """Print the table of docs/guides/plan.md: the paper's Qwen2.5 on one to four nodes of 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
-    from infembed_ray.planning.capacity import GIB
+    from infembed_ray.planning.memory import GIB
     from infembed_ray.planning.train import plan
 
     lines = [
         "| model | nodes | "
         + " | ".join(f"ZeRO-{s} GiB, ckpt" for s in (1, 2, 3))
-        + " | fastest that fits | s/step | h | USD |"
+        + " | first that fits | s/step | h | USD |"
     ]
     lines.append("|---|---:" + "|---:" * 3 + "|---" + "|---:" * 3 + "|")
     for size in ("1.5B", "3B", "7B"):
         for nodes in range(1, 5):
-            settings = ["precision=bf16", "records_per_step=32", f"hardware.nodes={nodes}"]
+            settings = ["precision=bf16", "records_per_step=32", f"workers={8 * nodes}"]
             report = plan(PlanTrainSettings.load(None, [f"model=Qwen/Qwen2.5-{size}", *settings]))
             cells = []
             for stage in (1, 2, 3):
-                pair = [p for p in report.plans if p.zero_stage == stage and not p.offload]
+                pair = [p for p in report.layouts if p.zero_stage == stage and not p.offload]
                 cells.append(", ".join(f"{p.memory.total / GIB:.0f}" + "*" * bool(p.obstacles) for p in pair))
             assert report.chosen is not None
-            best = report.plans[report.chosen]
+            best = report.layouts[report.chosen]
             totals = report.totals(best)
             ending = f"{best.step_seconds:.2f} | {totals['hours']:.2f} | {totals['usd']:.0f}"
             lines.append(f"| {size} | {nodes} | {' | '.join(cells)} | `{best.overrides}` | {ending} |")
@@ -211,7 +210,7 @@ def table() -> str:
 def recipes() -> str:
     """Print the table of docs/guides/train.md: the recipes of the paper's backbones as they are set, on 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
-    from infembed_ray.planning.capacity import GIB
+    from infembed_ray.planning.memory import GIB
     from infembed_ray.planning.train import plan
 
     lines = [
@@ -219,17 +218,15 @@ def recipes() -> str:
         "|---|---:|---|---:|---:|---:|---:|",
     ]
     paths = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith("table"))
-    made = {
-        path: [plan(PlanTrainSettings.load(str(path), [f"hardware.nodes={n}"])) for n in (1, 2, 4)] for path in paths
-    }
-    for path in sorted(paths, key=lambda path: made[path][0].weights.parameters):
+    made = {path: [plan(PlanTrainSettings.load(str(path), [f"workers={8 * n}"])) for n in (1, 2, 4)] for path in paths}
+    for path in sorted(paths, key=lambda path: made[path][0].size.parameters):
         reports = made[path]
-        options = [report.plans[report.asked] for report in reports if report.asked is not None]
+        options = [report.layouts[report.as_set] for report in reports if report.as_set is not None]
         settings = f"`{options[0].overrides}`".replace(" activation_checkpointing=false", "")
-        tokens = reports[0].work.tokens * reports[0].cluster.gpus
+        tokens = reports[0].work.tokens * reports[0].gpus
         memory = ", ".join(f"{option.memory.total / GIB:.1f}" for option in options)
         lines.append(
-            f"| {path.stem} | {reports[0].weights.parameters / 1e9:.2f} B | {settings} | {memory} | {tokens:,.0f} | "
+            f"| {path.stem} | {reports[0].size.parameters / 1e9:.2f} B | {settings} | {memory} | {tokens:,.0f} | "
             f"{tokens / options[0].step_seconds:,.0f} | {reports[0].totals(options[0])['hours']:.2f} |"
         )
     return "\n".join(lines)

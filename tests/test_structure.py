@@ -35,7 +35,6 @@ TESTS_WITHOUT_A_MODULE = {
     "test_packaging.py": "builds the wheel",
     "test_structure.py": "this file",
     "test_upgrade.py": "reads files of earlier versions",
-    "view/test_pages.py": "opens the pages in a browser",
 }
 """Path below tests/ -> what it does instead of testing one module."""
 

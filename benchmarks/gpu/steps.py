@@ -26,7 +26,7 @@ from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Tokens
-from infembed_ray.planning.activations import saved
+from infembed_ray.planning.memory import saved_bytes
 from infembed_ray.training.losses import Negatives, Objective, marginal_loss
 from infembed_ray.training.observability.flops import Workload, peak_flops
 
@@ -221,5 +221,5 @@ def _planned(encoder: InstructionEncoder, recompute: bool) -> float:
         backbone = type(encoder.backbone)(copy.deepcopy(encoder.backbone.config))  # counting changes its attention
     if adapters.has(encoder.backbones):
         adapters.add([backbone], Lora(dropout=0.0))
-    bytes_of = saved(encoder_of(backbone), encoder.dtype)
+    bytes_of = saved_bytes(encoder_of(backbone), encoder.dtype)
     return bytes_of.checkpointed if recompute else bytes_of.token

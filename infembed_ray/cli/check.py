@@ -31,7 +31,7 @@ from infembed_ray.storage.steps import STATES
 
 if TYPE_CHECKING:
     from infembed_ray.evaluation.inputs import EvaluationInputs
-    from infembed_ray.planning.capacity import Weights
+    from infembed_ray.planning.memory import ModelSize
     from infembed_ray.sweeps.trials import Trial
     from infembed_ray.training.sources import Tally
 
@@ -204,7 +204,8 @@ def _mine(settings: MineSettings) -> Iterator[str]:
 
 
 def _train(settings: TrainSettings) -> Iterator[str]:
-    from infembed_ray.planning.train import peak_memory, weights_of
+    from infembed_ray.planning.memory import ModelSize
+    from infembed_ray.planning.train import peak_memory
     from infembed_ray.training import launch
     from infembed_ray.training.checkpoints.manager import CheckpointManager
 
@@ -225,7 +226,7 @@ def _train(settings: TrainSettings) -> Iterator[str]:
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
         )
         memory = peak_memory(inputs.settings, encoder, rows)
-    weights = weights_of(encoder, settings)
+    weights = ModelSize.of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
     without = "" if settings.teacher is None else ", without the teacher"
     yield f"memory: about {gib(memory.total)} {_of_worker(settings)} at the peak of a step{without}"
@@ -236,7 +237,7 @@ def _of_worker(settings: TrainSettings) -> str:
     return "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
 
 
-def _disk(settings: TrainSettings, weights: Weights) -> float:
+def _disk(settings: TrainSettings, weights: ModelSize) -> float:
     """Return the bytes that a training writes at most."""
     states = settings.keep_last + settings.keep_best + 1
     return _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
@@ -320,7 +321,8 @@ def _sweep(settings: SweepSettings) -> Iterator[str]:
 
 def _design(trial: Trial, root: Path) -> tuple[int, float, float]:
     """Check a training; return its steps, the memory of a step's peak and its disk, in bytes; InputError with its row."""
-    from infembed_ray.planning.train import peak_memory, weights_of
+    from infembed_ray.planning.memory import ModelSize
+    from infembed_ray.planning.train import peak_memory
     from infembed_ray.training import launch
 
     assert trial.train is not None
@@ -332,14 +334,14 @@ def _design(trial: Trial, root: Path) -> tuple[int, float, float]:
             memory = peak_memory(inputs.settings, encoder, rows).total
     except InputError as error:
         raise error.within(f"row {trial.row}, {trial.model}: ") from error
-    return steps, memory, _disk(trial.train, weights_of(encoder, trial.train))
+    return steps, memory, _disk(trial.train, ModelSize.of(encoder, trial.train))
 
 
 # ---------------------------------------------------------------------------------------------------------- index
 
 
 def _index(settings: IndexSettings) -> Iterator[str]:
-    from infembed_ray.planning.shard_estimate import estimate
+    from infembed_ray.planning.index import estimate
     from infembed_ray.ray_cluster import on_a_cluster
     from infembed_ray.records.tables import data_files
     from infembed_ray.retrieval import factory, preflight

@@ -170,10 +170,12 @@ def _extensions() -> Path:
 
 
 def _ray() -> Finding:
-    if os.environ.get("RAY_AUTH_MODE") == "token" and not _has_token():
+    token = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
+    has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(token).expanduser().is_file()
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not has_token:
         raise InputError(
-            f"RAY_AUTH_MODE=token, but there is no token: set RAY_AUTH_TOKEN, or write the cluster's to {TOKEN_FILE} "
-            "(a new one: ray get-auth-token --generate)"
+            f"RAY_AUTH_MODE=token, but there is no token: set RAY_AUTH_TOKEN, or write the cluster's to {token} "
+            f"(a new one: (umask 077; openssl rand -hex 32 > {token}))"
         )
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -193,11 +195,6 @@ def _ray() -> Finding:
         yield f"{address}: {nodes} nodes, {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs"
     finally:
         import_ray.shutdown()
-
-
-def _has_token() -> bool:
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
-    return bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(path).expanduser().is_file()
 
 
 def _limits() -> Finding:

@@ -2,6 +2,8 @@
 
 The settings of a stage are one frozen class. Every field has a description with its unit. A `runtime_field` says where or how
 fast a step runs; it does not change the result, so it is not part of the step's identity (see `storage.Step`).
+
+No setting may hold credentials in a URL: logs, manifests and run states show settings.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from infembed_ray.errors import Fault, InputError
+from infembed_ray.redaction import holds_credentials, where_they_belong
 
 S = TypeVar("S", bound="Settings")
 
@@ -29,7 +32,12 @@ class Settings(BaseModel):
     """Frozen, strict settings. Load with `load`, or construct directly from Python."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # an input may hold a password
     )
 
     @model_validator(mode="before")
@@ -52,6 +60,15 @@ class Settings(BaseModel):
             raise ValueError("Input should be a number, not true or false")
         if isinstance(value, float) and int in kinds and float not in kinds:
             raise ValueError("Input should be a whole number")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _reject_credentials(cls, value: Any) -> Any:
+        """Reject credentials in a text, also in a tuple or a mapping; nested settings check their own fields."""
+        if holds_credentials(value):
+            variables = [f"the variable that `{name}` names" for name in cls.model_fields if name.endswith("_env")]
+            raise ValueError(where_they_belong(value, *variables[:1]))
         return value
 
     @classmethod

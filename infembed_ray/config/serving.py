@@ -119,7 +119,7 @@ class ServeSettings(Settings):
         "INFEMBED_API_KEYS", description="environment variable with comma-separated API keys; unset: no key needed"
     )
     api_keys_file: str | None = Field(
-        None, description="file of hashed API keys, written by `infembed key`; read again when it changes"
+        None, description="file of hashed API keys, written by `infembed serve key`; read again when it changes"
     )
     ha_proxy: bool = Field(
         False,

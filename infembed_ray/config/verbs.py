@@ -35,59 +35,112 @@ class Verb:
     """`module:name` of the function of the settings, below infembed_ray."""
     settings_class: str
     """`module:name` of the settings, below infembed_ray.config."""
+    example: str = ""
+    """One command that works, without `infembed`."""
 
     @property
     def settings(self) -> type[Settings]:
         loaded: type[Settings] = load(f"config.{self.settings_class}")
         return loaded
 
-    def run(self, settings: Settings) -> Any:
-        return load(self.function)(settings)
+    def run(self, settings: Settings, **more: Any) -> Any:
+        return load(self.function)(settings, **more)
 
 
 VERBS = {
-    "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
-    "analyze": Verb("records -> quality report", "analysis.report:run", "analysis:AnalyzeSettings"),
-    "clean": Verb("records -> no near-duplicates or test texts", "analysis.distributed:run", "analysis:CleanSettings"),
-    "agreement": Verb(
-        "LLM raters on annotators' items -> kappas", "agreement.raters:run", "analysis:AgreementSettings"
+    "synthesize": Verb(
+        "make InF-IR records from seeds with LLMs",
+        "synthesis.distributed:run",
+        "synthesis:SynthesizeSettings",
+        "synthesize seeds=seeds.jsonl output=runs/records limits.budget_usd=50",
     ),
-    "mine": Verb("tuples + index -> tuples with hard negatives", "mining.distributed:run", "mining:MineSettings"),
-    "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),
-    "export": Verb("checkpoint -> ONNX graph", "modeling.onnx:run", "training:ExportSettings"),
-    "evaluate": Verb("checkpoints + records -> tables", "evaluation.distributed:run", "evaluation:EvaluateSettings"),
-    "sweep": Verb("objectives x backbones x seeds -> one table", "sweeps.distributed:run", "sweeps:SweepSettings"),
+    "analyze": Verb(
+        "report the quality of records",
+        "analysis.report:run",
+        "analysis:AnalyzeSettings",
+        "analyze records=runs/records output=runs/analysis",
+    ),
+    "clean": Verb(
+        "drop near-duplicates and test texts from records", "analysis.distributed:run", "analysis:CleanSettings"
+    ),
+    "agreement": Verb("compare LLM raters with annotators", "agreement.raters:run", "analysis:AgreementSettings"),
+    "mine": Verb(
+        "add hard negatives to tuples from an index",
+        "mining.distributed:run",
+        "mining:MineSettings",
+        "mine records=runs/records index=runs/index output=runs/mined",
+    ),
+    "train": Verb(
+        "train an encoder on records",
+        "training.launch:run",
+        "training:TrainSettings",
+        "train records=runs/records model=intfloat/e5-base-v2 output=runs/model",
+    ),
+    "export": Verb(
+        "write a checkpoint as an ONNX graph",
+        "modeling.onnx:run",
+        "training:ExportSettings",
+        "export model=runs/model output=runs/onnx",
+    ),
+    "evaluate": Verb(
+        "measure models and baselines on tasks",
+        "evaluation.distributed:run",
+        "evaluation:EvaluateSettings",
+        "evaluate models.trained=runs/model models.words=bm25 records=runs/records split=test output=runs/scores",
+    ),
+    "sweep": Verb(
+        "train and evaluate objectives x backbones x seeds",
+        "sweeps.distributed:run",
+        "sweeps:SweepSettings",
+        "sweep --config jobs/configs/sweep.yaml",
+    ),
     "report": Verb(
-        "results -> the paper's tables and figures", "evaluation.paper.report:run", "evaluation:ReportSettings"
+        "set results beside the paper's tables and figures",
+        "evaluation.paper.report:run",
+        "evaluation:ReportSettings",
+        "report results.ours=runs/scores output=runs/report",
     ),
-    "index": Verb("checkpoint + corpus -> FAISS shards", "retrieval.distributed:run", "retrieval:IndexSettings"),
-    "serve": Verb("checkpoint + index -> HTTP API", "serving.distributed:run", "serving:ServeSettings"),
+    "index": Verb(
+        "encode a corpus and build its index",
+        "retrieval.distributed:run",
+        "retrieval:IndexSettings",
+        "index corpus=corpus.jsonl model=runs/model output=runs/index",
+    ),
+    "serve": Verb(
+        "serve an index as an HTTP API",
+        "serving.distributed:run",
+        "serving:ServeSettings",
+        "serve index=runs/index",
+    ),
     "pipeline": Verb(
-        "several stages, with gates, to a served release", "pipeline.stages:run", "pipeline:PipelineSettings"
+        "run several stages, with gates, up to a served release",
+        "pipeline.stages:run",
+        "pipeline:PipelineSettings",
+        "pipeline --config jobs/configs/pipeline.yaml",
     ),
 }
-"""Stages. Each has a script and a settings file in jobs/, and a check in module `check`."""
+"""Stages. Each has a script and a settings file in jobs/."""
 
 MAINTENANCE = {
     "index compact": Verb(
-        "index + its document changes -> next version", "retrieval.distributed:compact", "retrieval:CompactSettings"
+        "fold an index's document changes into its next version",
+        "retrieval.distributed:compact",
+        "retrieval:CompactSettings",
+        "index compact index=runs/index",
     ),
     "manifests": Verb(
-        "settings of the verbs -> Kubernetes manifests", "manifests.render:run", "manifests:ManifestsSettings"
+        "write Kubernetes manifests for settings files",
+        "manifests.render:run",
+        "manifests:ManifestsSettings",
+        "manifests --config jobs/configs/manifests.yaml",
     ),
 }
-"""Verbs that are no stages: they have no job script and no check of their own."""
+"""Verbs that are no stages: they have no job script."""
 
 PLANS = {
     "train": Verb("memory, time and cost of a training", "planning.train:plan", "planning:PlanTrainSettings"),
     "index": Verb(
         "types, memory, disk, time and cost of an index", "planning.index:plan", "planning:PlanIndexSettings"
-    ),
-    "serve": Verb("replicas, nodes and monthly cost of an API", "planning.serve:plan", "planning:PlanServeSettings"),
-    "pipeline": Verb(
-        "hours, cost and first bottleneck of a whole pipeline",
-        "planning.pipeline:plan",
-        "planning:PlanPipelineSettings",
     ),
 }
 """What `infembed plan` estimates. A plan prints; it runs and writes nothing."""

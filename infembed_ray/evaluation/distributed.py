@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
-from ray.exceptions import RayTaskError
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
@@ -43,7 +42,7 @@ from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.progress import counted, say, track
-from infembed_ray.ray_cluster import connect
+from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address, place_of
 
@@ -365,9 +364,5 @@ def _rank(retriever: RetrieverSettings, identity: str, task: Task, corpus: Place
 
 def _result(task: ray.ObjectRef) -> Any:
     """Return a Ray task's result; raise its InputError without Ray's wrapper."""
-    try:
+    with errors_of_tasks():
         return ray.get(task)
-    except RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise

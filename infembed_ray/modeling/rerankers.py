@@ -13,18 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.progress import say
@@ -52,7 +45,8 @@ class ModelReranker(ABC):
     On the device `meta` no weights are read: the constructor checks that model, kind and settings fit.
     """
 
-    model_class: Any
+    model_class: str
+    """Auto class of transformers."""
     model: Any
     tokenizer: Any
 
@@ -62,23 +56,18 @@ class ModelReranker(ABC):
         self._device = device
         self._batch_tokens = batch_tokens
         self._warned = False
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(settings.model, revision=settings.revision)
-            self.model, loaded = self.model_class.from_pretrained(
-                settings.model,
-                revision=settings.revision,
-                dtype=getattr(torch, settings.dtype),
-                use_safetensors=True,
-                output_loading_info=True,
-                **({"device_map": device} if device == "meta" else {}),
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise checkpoint.unloadable(f"kind={settings.kind}, model={settings.model}", error) from error
-        if missing := sorted(loaded["missing_keys"]):  # transformers initializes them at random
-            raise InputError(
-                f"kind={settings.kind}, model={settings.model}: has no weights for {missing[0]}, so it was not trained "
-                "as such a reranker; correct kind, or give another model"
-            )
+        setting = f"kind={settings.kind}, model={settings.model}"
+        self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
+        self.model = pretrained.weights(
+            self.model_class,
+            settings.model,
+            setting,
+            revision=settings.revision,
+            config=pretrained.config(settings.model, setting, revision=settings.revision),
+            dtype=getattr(torch, settings.dtype),
+            use_safetensors=True,
+            **({"device_map": device} if device == "meta" else {}),
+        )
         if not self.tokenizer.is_fast:
             raise InputError(
                 f"model={settings.model}: its tokenizer is not a fast tokenizer; convert it to a tokenizer.json"
@@ -218,7 +207,7 @@ class _Answering(ModelReranker):
 class Seq2Seq(_Answering):
     """An encoder-decoder whose first token is the answer: monoT5 (arXiv 2003.06713), FLAN-T5."""
 
-    model_class = AutoModelForSeq2SeqLM
+    model_class = "AutoModelForSeq2SeqLM"
 
     def _relevance(self, batch: Any) -> Tensor:
         start = torch.full((len(batch["input_ids"]), 1), self.model.config.decoder_start_token_id, device=self._device)
@@ -228,14 +217,14 @@ class Seq2Seq(_Answering):
 class Causal(_Answering):
     """A decoder whose next token is the answer: FollowIR-7B (arXiv 2403.15246), Qwen3-Reranker."""
 
-    model_class = AutoModelForCausalLM
+    model_class = "AutoModelForCausalLM"
 
     def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None and device != "meta":
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
-            self.model = adapters.with_adapters(self.model, adapter).eval()
+            self.model = pretrained.with_adapters(self.model, adapter).eval()
 
     def _relevance(self, batch: Any) -> Tensor:
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -249,7 +238,7 @@ class Classifier(ModelReranker):
     With two classes the second is relevance, as in monoBERT; with one, its logit is the score.
     """
 
-    model_class = AutoModelForSequenceClassification
+    model_class = "AutoModelForSequenceClassification"
 
     def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)

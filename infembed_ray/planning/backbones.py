@@ -7,7 +7,6 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,7 +25,7 @@ _VOCABULARY = 4096
 
 
 @cache
-def known() -> dict[str, dict[str, Any]]:
+def architectures() -> dict[str, dict[str, Any]]:
     """Hub name -> architecture (`config`) and published number of parameters; see backbones.yaml."""
     text = files("infembed_ray.planning").joinpath("backbones.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
@@ -34,7 +33,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 def stands_in(model: str) -> bool:
     """Whether the model is a hub name with a known architecture, which needs neither the hub nor its tokenizer."""
-    return model in known() and not Path(model).exists()
+    return model in architectures() and not Path(model).exists()
 
 
 def load(settings: TrainSettings) -> InstructionEncoder:
@@ -44,23 +43,16 @@ def load(settings: TrainSettings) -> InstructionEncoder:
         InputError: there is no such model, or the settings do not fit it.
     """
     if not stands_in(settings.model):
-        found = locate(settings.model, "model")
-        return load_encoder(settings.model_copy(update={"model": found.path}), "meta")
+        path = locate(settings.model, "model").path
+        return load_encoder(settings.model_copy(update={"model": path}), "meta")
     with tempfile.TemporaryDirectory() as directory:
-        config = known()[settings.model]["config"]
+        config = architectures()[settings.model]["config"]
         durable.replace_json(Path(directory) / "config.json", config)
         tokenizer = _tokenizer(config["max_position_embeddings"])
         tokenizer.save_pretrained(directory)
         encoder = load_encoder(settings.model_copy(update={"model": directory}), "meta")
         encoder.tokenizer = tokenizer  # transformers would load a class for Qwen2 that splits words
         return encoder
-
-
-def as_stand_in(text: str) -> str:
-    """Convert a text to words of the stand-in tokenizer: about as many tokens, and equal prefixes for equal prefixes."""
-    words = text.split()
-    length = round(len(words) * TOKENS_PER_WORD)
-    return " ".join(_word(crc32(f"{words[n * len(words) // length]}/{n}".encode())) for n in range(length))
 
 
 def _word(number: int) -> str:

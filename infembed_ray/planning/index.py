@@ -1,72 +1,178 @@
-"""`infembed plan index`: memory, disk, build time and cost of an index, for each FAISS type, and the cheapest that fits."""
+"""`infembed plan index`: memory, disk, build time and assumed recall of an index, for each FAISS type.
+
+Memory is `retrieval.factory.memory`, FAISS's own layout. A shard of n vectors of d dimensions in L inverted lists builds in
+
+    2 c (10 s L + n A) / GEMM_FLOPS + n (GRAPH_BUILD_READS log2(n) vectors of a graph)
+    c dimensions after OPQ, s sampled vectors, A = L without a graph, d more for OPQ, 256 more for PQ
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
 
+import numpy as np
 import torch
 
-from infembed_ray.config.planning import PlanIndexSettings, PlanServeSettings
+from infembed_ray.config.planning import PlanIndexSettings
+from infembed_ray.config.retrieval import Precision
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.planning import cost
 from infembed_ray.planning.backbones import load
-from infembed_ray.planning.capacity import GIB
-from infembed_ray.planning.cost import Cluster, Demand
-from infembed_ray.planning.shard_estimate import BUILD_THREADS, ShardEstimate, estimate
-from infembed_ray.planning.tables import as_json as as_json
-from infembed_ray.planning.tables import gib, table, usd
+from infembed_ray.planning.hardware import PlannedGpu
+from infembed_ray.planning.memory import GIB
+from infembed_ray.progress import aligned
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.training.observability.flops import BackboneFlops
+
+BUILD_THREADS = 16
+LONGEST_BUILD_H = 24
+"""Hours to build a shard with BUILD_THREADS threads, beyond which more shards are better."""
+ENCODING_MFU = 0.4
+"""Assumed share of a GPU's peak that encoding reaches."""
+# Rates of one thread, measured on an AMD EPYC on 2026-11-23; GEMM_FLOPS and RANDOM_READ_S on 2026-11-22.
+GRAPH_BUILD_READS = 260
+"""Vectors compared to add one to a graph of n vectors (M 32, efConstruction 128), divided by log2(n)."""
+RANDOM_READ_S = 160e-9
+"""Seconds until the first byte of one of these vectors arrives."""
+GRAPH_BYTES_PER_S = 25e9
+"""Bytes of these vectors read per second."""
+GEMM_FLOPS = 50e9
+"""FLOP/s of fp32 matrix products: k-means."""
+KMEANS_ITERATIONS = 10
+"""Of FAISS's IVF."""
+_FLOAT = 4
+_TEXT_BYTES = 400 / 75
+"""Bytes of a passage's text and metadata per token."""
+_PASSAGE_OVERHEAD = 56
+"""Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
+_NUMBER = {"SQfp16": 2, "SQ8": 1}
+"""Bytes of a number in FAISS's scalar quantisers."""
+_PQ_CENTROIDS = 256
+_MILLION = 10**6
+_PQ_RECALL = ((2, 0.97), (4, 0.96), (8, 0.93), (16, 0.88))
+"""Most dimensions per byte of code -> assumed recall@10 after reranking by the vectors."""
+_MAX_GRAPH_VECTORS = 2**31 - 1
+
 
 _MAX_SHARDS = 1024
 
 
-@dataclass(frozen=True)
-class EncoderShape:
-    """Size of an encoder; `token_flops` are those of one token in a forward pass."""
-
-    name: str
-    parameters: int
-    dimension: int
-    token_flops: float
-
-    @classmethod
-    def load(cls, name: str, text_tokens: int) -> EncoderShape:
-        """Read the shape of a model directory, hub name or known architecture, without its weights.
-
-        Args:
-            text_tokens: tokens of a text, which decide the FLOPs of attention.
-        """
-        encoder = load(TrainSettings(model=name, records="", output=""))
-        backbone = encoder.backbone_of("passage")
-        flops = BackboneFlops.count(backbone, encoder.causal)
-        pairs = text_tokens / (2 if encoder.causal else 1) * len(flops.windows)
-        forward = (flops.token + flops.pair * pairs) / 3  # the backward pass is the other two thirds
-        return cls(name, sum(p.numel() for p in backbone.parameters()), encoder.dimension, forward)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.parameters / 1e9:.3f} B parameters, {self.dimension} dimensions"
-
-
 @dataclass(frozen=True, kw_only=True)
-class IndexOption:
-    """An index of `shards` shards on the cheapest nodes that hold one copy of it.
+class ShardEstimate:
+    """One shard. Sizes in bytes.
 
     Attributes:
-        usd_month: price of the nodes; None: no node holds a shard.
-        obstacles: why it is not chosen; empty if it fits.
+        recall: recall@10, assumed.
+        peak: memory of the task that builds it.
+        build_hours: with BUILD_THREADS threads.
+        centroids: that k-means finds; at least as many vectors are needed.
     """
+
+    dimension: int
+    factory: str
+    vectors: int
+    memory: float
+    disk: float
+    recall: float
+    peak: float
+    build_hours: float
+    centroids: int
+
+    def obstacles(self, recall_floor: float, memory_gib: float | None = None) -> list[str]:
+        """Return the reasons why an index cannot have such shards."""
+        reasons = []
+        if self.vectors < self.centroids:
+            reasons.append(f"{self.vectors:,} vectors are too few for {self.centroids:,} centroids")
+        if self.recall < recall_floor:
+            reasons.append(f"recall of about {self.recall:g}")
+        if self.factory.startswith("HNSW") and self.vectors > _MAX_GRAPH_VECTORS:
+            reasons.append(
+                f"{self.vectors:,} vectors are too many for one graph (FAISS numbers its nodes with 32-bit integers)"
+            )
+        if memory_gib is not None and self.memory > memory_gib * GIB:
+            reasons.append(f"a shard takes {_gib(self.memory)} GiB of {memory_gib:g}")
+        if self.build_hours > LONGEST_BUILD_H:
+            reasons.append(f"a shard builds for {self.build_hours:,.0f} h of {LONGEST_BUILD_H}")
+        return reasons
+
+
+def estimate(
+    factory: str, dimension: int, vectors: int, passage_bytes: float, precision: Precision = "float16"
+) -> ShardEstimate:
+    """Estimate a shard.
+
+    Args:
+        passage_bytes: mean bytes of text and metadata.
+
+    Raises:
+        InputError: FAISS makes no such type.
+    """
+    fixed, each, holds_vectors = _sizes(factory, dimension, precision)
+    memory = fixed + vectors * each
+    lists = int(match[1]) if (match := re.search(r"IVF(\d+)", factory)) else 0
+    rotated = re.search(r"(?:OPQ\d+_|PCAR?)(\d+)", factory)
+    coded = int(rotated[1]) if rotated else dimension
+    quantized, graph, nodes = "PQ" in factory, "HNSW" in factory, lists or vectors
+    number = next((size for name, size in _NUMBER.items() if name in factory), _FLOAT)
+    originals = 0 if holds_vectors else np.dtype(precision).itemsize * dimension
+    centroids = max(lists, _PQ_CENTROIDS if quantized else 0)
+    sample = min(vectors, factories.TRAINING_POINTS * max(centroids, _PQ_CENTROIDS)) if centroids else 0
+    assignment = (0 if graph else lists) + (dimension if rotated else 0) + (_PQ_CENTROIDS if quantized else 0)
+    seconds = 2 * coded * (KMEANS_ITERATIONS * sample * lists + vectors * assignment) / GEMM_FLOPS
+    if graph:
+        read = RANDOM_READ_S + number * coded / GRAPH_BYTES_PER_S
+        seconds += vectors * GRAPH_BUILD_READS * math.log2(max(2, nodes)) * read
+    return ShardEstimate(
+        dimension=dimension,
+        factory=factory,
+        vectors=vectors,
+        memory=memory,
+        disk=memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals),
+        recall=_recall(factory, dimension, each),
+        peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
+        build_hours=seconds / BUILD_THREADS / 3600,
+        centroids=centroids,
+    )
+
+
+@cache  # FAISS allocates every list of an empty index
+def _sizes(factory: str, dimension: int, precision: Precision) -> tuple[int, float, bool]:
+    """Return the bytes without vectors, the bytes per vector, and whether it holds the vectors as they are."""
+    index = factories.new(factory, dimension)
+    fixed, million = (factories.index_bytes(index, count) for count in (0, _MILLION))
+    return fixed, (million - fixed) / _MILLION, factories.holds_originals(index, precision)
+
+
+def _recall(factory: str, dimension: int, vector_bytes: float) -> float:
+    """Assumed recall@10; a build measures it and publishes nothing below its floor."""
+    if "PQ" in factory:
+        code = vector_bytes - 8  # without the id
+        return next((recall for limit, recall in _PQ_RECALL if dimension / code <= limit), 0.8)
+    return 0.97 if "IVF" in factory or "SQ8" in factory else 0.98 if "HNSW" in factory else 1.0
+
+
+@dataclass(frozen=True)
+class EncodingPlan:
+    """Tokens of the corpus, tokens per second of a GPU, and GPU hours and USD to encode all passages."""
+
+    tokens: int
+    tokens_per_s: float
+    assumed: bool
+    gpu_hours: float
+    usd: float
+
+
+@dataclass(frozen=True)
+class IndexLayout:
+    """An index of `shards` shards; `obstacles` are the reasons why it does not fit, empty if it does."""
 
     shards: int
     shard: ShardEstimate
-    node: str
-    nodes: int
-    usd_month: float | None
     obstacles: tuple[str, ...]
 
     @property
@@ -77,173 +183,128 @@ class IndexOption:
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """The best option of each dimension and kind of type.
+    """The layouts of an index, one per kind of FAISS type, in the order in which `infembed index` prefers them.
 
     Attributes:
-        encoding: tokens, tokens_per_s of a GPU, hours and usd to encode the corpus; whether the rate is assumed or measured.
-        chosen: position of the cheapest option that fits; None: none does.
-        asked: position of what `infembed index` builds with these settings; None: it refuses, because of `refusal`.
+        parameters, dimension: of the encoder.
+        chosen: position of the first layout that fits; None: none fits.
     """
 
-    model: EncoderShape
+    model: str
+    parameters: int
+    dimension: int
     passages: int
-    encoding: dict[str, Any]
-    options: tuple[IndexOption, ...]
+    encoding: EncodingPlan
+    layouts: tuple[IndexLayout, ...]
     chosen: int | None
-    asked: int | None
-    refusal: str | None
 
 
 def plan(settings: PlanIndexSettings) -> IndexPlan:
-    """Compute all layouts and choose the cheapest that fits; nothing is built.
+    """Compute all layouts, each with the fewest shards that fit, at least `shards`; nothing is built.
 
     Raises:
         InputError: the settings do not fit each other or the model.
     """
-    model = EncoderShape.load(settings.model, settings.passage_tokens)
-    by_kind: dict[tuple[int, str], list[IndexOption]] = {}
-    for factory, dimension, shards in layouts(settings, model.dimension):
-        by_kind.setdefault((dimension, kind(factory)), []).append(_option(settings, factory, dimension, shards))
-    options = [min(found, key=lambda o: (len(o.obstacles), price(o), o.shards)) for found in by_kind.values()]
-    chosen = cheapest(options)
-    shards = settings.shards or (1 if chosen is None else options[chosen].shards)
-    dimension = settings.dimensions or model.dimension
-    asked = refusal = None
-    try:
-        vectors = math.ceil(settings.passages / shards)
-        factory = factories.choose(vectors, dimension, settings.memory_gib, shards, settings.factory, settings.vectors)
-    except InputError as error:
-        refusal = str(error)
-    else:
-        built = _option(settings, factory, dimension, shards)
-        options += [] if built in options else [built]
-        asked = options.index(built)
-    return IndexPlan(model, settings.passages, _encoding(settings, model), tuple(options), chosen, asked, refusal)
-
-
-def layouts(settings: PlanIndexSettings | PlanServeSettings, dimension: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (factory, dimension, shards): exact search and the types that `infembed index` chooses from.
-
-    Raises:
-        InputError: the settings ask for more dimensions than the model has.
-    """
-    asked = [("dimensions", settings.dimensions), *(("matryoshka", value) for value in settings.matryoshka)]
-    for name, value in asked:
-        if value is not None and value > dimension:
-            raise InputError(f"{name}={value}: the model has {dimension}; give as many or fewer")
-    every = {settings.dimensions} if settings.dimensions else {dimension, *settings.matryoshka}
-    powers = [2**power for power in range(_MAX_SHARDS.bit_length())]
-    precision = settings.vectors if isinstance(settings, PlanIndexSettings) else "float16"
-    useful = [n for n in powers if n == 1 or settings.passages / n >= factories.EXACT_BELOW]
-    for size in sorted(every, reverse=True):
-        for shards in [settings.shards] if settings.shards else useful:
-            types = factories.candidates(math.ceil(settings.passages / shards), size, precision)
-            for factory in [settings.factory] if settings.factory else dict.fromkeys(["Flat", *types]):
-                yield factory, size, shards
-
-
-def kind(factory: str) -> str:
-    """A type without the number of its inverted lists."""
-    return re.sub(r"IVF\d+(_HNSW\d+)?", "IVF", factory)
-
-
-def price(option: IndexOption) -> float:
-    """Sort key: an option without a price comes last."""
-    return math.inf if option.usd_month is None else option.usd_month
-
-
-def cheapest(options: Sequence[IndexOption]) -> int | None:
-    """Position of the cheapest option without obstacles, the one with the best recall if several cost the same."""
-    fitting = [n for n, option in enumerate(options) if not option.obstacles]
-    return min(fitting, key=lambda n: (price(options[n]), -options[n].shard.recall), default=None)
-
-
-def _option(settings: PlanIndexSettings, factory: str, dimension: int, shards: int) -> IndexOption:
-    vectors = math.ceil(settings.passages / shards)
-    shard = estimate(factory, dimension, vectors, settings.passage_bytes, precision=settings.vectors)
-    process = cost.assumed("search_process_gib") * GIB
-    need = max(shard.memory + process, shard.peak)
-    obstacles = shard.obstacles(settings.recall_floor)
-    if settings.memory_gib is not None and shard.memory > settings.memory_gib * GIB:
-        obstacles.append(f"a shard takes {gib(shard.memory)} GiB of {settings.memory_gib:g}")
-    if shard.build_hours > (longest := cost.assumed("longest_build_h")):
-        obstacles.append(f"a shard builds for {shard.build_hours:,.0f} h of {longest:g}")
-    placed = [
-        (node.monthly(count, shards * shard.disk), count, node.name)
-        for node in cost.nodes(settings.node)
-        if need <= node.usable and (count := cost.node_count([Demand(shards, shard.memory + process)], node))
-    ]
-    if not placed:
-        largest = max(cost.nodes(settings.node), key=lambda node: node.usable)
-        obstacles.append(f"a shard takes {gib(need)} GiB of {gib(largest.usable)} on {largest.name}")
-    usd_month, count, node = min(placed, default=(None, 0, ""))
-    return IndexOption(
-        shards=shards, shard=shard, node=node, nodes=count, usd_month=usd_month, obstacles=tuple(obstacles)
+    encoder = load(TrainSettings(model=settings.model, records="", output=""))
+    backbone = encoder.backbone_of("passage")
+    flops = BackboneFlops.count(backbone, encoder.causal)
+    pairs = settings.passage_tokens / (2 if encoder.causal else 1) * len(flops.windows)
+    forward = (flops.token + flops.pair * pairs) / 3  # the backward pass is the other two thirds
+    if settings.dimensions is not None and settings.dimensions > encoder.dimension:
+        raise InputError(f"dimensions={settings.dimensions}: the model has {encoder.dimension}; give as many or fewer")
+    layouts = list(_layouts(settings, settings.dimensions or encoder.dimension))
+    fitting = [number for number, layout in enumerate(layouts) if not layout.obstacles]
+    return IndexPlan(
+        settings.model,
+        sum(p.numel() for p in backbone.parameters()),
+        encoder.dimension,
+        settings.passages,
+        _encoding(settings, forward),
+        tuple(layouts),
+        chosen=fitting[0] if fitting else None,
     )
 
 
-def _encoding(settings: PlanIndexSettings, model: EncoderShape) -> dict[str, Any]:
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    cluster = Cluster.from_settings(settings.hardware, dtype)
+def _layouts(settings: PlanIndexSettings, dimension: int) -> Iterator[IndexLayout]:
+    """Yield a layout per kind of type: the types that `infembed index` chooses from, then exact search."""
+    best: dict[str, IndexLayout] = {}
+    shards = settings.shards
+    while shards <= max(settings.shards, _MAX_SHARDS):
+        vectors = math.ceil(settings.passages / shards)
+        types = [*factories.candidates(vectors, dimension, settings.vectors), "Flat"]
+        for factory in [settings.factory] if settings.factory else dict.fromkeys(types):
+            shard = estimate(factory, dimension, vectors, settings.passage_tokens * _TEXT_BYTES, settings.vectors)
+            layout = IndexLayout(shards, shard, tuple(shard.obstacles(settings.recall_floor, settings.memory_gib)))
+            kind = re.sub(r"IVF\d+(_HNSW\d+)?", "IVF", factory)
+            if kind not in best or len(layout.obstacles) < len(best[kind].obstacles):
+                best[kind] = layout
+        shards *= 2
+        if settings.passages / shards < factories.EXACT_BELOW:
+            break
+    yield from best.values()
+
+
+def _encoding(settings: PlanIndexSettings, token_flops: float) -> EncodingPlan:
+    gpu = PlannedGpu.of(settings, torch.bfloat16)
     tokens = settings.passages * settings.passage_tokens
-    rate = settings.tokens_per_s or cost.assumed("kernel_efficiency") * cluster.peak / model.token_flops
-    hours = tokens / (rate * cluster.gpus) / 3600
-    return {
-        "speed": "assumed" if settings.tokens_per_s is None else "measured",
-        "tokens": tokens,
-        "tokens_per_s": rate,
-        "gpus": f"{cluster.gpus} x {cluster.name}",
-        "hours": hours,
-        "usd": hours * cluster.gpus * cluster.usd_per_gpu_hour,
-    }
+    rate = settings.tokens_per_s or ENCODING_MFU * gpu.peak / token_flops
+    hours = tokens / rate / 3600
+    return EncodingPlan(tokens, rate, settings.tokens_per_s is None, hours, hours * gpu.usd_per_hour)
 
 
-def as_text(made: IndexPlan) -> str:
+def as_text(index_plan: IndexPlan) -> str:
     """Format the plan for people."""
-    marks = [">" * (n == made.chosen) + "*" * (n == made.asked) for n in range(len(made.options))]
-    rows = [{"": mark, **_columns(option)} for mark, option in zip(marks, made.options, strict=True)]
-    encoding = made.encoding
+    marks = [">" * (n == index_plan.chosen) for n in range(len(index_plan.layouts))]
+    rows = [{"": mark, **_columns(layout)} for mark, layout in zip(marks, index_plan.layouts, strict=True)]
+    encoding = index_plan.encoding
     lines = [
-        f"{made.model}; {made.passages:,} passages",
-        f"Encoding: {encoding['tokens']:,} tokens at {encoding['tokens_per_s']:,.0f} per second and GPU "
-        f"({encoding['speed']}), {encoding['gpus']}: {encoding['hours']:,.1f} h, {encoding['usd']:,.0f} USD",
+        f"{index_plan.model}: {index_plan.parameters / 1e9:.3f} B parameters, {index_plan.dimension} dimensions; "
+        f"{index_plan.passages:,} passages",
+        f"Encoding: {encoding.tokens:,} tokens at {encoding.tokens_per_s:,.0f} per second and GPU "
+        f"({'assumed' if encoding.assumed else 'measured'}): {encoding.gpu_hours:,.1f} GPU hours, {encoding.usd:,.0f} USD",
         "",
-        *table(rows),
+        *aligned([list(rows[0]), *(list(row.values()) for row in rows)]),
         "",
-        "> the cheapest that fits, * what `infembed index` builds with these settings. GiB: memory of all shards, one copy,",
-        f"while searched; disk: GiB of all shards; peak: GiB to build a shard; h: to build a shard with {BUILD_THREADS} threads.",
-        "Recall, times and prices are assumptions (planning/hardware.yaml); a build measures its recall.",
+        "> first that fits, in the order in which `infembed index` chooses. GiB: memory of all shards, one copy, while searched;",
+        f"disk: GiB of all shards; peak: GiB to build a shard; h: to build a shard with {BUILD_THREADS} threads.",
+        "Recall and times are assumptions; a build measures its recall.",
     ]
-    if made.refusal:
-        lines.append(f"`infembed index` would refuse: {made.refusal}")
-    if made.chosen is None:
-        nearest = min(made.options, key=lambda option: (len(option.obstacles), option.shard.memory * option.shards))
+    if index_plan.chosen is None:
+        nearest = min(index_plan.layouts, key=lambda layout: (len(layout.obstacles), layout.shard.memory))
         lines.append(
             f"Nothing fits. Nearest: {nearest.overrides}: {'; '.join(nearest.obstacles)}. Set more shards, a lower "
-            "recall_floor, more memory_gib, another node, or matryoshka=[...] of a model trained for it."
+            "recall_floor, more memory_gib, or dimensions of a model trained to be cut to them."
         )
     else:
-        best = made.options[made.chosen]
+        best = index_plan.layouts[index_plan.chosen]
         lines.append(
-            f"Cheapest that fits: {best.overrides}: {best.nodes} x {best.node}, {usd(best.usd_month)} USD a month"
+            f"First that fits: {best.overrides}: {_gib(best.shard.memory * best.shards)} GiB of memory, "
+            f"{_gib(best.shard.disk * best.shards)} GiB on disk"
         )
     return "\n".join(lines)
 
 
-def _columns(option: IndexOption) -> dict[str, str]:
-    """Cells of an option's row by their headings."""
-    shard = option.shard
+def _columns(layout: IndexLayout) -> dict[str, str]:
+    """Return the cells of a layout's row by their headings."""
+    shard = layout.shard
     return {
-        "dims": str(shard.dimension),
         "type": shard.factory,
-        "shards": str(option.shards),
+        "shards": str(layout.shards),
         "B/vector": f"{shard.memory / shard.vectors:,.0f}",
-        "GiB": gib(shard.memory * option.shards),
-        "disk": gib(shard.disk * option.shards),
-        "peak": gib(shard.peak),
+        "GiB": _gib(shard.memory * layout.shards),
+        "disk": _gib(shard.disk * layout.shards),
+        "peak": _gib(shard.peak),
         "h": f"{shard.build_hours:,.2f}",
         "recall": f"{shard.recall:.2f}",
-        "nodes": f"{option.nodes} x {option.node}" if option.nodes else "-",
-        "USD/month": usd(option.usd_month),
-        "fits": "; ".join(option.obstacles) or "yes",
+        "fits": "; ".join(layout.obstacles) or "yes",
     }
+
+
+def as_json(index_plan: IndexPlan) -> str:
+    """Format the plan as JSON."""
+    return json.dumps(asdict(index_plan), indent=2)
+
+
+def _gib(nbytes: float) -> str:
+    """Format bytes as GiB: one decimal from 1 GiB on, three below."""
+    return f"{nbytes / GIB:,.{1 if nbytes >= GIB else 3}f}"

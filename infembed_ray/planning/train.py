@@ -1,12 +1,19 @@
-"""`infembed plan train`: memory, time and cost of a training, for every layout of DeepSpeed on given hardware."""
+"""`infembed plan train`: memory, time and cost of a training, for every layout of DeepSpeed.
+
+Batches are collated and laid out by the training's own code and counted; `planning.memory` computes the bytes. The time of a step
+is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from statistics import median
-from typing import Any, Literal
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import get_args
 
 import torch
 
@@ -14,61 +21,101 @@ from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.training import Offload, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.planning import cost
-from infembed_ray.planning.activations import Saved, saved
-from infembed_ray.planning.backbones import load
-from infembed_ray.planning.capacity import (
+from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.tokenizer import Side
+from infembed_ray.planning.backbones import TOKENS_PER_WORD, load, stands_in
+from infembed_ray.planning.hardware import FRAGMENTATION, FRAMEWORK_GIB, PlannedGpu
+from infembed_ray.planning.memory import (
     GIB,
-    Activations,
-    Host,
-    Memory,
-    Weights,
-    host_memory,
+    HeldActivations,
+    ModelSize,
+    SavedBytes,
+    StepMemory,
+    saved_bytes,
     start_memory,
     step_memory,
 )
-from infembed_ray.planning.cost import Cluster
-from infembed_ray.planning.tables import table
-from infembed_ray.planning.workload import Workload, workload
+from infembed_ray.progress import aligned
+from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import TrainingRecord
-from infembed_ray.storage.steps import resolve_input
-from infembed_ray.training import deepspeed_config
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training import deepspeed_config, sources
+from infembed_ray.training.collate import Batch, collate, drawn, token_counts
+from infembed_ray.training.losses import Objective
+from infembed_ray.training.observability.flops import BackboneFlops
 
-_NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Bytes per weight in NF4 with double quantisation: 4 bits, and the scales of blocks of 64 (QLoRA, arXiv 2305.14314)."""
 _CPU = Offload(optimizer="cpu")
-_LAYOUTS: tuple[tuple[int, Offload], ...] = (
-    *((stage, Offload()) for stage in (0, 1, 2, 3)),
+_LAYOUTS = (
+    *((stage, Offload()) for stage in (2, 3, 1, 0)),
     (2, _CPU),
     (3, _CPU),
     (3, Offload(optimizer="cpu", parameters="cpu")),
-    (3, Offload(optimizer="cpu", parameters="nvme", nvme_path="NVME")),
 )
-_WARM_UP = 5
-"""Steps at the start of a run that its measured MFU leaves out."""
+"""ZeRO stage and offload, preferred ones first: ZeRO-2 sends least, and offload goes over the host's bus in every step."""
+_SAMPLES = 4
+"""Batches to count."""
+_SYNTHETIC = 512
+"""Least number of synthetic records: enough for their mean length and for different batches."""
+_ONE_PASS = 1 << 40
+_SPREAD = 0.4
+"""Standard deviation of the logarithm of synthetic lengths, about that of MS MARCO's passages."""
+_INSTRUCTION, _QUERY, _PASSAGE = range(3)
+_LENGTHS = {
+    "query_positive": _QUERY,
+    "query_negative": _QUERY,
+    "instruction_positive": _INSTRUCTION,
+    "instruction_negative": _INSTRUCTION,
+    "document_positive": _PASSAGE,
+    "hard_negative_document_1": _PASSAGE,
+    "hard_negative_document_2": _PASSAGE,
+}
+"""Column of a record -> the place of its mean length in the setting `tokens`."""
 
 
 @dataclass(frozen=True)
-class TrainOption:
+class StepWork:
+    """One worker's part of a step; means over `_SAMPLES` batches.
+
+    Attributes:
+        queries, passages: texts of a batch; `own`: queries of the records themselves, without drawn negatives.
+        slots, tokens: positions of a step with and without padding; a shared prefix counts once.
+        graph_slots: most positions whose graphs exist at once.
+        passes, batches: forward passes and batches of a step.
+        flops: model FLOPs of a step, forward and backward.
+        steps: of the whole run.
+        records: of a batch, all workers together; `whole_epoch`: these are all records there are.
+    """
+
+    queries: float
+    own: int
+    passages: int
+    slots: float
+    tokens: float
+    graph_slots: int
+    passes: float
+    batches: int
+    flops: float
+    steps: int
+    records: int
+    whole_epoch: bool
+
+
+@dataclass(frozen=True)
+class TrainLayout:
     """One layout of a training.
 
     Attributes:
         memory: bytes of a GPU at the peak of a step.
         start: bytes of a GPU while DeepSpeed loads the model.
         obstacles: why the layout does not fit; empty if it fits.
-        bottleneck: hardware that takes most of a step.
     """
 
     zero_stage: int
     offload: dict[str, str]
     activation_checkpointing: bool
-    memory: Memory
+    memory: StepMemory
     start: float
-    host: Host
     obstacles: tuple[str, ...]
     step_seconds: float
-    bottleneck: str
 
     @property
     def overrides(self) -> str:
@@ -84,65 +131,67 @@ class TrainPlan:
 
     Attributes:
         work: of one worker in one step.
-        plans: every layout, with and without activation checkpointing.
-        chosen: position of the fastest plan that fits; None: none fits.
-        asked: position of the plan of the settings themselves; None: it is not among them.
-        speed: origin of the times.
+        layouts: every layout, with and without activation checkpointing, preferred ones first.
+        chosen: position of the first layout that fits; None: none fits.
+        as_set: position of the layout of the settings; None: it is not among them.
     """
 
     model: str
-    cluster: Cluster
+    gpus: int
+    gpu: PlannedGpu
     precision: str
-    weights: Weights
-    work: Workload
-    plans: tuple[TrainOption, ...]
+    mfu: float
+    size: ModelSize
+    work: StepWork
+    layouts: tuple[TrainLayout, ...]
     chosen: int | None
-    asked: int | None
-    speed: Literal["assumed", "given", "measured"]
+    as_set: int | None
 
-    def totals(self, option: TrainOption) -> dict[str, float]:
-        """Return `hours` and `usd` of the whole run, without checkpoints and evaluations, and `mfu`, its share of the peak."""
-        hours = option.step_seconds * self.work.steps / 3600
-        usd = hours * self.cluster.gpus * self.cluster.usd_per_gpu_hour
-        return {"hours": hours, "usd": usd, "mfu": self.work.flops / (option.step_seconds * self.cluster.peak)}
+    def totals(self, layout: TrainLayout) -> dict[str, float]:
+        """Return `hours` and `usd` of the whole run, without checkpoints and evaluations."""
+        hours = layout.step_seconds * self.work.steps / 3600
+        return {"hours": hours, "usd": hours * self.gpus * self.gpu.usd_per_hour}
 
 
 def plan(settings: PlanTrainSettings) -> TrainPlan:
-    """Compute all layouts and choose the fastest that fits; nothing is run.
+    """Compute all layouts and choose the first that fits; nothing is run.
 
     Raises:
-        InputError: the settings do not fit each other, the model or the hardware.
+        InputError: the settings do not fit each other, the model or the GPUs.
     """
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    cluster = Cluster.from_settings(settings.hardware, dtype)
-    settings = settings.model_copy(update={"workers": cluster.gpus, "gpus_per_worker": 1.0})
+    gpu = PlannedGpu.of(settings, dtype)
+    settings = settings.model_copy(update={"gpus_per_worker": 1.0})
     deepspeed_config.check(settings)
     if settings.teacher is not None:
         raise InputError(
             f"teacher={settings.teacher}: is not planned for; leave it out, and reserve its fp32 weights on every GPU"
         )
-    mfu, speed = _measured_mfu(settings)
     encoder = load(settings)
-    work = workload(settings, encoder, cluster.gpus, torch.device("cuda"), dtype)
-    weights, kept = weights_of(encoder, settings), saved(encoder, dtype)
-    ways = [way for stage, offload in _LAYOUTS for way in _allowed(settings, stage, offload)]
-    plans = [_option(way, work, weights, kept, cluster) for way in ways]
-    asked = next((n for n, way in enumerate(ways) if _layout(way) == _layout(settings)), None)
-    if mfu is not None:
-        if asked is None:
-            raise InputError(f"{speed} MFU: zero_stage={settings.zero_stage} with this offload is none of the plans")
-        slower = work.flops / (mfu * cluster.peak) / plans[asked].step_seconds
-        plans = [replace(p, step_seconds=p.step_seconds * slower) for p in plans]
-    fitting = [n for n, p in enumerate(plans) if not p.obstacles]
-    chosen = min(fitting, key=lambda n: (plans[n].step_seconds, plans[n].memory.total), default=None)
-    return TrainPlan(settings.model, cluster, settings.precision, weights, work, tuple(plans), chosen, asked, speed)
+    work = step_work(settings, encoder, settings.workers, torch.device("cuda"), dtype)
+    size, saved = ModelSize.of(encoder, settings), saved_bytes(encoder, dtype)
+    ways = [way for checkpointing in (False, True) for way in _allowed(settings, checkpointing)]
+    ways.sort(key=lambda way: way.offload != Offload())  # offload costs more than recomputation
+    layouts = [_layout(way, work, size, saved, gpu) for way in ways]
+    return TrainPlan(
+        settings.model,
+        settings.workers,
+        gpu,
+        settings.precision,
+        settings.mfu,
+        size,
+        work,
+        tuple(layouts),
+        chosen=next((n for n, layout in enumerate(layouts) if not layout.obstacles), None),
+        as_set=next((n for n, way in enumerate(ways) if _choice(way) == _choice(settings)), None),
+    )
 
 
-def _allowed(settings: PlanTrainSettings, stage: int, offload: Offload) -> Iterator[PlanTrainSettings]:
-    """The settings with this layout, without and with activation checkpointing, as far as DeepSpeed allows it."""
-    if stage == 3 and settings.lora is not None and settings.lora.quantized:
-        return  # ZeRO-3 cannot partition 4-bit weights
-    for checkpointing in (False, True):
+def _allowed(settings: PlanTrainSettings, checkpointing: bool) -> Iterator[PlanTrainSettings]:
+    """Yield the settings with each layout that DeepSpeed allows."""
+    for stage, offload in _LAYOUTS:
+        if stage == 3 and settings.lora is not None and settings.lora.quantized:
+            continue  # ZeRO-3 cannot partition 4-bit weights
         change = {"zero_stage": stage, "offload": offload, "activation_checkpointing": checkpointing}
         way = settings.model_copy(update=change)
         try:
@@ -152,178 +201,266 @@ def _allowed(settings: PlanTrainSettings, stage: int, offload: Offload) -> Itera
         yield way
 
 
-def _layout(settings: TrainSettings) -> tuple[Any, ...]:
-    """What tells layouts apart."""
+def _choice(settings: TrainSettings) -> tuple[object, ...]:
+    """Return what distinguishes layouts."""
     offload = settings.offload
     return settings.zero_stage, settings.activation_checkpointing, offload.optimizer, offload.parameters
 
 
-def weights_of(encoder: InstructionEncoder, settings: TrainSettings) -> Weights:
-    """Sizes of a model and of its frozen part."""
-    nbytes = 2 if settings.precision == "bf16" else 4
-    quantized = settings.lora is not None and settings.lora.quantized
-    linear = {id(module.weight) for module in encoder.modules() if isinstance(module, torch.nn.Linear) and quantized}
-    parameters = list(encoder.parameters())
-    frozen = [p for p in parameters if not p.requires_grad]
-    return Weights(
-        parameters=sum(p.numel() for p in parameters),
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
-        largest=max(p.numel() for p in parameters),
-        frozen_bytes=sum(p.numel() * (_NF4_BYTES if id(p) in linear else nbytes) for p in frozen),
-        nbytes=nbytes,
+def _layout(
+    settings: PlanTrainSettings, work: StepWork, size: ModelSize, saved: SavedBytes, gpu: PlannedGpu
+) -> TrainLayout:
+    memory = _with_framework(tensor_memory(settings, work, size, saved, settings.workers))
+    start = start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings), memory.framework)
+    needs = (("at a step's peak", memory.total), ("at the start", start))
+    offload = {"optimizer": settings.offload.optimizer, "parameters": settings.offload.parameters}
+    # GradCache repeats every forward pass but the last of a batch; checkpointing repeats each. A forward pass is a third.
+    repeated = 1 - work.batches / work.passes if settings.grad_cache_tokens else 0.0
+    repeated += settings.activation_checkpointing
+    return TrainLayout(
+        zero_stage=settings.zero_stage,
+        offload={what: place for what, place in offload.items() if place},
+        activation_checkpointing=settings.activation_checkpointing,
+        memory=memory,
+        start=start,
+        obstacles=tuple(
+            f"a GPU needs {need / GIB:.0f} GiB of {gpu.memory / GIB:.0f} {when}"
+            for when, need in needs
+            if need > gpu.memory
+        ),
+        step_seconds=work.flops * (1 + repeated / 3) / (gpu.peak * settings.mfu),
     )
 
 
-def tensor_memory(settings: TrainSettings, work: Workload, weights: Weights, kept: Saved, workers: int) -> Memory:
-    """Memory of a worker's tensors at the peak of a step.
+def tensor_memory(
+    settings: TrainSettings, work: StepWork, size: ModelSize, saved: SavedBytes, workers: int
+) -> StepMemory:
+    """Compute the memory of a worker's tensors at the peak of a step.
 
     The graphs that exist at once are those of a batch, or of GradCache's largest pass; each has its own backward pass.
     """
-    layer = work.graph_slots * kept.layer
-    held = Activations(work.graph_slots * kept.token, layer)
+    layer = work.graph_slots * saved.layer
+    held = HeldActivations(work.graph_slots * saved.token, layer)
     if settings.activation_checkpointing:
-        held = Activations(work.graph_slots * kept.checkpointed, 2 * layer)
+        held = HeldActivations(work.graph_slots * saved.checkpointed, 2 * layer)
     passes = round(work.passes) if settings.grad_cache_tokens else work.batches
-    return step_memory(weights, held, workers, deepspeed_config.deepspeed_config(settings), passes)
+    return step_memory(size, held, workers, deepspeed_config.deepspeed_config(settings), passes)
 
 
-def _option(
-    settings: PlanTrainSettings, work: Workload, weights: Weights, kept: Saved, cluster: Cluster
-) -> TrainOption:
-    config = deepspeed_config.deepspeed_config(settings)
-    checkpointing = settings.activation_checkpointing
-    memory = _with_framework(tensor_memory(settings, work, weights, kept, cluster.gpus))
-    start = start_memory(weights, cluster.gpus, config, memory.framework)
-    host = host_memory(weights, cluster.gpus, cluster.gpus_per_node, config, cost.assumed("host_process_gib") * GIB)
-    needs = (
-        ("a GPU at a step's peak", memory.total, cluster.memory),
-        ("a GPU at the start", start, cluster.memory),
-        ("a node's CPUs", host.memory, cluster.host_memory),
-        ("a node's disks", host.nvme, cluster.nvme),
-    )
-    offload = {"optimizer": settings.offload.optimizer, "parameters": settings.offload.parameters}
-    parts = cost.step_parts(work, weights, cluster, config, settings.grad_cache_tokens is not None, checkpointing)
-    return TrainOption(
-        zero_stage=settings.zero_stage,
-        offload={what: place for what, place in offload.items() if place},
-        activation_checkpointing=checkpointing,
-        memory=memory,
-        start=start,
-        host=host,
-        obstacles=tuple(
-            f"{where} needs {need / GIB:.0f} GiB of {there / GIB:.0f}" for where, need, there in needs if need > there
-        ),
-        step_seconds=sum(parts.values()),
-        bottleneck=max(parts, key=lambda part: parts[part]),
-    )
-
-
-def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]) -> Memory:
-    """Memory of one worker at the peak of a step, with the settings' own layout, workers and device."""
+def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]) -> StepMemory:
+    """Compute the memory of one worker at the peak of a step, with the layout, workers and device of the settings."""
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    gpu = settings.gpus_per_worker > 0
+    on_gpu = settings.gpus_per_worker > 0
     planned = PlanTrainSettings.from_mapping(settings.model_dump())
-    work = workload(planned, encoder, settings.workers, torch.device("cuda" if gpu else "cpu"), dtype, records)
-    weights = weights_of(encoder, settings)
-    memory = tensor_memory(settings, work, weights, saved(encoder, dtype), settings.workers)
-    return _with_framework(memory) if gpu else memory
+    work = step_work(planned, encoder, settings.workers, torch.device("cuda" if on_gpu else "cpu"), dtype, records)
+    size = ModelSize.of(encoder, settings)
+    memory = tensor_memory(settings, work, size, saved_bytes(encoder, dtype), settings.workers)
+    return _with_framework(memory) if on_gpu else memory
 
 
-def _with_framework(memory: Memory) -> Memory:
+def _with_framework(memory: StepMemory) -> StepMemory:
     """Add what a GPU holds besides the tensors."""
-    return replace(memory, framework=cost.assumed("framework_gib") * GIB + cost.assumed("fragmentation") * memory.total)
+    return replace(memory, framework=FRAMEWORK_GIB * GIB + FRAGMENTATION * memory.total)
 
 
-def _measured_mfu(settings: PlanTrainSettings) -> tuple[float | None, Literal["assumed", "given", "measured"]]:
-    """The MFU of the settings' own layout, and its origin."""
-    if settings.measured is None:
-        return settings.mfu, "assumed" if settings.mfu is None else "given"
-    if settings.mfu is not None:
-        raise InputError(f"mfu={settings.mfu}: measured={settings.measured} gives it too; leave one of them out")
-    metrics = read_metrics(resolve_input(settings.measured, "measured"))[_WARM_UP:]
-    found = [m["mfu"] for m in metrics if m.get("mfu")]
-    if not found:
-        raise InputError(
-            f"measured={settings.measured}: no MFU after its first {_WARM_UP} steps; give a longer run on GPUs, or mfu"
+def step_work(
+    settings: PlanTrainSettings,
+    encoder: InstructionEncoder,
+    workers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    own: Sequence[TrainingRecord] | None = None,
+) -> StepWork:
+    """Count the first worker's share of some steps.
+
+    Args:
+        settings: of the run; its `workers` is ignored.
+        encoder: on the meta device.
+        workers: that share a batch.
+        device, dtype: of the run; they decide whether texts are packed.
+        own: the records of the run; None: those that the settings name, if they exist.
+
+    Raises:
+        InputError: a batch has fewer records than there are workers.
+    """
+    own = _existing_records(settings) if own is None else own
+    number = settings.epoch_records if own is None else len(own)
+    records = _synthetic(settings, _SYNTHETIC) if own is None else own
+    per_step = _records_per_step(settings, encoder, records)
+    per_batch = _records_per_batch(settings, per_step, number, workers)
+    if own is None and 2 * per_batch > len(records):
+        records = _synthetic(settings, 2 * per_batch)
+    encoder.train()
+    budget = settings.grad_cache_tokens or _ONE_PASS
+    batches = list(_batches(settings, encoder, records, per_batch, workers))
+    passes = [
+        [
+            layout
+            for side in (batch.queries, batch.passages)
+            for _, layout in encoder.lay_out(side, budget, device, dtype)
+        ]
+        for batch in batches
+    ]
+    slots = [[layout.input_ids.numel() for layout in of_batch] for of_batch in passes]
+    work = {side: BackboneFlops.count(encoder.backbone_of(side), encoder.causal) for side in get_args(Side)}
+    flops = fmean(
+        sum(_tokens(p) * work[p.side].token + float(work[p.side].pairs(p)) * work[p.side].pair for p in of_batch)
+        for of_batch in passes
+    )
+    return StepWork(
+        queries=fmean(len(batch.queries) for batch in batches),
+        own=len(set(batches[0].own)),
+        passages=len(batches[0].passages),
+        slots=settings.accumulation * fmean(map(sum, slots)),
+        tokens=settings.accumulation * fmean(sum(map(_tokens, of_batch)) for of_batch in passes),
+        graph_slots=max(map(max if settings.grad_cache_tokens else sum, slots)),
+        passes=settings.accumulation * fmean(map(len, slots)),
+        batches=settings.accumulation,
+        flops=settings.accumulation * flops,
+        steps=settings.epochs * -(-number // per_step),
+        records=per_batch,
+        whole_epoch=per_batch * settings.accumulation < per_step,
+    )
+
+
+def _batches(
+    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord], size: int, workers: int
+) -> Iterator[Batch]:
+    """Yield the first worker's share of `_SAMPLES` batches."""
+    objective = Objective.from_settings(settings)
+    rng = random.Random(settings.seed)
+    for n in range(_SAMPLES):
+        chosen = [drawn(record, settings.hard_negatives, str(n)) for record in rng.sample(records, size)]
+        yield collate(
+            encoder,
+            [chosen[rank::workers] for rank in range(workers)],
+            0,
+            objective,
+            instruction_negatives=settings.instruction_negatives,
+            shared_instructions=settings.shared_instructions,
+            iq_negatives=settings.iq_negatives,
+            seed=str(n),
         )
-    return median(found), "measured"
 
 
-_SPEED = {
-    "assumed": "an assumed share of the peak (planning/hardware.yaml), without overlap: compare layouts by them, nothing more.",
-    "given": "the given MFU, for the layout marked *; the others in proportion.",
-    "measured": "the measured MFU, for the layout marked *; the others in proportion.",
-}
+def _tokens(layout: Layout) -> int:
+    """Tokens of a layout; a shared prefix counts once."""
+    return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
+
+
+def _records_per_step(
+    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]
+) -> int:
+    if settings.tokens_per_step is None:
+        return settings.records_per_step
+    return max(
+        1,
+        round(
+            settings.tokens_per_step / fmean(token_counts(encoder, list(islice(records, 256)), settings.hard_negatives))
+        ),
+    )
+
+
+def _records_per_batch(settings: PlanTrainSettings, per_step: int, number: int, workers: int) -> int:
+    per_batch = min(-(-per_step // settings.accumulation), number)  # as the sampler does
+    if per_batch < workers:
+        raise InputError(
+            f"records_per_step={settings.records_per_step}: {per_batch} records a batch leave some of the {workers} "
+            "GPUs without any; set more, or fewer nodes"
+        )
+    return per_batch
+
+
+def _existing_records(settings: PlanTrainSettings) -> list[TrainingRecord] | None:
+    """The records of the run; None if they do not exist yet."""
+    if stands_in(settings.model) or not (settings.records or settings.sources):
+        return None  # a model without its tokenizer cannot count the tokens of texts
+    paths = [source.path for source in sources.named(settings).values()]
+    if any("://" in path or not Path(path).expanduser().exists() for path in paths):
+        return None
+    return list(sources.read(settings, sources.locate(settings)))
+
+
+def _synthetic(settings: PlanTrainSettings, number: int) -> list[Record]:
+    """Records of random words; lengths are log-normal around the means of `tokens`."""
+    rng = random.Random(settings.seed)
+    tokens_per_word = 1.0 if stands_in(settings.model) else TOKENS_PER_WORD
+
+    def text(mean: int) -> str:
+        length = mean / tokens_per_word * rng.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
+        return " ".join(f"w{rng.randrange(4096)}" for _ in range(max(1, round(length))))
+
+    return [
+        Record(id=str(n), **{column: text(settings.tokens[kind]) for column, kind in _LENGTHS.items()})
+        for n in range(number)
+    ]
+
+
 _COMPONENTS = dict(
-    zip(("params", "grads", "master", "optim", "activ", "comm", "other"), (f.name for f in fields(Memory)), strict=True)
+    zip(
+        ("params", "grads", "master", "optim", "activ", "comm", "other"),
+        (f.name for f in fields(StepMemory)),
+        strict=True,
+    )
 )
 
 
-def as_text(made: TrainPlan) -> str:
+def as_text(train_plan: TrainPlan) -> str:
     """Format the plan for people: the workload of a step, a table of all layouts, the choice."""
-    work, weights, cluster = made.work, made.weights, made.cluster
-    rows = [_columns(made, number) for number in range(len(made.plans))]
+    work, size = train_plan.work, train_plan.size
+    rows = [_columns(train_plan, number) for number in range(len(train_plan.layouts))]
     lines = [
-        f"{made.model}: {weights.parameters / 1e9:.3f} B parameters"
-        + (f", {weights.trained / 1e6:.1f} M trained" if weights.trained < weights.parameters else "")
-        + f", {made.precision}; {cluster.nodes} x {cluster.gpus_per_node} {cluster.name}",
+        f"{train_plan.model}: {size.parameters / 1e9:.3f} B parameters"
+        + (f", {size.trained / 1e6:.1f} M trained" if size.trained < size.parameters else "")
+        + f", {train_plan.precision}; {train_plan.gpus} x {train_plan.gpu.name}",
         f"per batch and GPU: {work.own} instruction-query texts + {work.queries - work.own:.0f} for negatives, "
         f"{work.passages} passages; {work.tokens / work.batches:.0f} tokens ({work.slots / work.batches:.0f} with padding), "
         f"{work.passes / work.batches:.0f} passes, at most {work.graph_slots} tokens with graphs",
         f"run: {work.steps} steps of {work.batches} batch{'es' * (work.batches > 1)} of {work.records} records"
-        f"{' (all there are)' * work.whole_epoch}, "
-        f"{work.flops * cluster.gpus / 1e12:.1f} model TFLOP per step",
+        f"{' (all there are)' * work.whole_epoch}, {work.flops * train_plan.gpus / 1e12:.1f} model TFLOP per step",
         "",
-        *table(rows),
+        *aligned([list(rows[0]), *(list(row.values()) for row in rows)]),
         "",
-        "GiB per GPU at the peak of a step, by component; host: GiB of a node's CPU memory. > fastest that fits, * as set.",
-        f"Times from {_SPEED[made.speed]}",
+        "GiB per GPU at the peak of a step, by component. > first that fits, * as set.",
+        f"Times: MFU {train_plan.mfu:g}. Take it from the log of a short run, and set mfu.",
     ]
-    if made.chosen is None:
-        reasons = min((option.obstacles for option in made.plans), key=len)
+    if train_plan.chosen is None:
+        reasons = min((layout.obstacles for layout in train_plan.layouts), key=len)
         lines.append(
-            f"Nothing fits. Nearest: {'; '.join(reasons)}. Lower records_per_step, set grad_cache_tokens, add nodes."
+            f"Nothing fits. Nearest: {'; '.join(reasons)}. Lower records_per_step, set grad_cache_tokens, add workers."
         )
     else:
-        best = made.plans[made.chosen]
-        totals = made.totals(best)
+        best = train_plan.layouts[train_plan.chosen]
+        totals = train_plan.totals(best)
         lines.append(
-            f"Fastest that fits: {best.overrides}: {best.memory.total / GIB:.1f} GiB a GPU, "
-            f"{best.step_seconds:.2f} s a step, {totals['hours']:.2f} h, {totals['usd']:.0f} USD"
+            f"First that fits: {best.overrides}: {best.memory.total / GIB:.1f} GiB per GPU, "
+            f"{best.step_seconds:.2f} s per step, {totals['hours']:.2f} h, {totals['usd']:.0f} USD"
         )
     return "\n".join(lines)
 
 
-def _columns(made: TrainPlan, number: int) -> dict[str, str]:
-    """Cells of a layout's row by their headings."""
-    option = made.plans[number]
-    totals = made.totals(option)
+def _columns(train_plan: TrainPlan, number: int) -> dict[str, str]:
+    """Return the cells of a layout's row by their headings."""
+    layout = train_plan.layouts[number]
+    totals = train_plan.totals(layout)
     return {
-        "": ">" * (number == made.chosen) + "*" * (number == made.asked),
-        "zero": str(option.zero_stage),
-        "offload": "+".join(f"{what[:5]}:{place}" for what, place in option.offload.items()) or "-",
-        "ckpt": "yes" if option.activation_checkpointing else "no",
-        **{heading: f"{getattr(option.memory, name) / GIB:.1f}" for heading, name in _COMPONENTS.items()},
-        "total": f"{option.memory.total / GIB:.1f}",
-        "host": f"{option.host.memory / GIB:.0f}",
-        "s/step": f"{option.step_seconds:.2f}",
+        "": ">" * (number == train_plan.chosen) + "*" * (number == train_plan.as_set),
+        "zero": str(layout.zero_stage),
+        "offload": "+".join(what[:5] for what in layout.offload) or "-",
+        "ckpt": "yes" if layout.activation_checkpointing else "no",
+        **{heading: f"{getattr(layout.memory, name) / GIB:.1f}" for heading, name in _COMPONENTS.items()},
+        "total": f"{layout.memory.total / GIB:.1f}",
+        "s/step": f"{layout.step_seconds:.2f}",
         "hours": f"{totals['hours']:.2f}",
         "USD": f"{totals['usd']:.0f}",
-        "MFU": f"{totals['mfu']:.2f}",
-        "fits": "; ".join(option.obstacles) or "yes",
+        "fits": "; ".join(layout.obstacles) or "yes",
     }
 
 
-def as_json(made: TrainPlan) -> str:
+def as_json(train_plan: TrainPlan) -> str:
     """Format the plan as JSON: bytes, seconds, hours, USD."""
-    values = asdict(made)
-    for number, (option, plain) in enumerate(zip(made.plans, values["plans"], strict=True)):
-        plain["memory"]["total"] = option.memory.total
-        plain |= {
-            "overrides": option.overrides,
-            "fits": not option.obstacles,
-            "chosen": number == made.chosen,
-            "as_set": number == made.asked,
-            **made.totals(option),
-        }
+    values = asdict(train_plan)
+    for layout, plain in zip(train_plan.layouts, values["layouts"], strict=True):
+        plain["memory"]["total"] = layout.memory.total
+        plain |= {"overrides": layout.overrides, **train_plan.totals(layout)}
     return json.dumps(values, indent=2)

@@ -31,6 +31,7 @@ from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import holds_credentials, where_they_belong
 from infembed_ray.storage import durable
 from infembed_ray.storage.store_clients import RETRY_TIMEOUT, control_client, file_system
 
@@ -148,11 +149,8 @@ class Folder:
         """
         base, _, query = uri.partition("?")
         folder = cls(base.rstrip("/"), query)
-        user, _, place = base.partition("://")[2].rpartition("@")  # abfs://container@account.dfs.core.windows.net
-        if ":" in user:
-            raise InputError.of(
-                setting, place, "a URI must not hold credentials, because logs show it", "set them in the environment"
-            )
+        if holds_credentials(base):
+            raise InputError.of(setting, base, where_they_belong(base))
         if not {key for key, _ in parse_qsl(query, keep_blank_values=True)} <= _QUERY:
             raise InputError.of(
                 setting,

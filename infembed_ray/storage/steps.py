@@ -8,9 +8,7 @@ itself, and `resolve` follows `latest`.
 An object store cannot rename. An output for one is written to a scratch directory of this machine (`object_store.scratch`),
 then uploaded to `OUTPUT/<identity>`. Workers may also write there directly. `manifest.json` is created last, conditionally,
 and `latest` is moved after it by compare-and-swap. An output without a manifest is incomplete. Inputs are downloaded to the
-scratch directory once, and again when they change.
-
-A lease (`leases.lease`) keeps two writers of one output apart, on one machine or on several.
+scratch directory once, and again when they change. A lease (`leases.lease`) keeps two writers of one output apart.
 """
 
 from __future__ import annotations
@@ -159,8 +157,7 @@ def fingerprint(path: Place) -> str:
     an object store is not read: sizes and times of the objects stand for their bytes.
     """
     if isinstance(path, Folder):
-        entries = path.entries()
-        return listing_digest({name: entry for name, entry in entries.items() if name.split("/")[0] not in _HISTORY})
+        return listing_digest({name: e for name, e in path.entries().items() if name.split("/")[0] not in _HISTORY})
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
@@ -279,12 +276,11 @@ class Step:
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
-        require_writable(self.root, "output")
+        for root in {self.root, place}:
+            require_writable(root, "output")
         self._remote_root = place if isinstance(place, Folder) else None
         self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
-        if self._remote_root is not None:
-            _require_conditional_writes(self._remote_root, "output")
 
     @property
     def partial(self) -> Path:
@@ -294,9 +290,13 @@ class Step:
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
         if done := self.found():
-            with errors_at(self.place, "output"):
-                self._set_latest(self._seen_latest())
+            self.become_latest()
         return done
+
+    def become_latest(self) -> None:
+        """Let `latest` name this output, which is published."""
+        with errors_at(self.place, "output"):
+            self._set_latest(self._seen_latest())
 
     def found(self) -> Published | None:
         """Return the output if an earlier run published it; change nothing."""
@@ -307,12 +307,12 @@ class Step:
         return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
 
     @contextlib.contextmanager
-    def publish(self) -> Iterator[Staging]:
+    def publish(self, latest: bool = True) -> Iterator[Staging]:
         """Publish what the block writes to `Staging.path`, if it ends without an exception.
 
         An interrupted run with the same identity leaves its directory, from which the stage can resume. A lease keeps two
         runs of one identity apart. Should it fail to, because the store did not answer for long, only one run creates the
-        manifest; the other one publishes nothing.
+        manifest; the other one publishes nothing. Without `latest`, `become_latest` is left to the caller.
 
         Raises:
             InputError: another run writes this output, or has just published it; or the object store failed.
@@ -343,7 +343,8 @@ class Step:
                 still_held()
                 self._create_manifest(staging.path / MANIFEST)
                 durable.publish_directory(staging.path, self.path)
-                self._set_latest(seen)
+                if latest:
+                    self._set_latest(seen)
 
     def published(self) -> Published:
         """Return the output that `publish` made."""

@@ -1,4 +1,4 @@
-"""`infembed check`: the plan, all mistakes at once, and nothing left behind. Ray never starts."""
+"""`--dry-run`: the plan, all mistakes at once, and nothing left behind. Ray never starts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from infembed_ray.synthesis import estimate
 from infembed_ray.training import launch
 from tests.modeling import backbones
 from tests.serving.indexes import publish_index
+from tests.support.evaluation_output import evaluation, write_evaluation
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
 from tests.support.ports import free_port
 from tests.support.stand_in_llm import stand_in
 from tests.synthesis.runs import ROWS
 from tests.training.test_collate import record
-from tests.view.outputs import evaluation, write_evaluation
 
 SAMPLE = [f"seeds={sample.SEEDS}", "generator.model=bundled-sample", "judge.model=bundled-sample"]
 BOUNDED = ["generator={model: gpt-4o-mini, max_tokens: 1000}", "judge={model: o4-mini, max_tokens: 4000}"]
@@ -47,7 +47,7 @@ def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     def run(*arguments: str) -> tuple[int, str, list[str]]:
         before = sorted(tmp_path.rglob("*"))
         capsys.readouterr()
-        status = main(["check", *arguments])
+        status = main([*arguments, "--dry-run"])
         said = capsys.readouterr()
         assert sorted(tmp_path.rglob("*")) == before
         ray = sys.modules.get("ray")
@@ -177,7 +177,7 @@ def test_check_and_run_report_the_same_mistakes(shown, training: list[str], tmp_
         assert status == 2
         with pytest.raises(InputError) as error:
             launch.run(TrainSettings.load(None, given))
-        assert err == [f"infembed check: {fault}" for fault in error.value.args]
+        assert err == [f"infembed train: {fault}" for fault in error.value.args]
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert (
         len(shown("train", *training, f"output={tmp_path}/out", "objective=x", "accumulation=3", "keep_best=1")[2]) == 3
@@ -188,7 +188,7 @@ def test_missing_files_and_bad_settings_are_reported_together(shown, tmp_path: P
     status, out, err = shown("train", "records=/nope", "model=./nope", f"output={tmp_path}/out", "keep_best=2")
     assert status == 2
     assert not out
-    assert [line.removeprefix("infembed check: ").split(":")[0] for line in err] == [
+    assert [line.removeprefix("infembed train: ").split(":")[0] for line in err] == [
         "records=/nope", "model=./nope", "keep_best=2",
     ]  # fmt: skip
 
@@ -248,7 +248,7 @@ def test_a_sweep_shows_trials_steps_and_tasks(shown, training: list[str], backbo
     wrong = ["variants.odd={records_per_step: 7, accumulation: 2}", "variants.wide={matryoshka: [4096]}"]
     status, _, err = shown("sweep", *given, *wrong, f"evaluate.distractors={tmp_path}")
     assert status == 2
-    faults = [line.removeprefix("infembed check: ").split(": ")[:2] for line in err]
+    faults = [line.removeprefix("infembed sweep: ").split(": ")[:2] for line in err]
     assert [fault[0] for fault in faults[1:]] == ["row odd, tiny", "row wide, tiny"]
     assert [fault[1].split("=")[0] for fault in faults[1:]] == ["records_per_step", "matryoshka"]
     assert shown("sweep", *given, "objectives=[X]")[0] == 2
@@ -340,14 +340,14 @@ def test_serving_shows_the_index_and_checks_the_port(shown, minilm: str, tmp_pat
 
 def test_dry_run_is_the_same_as_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = [*SAMPLE, f"replay=[{sample.JOURNAL}]", f"output={tmp_path}/out"]
-    assert main(["check", "synthesize", *given]) == 0
+    assert main(["synthesize", *given, "--dry-run"]) == 0
     checked = capsys.readouterr()
     assert main(["synthesize", "--dry-run", *given]) == 0
     assert capsys.readouterr() == checked
 
 
 def test_a_check_of_a_config_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "train", "records=/nope", "model=m", "output=o", "--print-config"]) == 0
+    assert main(["train", "records=/nope", "model=m", "output=o", "--print-config", "--dry-run"]) == 0
     assert "records: /nope\n" in capsys.readouterr().out
 
 

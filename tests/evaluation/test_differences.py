@@ -13,8 +13,8 @@ from infembed_ray.evaluation.paper.report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import Task
+from tests.support.evaluation_output import MARKUP, evaluation, followir
 from tests.support.pages import Page
-from tests.view.outputs import MARKUP, evaluation, followir
 
 
 def compared(task: Task, runs: dict[str, Run]) -> tuple[Differences, Results]:

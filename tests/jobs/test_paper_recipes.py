@@ -10,8 +10,8 @@ from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.planning.backbones import known, load
-from infembed_ray.planning.capacity import GIB
+from infembed_ray.planning.backbones import architectures, load
+from infembed_ray.planning.memory import GIB
 from infembed_ray.planning.train import plan
 from infembed_ray.sweeps.trials import rows
 from infembed_ray.training.losses import Objective
@@ -24,7 +24,7 @@ SWEEPS = sorted((CONFIGS / "paper").glob("table*.yaml"))
 
 
 def test_every_backbone_of_tables_2_and_5_has_a_recipe():
-    assert {TrainSettings.load(str(path)).model for path in RECIPES} == set(known()) - {"Qwen/Qwen2.5-32B"}
+    assert {TrainSettings.load(str(path)).model for path in RECIPES} == set(architectures()) - {"Qwen/Qwen2.5-32B"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -35,7 +35,7 @@ def test_a_recipe_matches_its_backbone_and_its_header_the_plan(path):
     encoder = load(settings)
     assert encoder.device == torch.device("meta")
     assert encoder.pooling == settings.pooling
-    published = known()[settings.model]
+    published = architectures()[settings.model]
     parameters = sum(p.numel() for p in encoder.parameters())
     if published.get("with_head"):
         parameters += encoder.backbone.config.vocab_size * encoder.dimension
@@ -43,8 +43,8 @@ def test_a_recipe_matches_its_backbone_and_its_header_the_plan(path):
     assert parameters / 1e9 == pytest.approx(published["parameters"], abs=1e-3 if published["parameters"] < 1 else 1e-2)
     (stated,) = re.findall(r"^# Memory of a GPU .*: ([\d.]+) GiB", path.read_text(), re.MULTILINE)
     report = plan(PlanTrainSettings.load(str(path)))
-    assert report.asked is not None
-    as_set = report.plans[report.asked]
+    assert report.as_set is not None
+    as_set = report.layouts[report.as_set]
     assert not as_set.obstacles
     assert float(stated) == pytest.approx(as_set.memory.total / GIB, rel=0.02)
 
@@ -58,7 +58,7 @@ def test_a_sweep_has_the_rows_and_backbones_of_its_table(path):
     else:
         assert len(rows(settings)) == 11
         assert len(settings.models) == 7
-    assert set(settings.models.values()) <= set(known())
+    assert set(settings.models.values()) <= set(architectures())
     assert settings.train.workers * settings.train.gpus_per_worker == 8
     columns = TABLES[path.stem.removeprefix("table")].columns
     needed = {task for column in columns for task, _ in COLUMNS[column]}

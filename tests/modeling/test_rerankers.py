@@ -215,7 +215,7 @@ def test_a_model_without_a_rerankers_head_is_rejected(berts, t5):
 def test_a_score_that_is_not_finite_names_the_pair(berts, tmp_path):
     broken = models.bert(tmp_path, 1)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["classifier.bias"][:] = math.nan
+    weights["classifier.weight"][:] = 3e38  # finite, but no product with it
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"score of 'how is aspirin dosed' with 'aspirin is a drug' is not finite"):
         classifier(broken).score(PAIRS)

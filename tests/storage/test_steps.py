@@ -355,8 +355,8 @@ def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):
     [
         ("s3://no-such-bucket/x", "records=s3://no-such-bucket/x: no bucket no-such-bucket"),
         ("s3://bucket/nothing/here", "records=s3://bucket/nothing/here: no object has this name or begins with it"),
-        ("s3://key:secret@bucket/x", "records=bucket/x: a URI must not hold credentials"),
-        ("abfs://c:key@account.dfs.core.windows.net/x", "records=account.dfs.core.windows.net/x: a URI must not"),
+        ("s3://key:secret@bucket/x", r"records=s3://\*\*\*@bucket/x: must not hold credentials, .* AWS_ACCESS_KEY_ID"),
+        ("abfs://c:key@account.dfs.core.windows.net/x", r"records=abfs://\*\*\*@account.*/x: must not hold .* AZURE_"),
         (
             "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=abc",
             "records=[^?]*/x: the query of a URI may hold only .*environment",

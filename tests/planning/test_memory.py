@@ -1,4 +1,4 @@
-"""Memory by component: the ZeRO paper's arithmetic, what must hold for any run, and real runs."""
+"""Memory by component: the ZeRO paper's arithmetic, what must hold for any run, and what runs really hold."""
 
 import json
 import subprocess
@@ -7,18 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.planning.capacity import Activations, Weights, host_memory, start_memory, step_memory
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.planning.memory import HeldActivations, ModelSize, saved_bytes, start_memory, step_memory
+from tests.modeling import backbones
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "planner.py"
-NONE = Activations(0, 0)
+NONE = HeldActivations(0, 0)
+TEXTS = [f"how is aspirin dosed {'in plain words ' * n}" for n in range(3, 9)]
 
 
-def weights(parameters, nbytes=2, trained=None):
+def size_of(parameters, nbytes=2, trained=None):
     trained = parameters if trained is None else trained
-    return Weights(parameters, trained, parameters // 10, (parameters - trained) * nbytes, nbytes)
+    return ModelSize(parameters, trained, parameters // 10, (parameters - trained) * nbytes, nbytes)
 
 
 def config(stage, **zero):
@@ -30,7 +34,7 @@ def test_states_are_those_of_the_zero_paper():
     billions = 7_500_000_000
     for stage, parameters, divided in ((1, 15.0, 1.40625), (2, 15.0, 1.40625), (3, 15.0 / 64, 1.40625)):
         held = step_memory(
-            replace(weights(billions), largest=0), Activations(1e12, 0), 64, config(stage), backward_passes=2
+            replace(size_of(billions), largest=0), HeldActivations(1e12, 0), 64, config(stage), backward_passes=2
         )
         assert held.parameters / 1e9 == pytest.approx(parameters, rel=1e-6)
         assert (held.master + held.optimizer) / 1e9 == pytest.approx(divided)
@@ -38,37 +42,30 @@ def test_states_are_those_of_the_zero_paper():
 
 
 def test_in_fp32_zero_3_has_no_second_copy_and_zero_0_none_either():
-    model = weights(1000, nbytes=4)
+    model = size_of(1000, nbytes=4)
     assert [step_memory(model, NONE, 4, config(stage)).master for stage in (0, 1, 2, 3)] == [0, 1000, 1000, 0]
     assert (
         step_memory(model, NONE, 4, config(0)).total == 1000 * (4 + 4 + 8) + 1000 * 4
     )  # the flat copy of the gradients
 
 
-def test_what_is_offloaded_lies_on_the_host_and_not_on_the_gpu():
-    model, cpu, nvme = weights(10**9), {"device": "cpu"}, {"device": "nvme"}
+def test_what_is_offloaded_is_not_on_the_gpu():
+    model, cpu = size_of(10**9), {"device": "cpu"}
     on_gpu = step_memory(model, NONE, 8, config(3))
     off = step_memory(model, NONE, 8, config(3, offload_optimizer=cpu, offload_param=cpu))
     assert off.master == off.optimizer == off.gradients == 0
     assert off.parameters == pytest.approx(on_gpu.parameters - 2 * 10**9 / 8, abs=3e8)
-    host = host_memory(model, 8, 8, config(2, offload_optimizer=cpu), process=0)
-    assert host.memory == (16 + 2 + 12 + 2) * 10**9  # and the copy for checkpoints, with worker 0's weights in bf16
-    disks = host_memory(model, 8, 8, config(3, offload_optimizer=nvme, offload_param=nvme), process=0)
-    assert disks.nvme == (12 + 2) * 10**9
 
 
 def test_under_zero_3_no_worker_reads_the_whole_model():
-    model = weights(10**9)
+    model = size_of(10**9)
     assert start_memory(model, 8, config(2)) == 2 * 2 * 10**9
     assert start_memory(model, 8, config(3)) == 2 * 2 * 10**9 / 8 + 2 * 10**8
-    adapters = weights(10**9, trained=0)
-    assert host_memory(adapters, 8, 8, config(2), process=1).memory == 8 * (1 + 2 * 10**9)
-    assert host_memory(adapters, 8, 8, config(3), process=1).memory == 8 * (1 + 4 * 10**8)
 
 
 def test_adapters_have_states_and_the_frozen_rest_has_none():
-    model = weights(10**9, trained=10**7)
-    held = step_memory(model, Activations(1e12, 0), 8, config(2), backward_passes=2)
+    model = size_of(10**9, trained=10**7)
+    held = step_memory(model, HeldActivations(1e12, 0), 8, config(2), backward_passes=2)
     assert held.parameters == 2 * 10**9
     assert held.master + held.optimizer + held.gradients == pytest.approx((12 + 4) * 10**7 / 8)
 
@@ -82,13 +79,40 @@ def test_adapters_have_states_and_the_frozen_rest_has_none():
 )
 def test_more_workers_and_higher_stages_never_need_more(parameters, workers, nbytes, kept, stage):
     def total(stage, workers, **zero):
-        return step_memory(weights(parameters, nbytes), Activations(kept, 0), workers, config(stage, **zero)).total
+        return step_memory(size_of(parameters, nbytes), HeldActivations(kept, 0), workers, config(stage, **zero)).total
 
     assert total(stage, workers + 1) <= total(stage, workers)
     assert total(2, workers) <= total(1, workers)
     assert (
         total(stage, workers, offload_optimizer={"device": "cpu"}) <= total(stage, workers) + parameters / 10 * nbytes
     )
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "modernbert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_a_token_are_those_of_a_real_pass(tmp_path, family, dtype):
+    path = backbones.write(family, tmp_path)
+    encoder = InstructionEncoder.from_pretrained(path, dtype=dtype).train()
+    own = {t.untyped_storage().data_ptr() for t in [*encoder.parameters(), *encoder.buffers()]}
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = encoder.tokenize_passages(TEXTS)
+    ((_, layout),) = encoder.layouts(tokens, 10_000)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept_alive = encoder(layout)
+    real = sum(s.nbytes() for s in storages.values()) / layout.input_ids.numel()
+    counted = saved_bytes(InstructionEncoder.from_pretrained(path, device="meta"), dtype)
+    assert kept_alive.requires_grad
+    assert counted.token == pytest.approx(real, rel=0.15)
+    assert counted.checkpointed < counted.layer < counted.token
 
 
 def measured(*arguments):

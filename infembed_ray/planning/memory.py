@@ -1,4 +1,4 @@
-"""Memory of a training step by component, as DeepSpeed 0.19 allocates it: pure arithmetic.
+"""Memory of a training step by component, as DeepSpeed 0.19 allocates it.
 
 With P parameters, T of them trained, b bytes each (fp32: 4, bf16: 2) and N workers, mixed precision takes (ZeRO,
 Rajbhandari et al., arXiv 1910.02054, section 3.1) b P for parameters, b T for gradients, 4 T for fp32 master weights and
@@ -10,14 +10,23 @@ also the gradients, ZeRO-3 also the parameters. DeepSpeed differs from the paper
 - Gradients travel in a buffer of `reduce_bucket_size` elements, which exists during a backward pass (ZeRO-3: always), and
   are copied once more, flat, when it is reduced.
 
-A checkpoint is written from a copy in host memory, which stays allocated for the next one.
+Activations are counted, not estimated. With flash attention, everything that a backbone saves for its backward pass is linear in
+the tokens: attention saves queries, keys, values, output and one number per token and head, never the weights (FlashAttention,
+arXiv 2205.14135). So a pass over a few tokens on the meta device gives the bytes per token of any architecture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.modeling.encoder import InstructionEncoder
 
 GIB = 2**30
 FLOAT = 4
@@ -29,11 +38,15 @@ _BUCKET = 500_000_000
 _MAX_LIVE = 1_000_000_000
 """DeepSpeed's default `stage3_max_live_parameters`."""
 
-Device = Literal["cpu", "nvme"] | None
+_NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes per weight in NF4 with double quantisation: 4 bits, and the scales of blocks of 64 (QLoRA, arXiv 2305.14314)."""
+_TOKENS = 64
+"""Tokens of the counted pass."""
+_ATTENTION = "counted"
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelSize:
     """Sizes of a model: P and T parameters, those of the largest tensor, bytes of the frozen ones, and b per trained one."""
 
     parameters: int
@@ -47,9 +60,27 @@ class Weights:
         """Bytes of all parameters on one worker."""
         return self.trained * self.nbytes + self.frozen_bytes
 
+    @classmethod
+    def of(cls, encoder: InstructionEncoder, settings: TrainSettings) -> ModelSize:
+        """Count the parameters of an encoder, on any device."""
+        nbytes = 2 if settings.precision == "bf16" else 4
+        quantized = settings.lora is not None and settings.lora.quantized
+        linear = {
+            id(module.weight) for module in encoder.modules() if isinstance(module, torch.nn.Linear) and quantized
+        }
+        parameters = list(encoder.parameters())
+        frozen = [p for p in parameters if not p.requires_grad]
+        return cls(
+            parameters=sum(p.numel() for p in parameters),
+            trained=sum(p.numel() for p in parameters if p.requires_grad),
+            largest=max(p.numel() for p in parameters),
+            frozen_bytes=sum(p.numel() * (_NF4_BYTES if id(p) in linear else nbytes) for p in frozen),
+            nbytes=nbytes,
+        )
+
 
 @dataclass(frozen=True)
-class Activations:
+class HeldActivations:
     """Bytes on one worker: `kept` by autograd for all graphs that exist at once, `working` of the backward pass."""
 
     kept: float
@@ -57,7 +88,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
     Attributes:
@@ -83,22 +114,14 @@ class Memory:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-@dataclass(frozen=True)
-class Host:
-    """Bytes of a node's CPU memory and disks, for all its workers."""
-
-    memory: float
-    nvme: float
-
-
 def step_memory(
-    weights: Weights,
-    activations: Activations,
+    weights: ModelSize,
+    activations: HeldActivations,
     workers: int,
     config: Mapping[str, Any],
     backward_passes: int = 1,
     framework: float = 0.0,
-) -> Memory:
+) -> StepMemory:
     """Memory of one GPU at the peak of a step, after the first step.
 
     The peak is at the start or the end of the backward pass, or in the update. In between, gradients replace activations.
@@ -114,10 +137,10 @@ def step_memory(
     share = workers if stage else 1
     trained = weights.trained / share
     bucket = int(zero.get("reduce_bucket_size", _BUCKET))
-    separate_master = optimizer_on is None and stage > 0 and not (stage == 3 and weights.nbytes == FLOAT)
+    separate_master = not optimizer_on and stage > 0 and not (stage == 3 and weights.nbytes == FLOAT)
     master = trained * FLOAT if separate_master else 0.0
-    moments = trained * _MOMENTS if optimizer_on is None else 0.0
-    gradients = trained * FLOAT if optimizer_on is None else 0.0
+    moments = trained * _MOMENTS if not optimizer_on else 0.0
+    gradients = trained * FLOAT if not optimizer_on else 0.0
     summed = stage == 3 or backward_passes > 1  # gradients exist before the last backward pass
     if stage == 3:
         live = min(weights.parameters, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
@@ -138,9 +161,9 @@ def step_memory(
             flat = float(min(bucket, weights.trained) * nbytes)
             if sums:
                 gradients, summed = float(weights.trained * FLOAT), True
-            elif optimizer_on is not None:
+            elif optimizer_on:
                 gradients = float(weights.largest * weights.nbytes)  # one at a time, on its way to the host
-    states = Memory(own + gathered, gradients, master, moments, 0.0, 0.0, framework)
+    states = StepMemory(own + gathered, gradients, master, moments, 0.0, 0.0, framework)
     at_first = replace(
         states,
         gradients=gradients if summed else 0.0,
@@ -152,49 +175,84 @@ def step_memory(
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
 
 
-def start_memory(weights: Weights, workers: int, config: Mapping[str, Any], framework: float = 0.0) -> float:
+def start_memory(weights: ModelSize, workers: int, config: Mapping[str, Any], framework: float = 0.0) -> float:
     """Bytes on one GPU while the model is loaded: twice, as it arrives and flat; under ZeRO-3 of its partition only."""
     if config["zero_optimization"]["stage"] == 3:
         return 2 * weights.whole / workers + weights.largest * weights.nbytes + framework
     return 2 * weights.whole + framework
 
 
-def host_memory(weights: Weights, workers: int, per_node: int, config: Mapping[str, Any], process: float) -> Host:
-    """CPU memory and disk of a node.
-
-    Every worker reads the backbone in the run's precision before it goes to its GPU (b P). Under ZeRO-3, worker 0 reads one
-    parameter after the other. Offloaded optimizer states take 16 T / N per worker (master weights, moments, gradients), and
-    under ZeRO-1 and 2 b T / N for the updated parameters. Offloaded parameters take b P / N. The copy for checkpoints takes
-    12 T / N per worker, and without ZeRO-3 also b T of worker 0.
-
-    Args:
-        workers, per_node: N, and those of one node.
-        config: the DeepSpeed JSON.
-        process: bytes of a worker's process.
-    """
-    stage = config["zero_optimization"]["stage"]
-    optimizer_on, parameters_on = offloaded(config)
-    trained = weights.trained / workers
-    states = trained * (FLOAT + _MOMENTS)
-    memory = nvme = 0.0
-    if optimizer_on is not None:
-        memory += trained * (FLOAT + (weights.nbytes if stage < 3 else 0))  # gradients, and what goes back
-        memory, nvme = (memory + states, nvme) if optimizer_on == "cpu" else (memory, nvme + states)
-    if parameters_on is not None:
-        own = weights.whole / workers
-        memory, nvme = (memory + own, nvme) if parameters_on == "cpu" else (memory, nvme + own)
-    arrival = weights.largest * FLOAT if stage == 3 else weights.parameters * weights.nbytes
-    of_first = weights.trained * weights.nbytes if stage < 3 else 0
-    if stage == 0:
-        copied, of_first = 0.0, of_first + weights.trained * _MOMENTS  # worker 0 writes all of it
-    else:
-        copied = states
-    each = process + max(memory + copied, arrival)
-    return Host(per_node * each + of_first, per_node * nvme)
-
-
-def offloaded(config: Mapping[str, Any]) -> tuple[Device, Device]:
-    """Devices of the optimizer states and of the parameters; None: the GPU."""
+def offloaded(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether the optimizer states and the parameters are outside the GPU."""
     zero = config["zero_optimization"]
-    places = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
-    return tuple(None if place == "none" else place for place in places)  # type: ignore[return-value]
+    optimizer_on, parameters_on = (
+        zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
+    )
+    return optimizer_on, parameters_on
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes per token that a backbone saves for its backward pass.
+
+    Attributes:
+        token, checkpointed: of all layers, without and with activation checkpointing.
+        layer: of one layer, which checkpointing recomputes and a backward pass works on.
+    """
+
+    token: float
+    checkpointed: float
+    layer: float
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Saves the tensors that a flash-attention kernel saves."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("only the forward pass is counted")
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+) -> tuple[Tensor, None]:
+    return _FlashAttention.apply(query, key, value).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+def saved_bytes(encoder: InstructionEncoder, dtype: torch.dtype) -> SavedBytes:
+    """Count what the backbone of an encoder on the meta device saves. Do not use the encoder afterwards."""
+    backbone: Any = encoder.backbone.to(dtype)
+    backbone.set_attn_implementation(_ATTENTION)
+    backbone.train()
+    plain = _count(backbone, dtype)
+    encoder.checkpoint_activations()
+    checkpointed = _count(backbone, dtype)
+    return SavedBytes(plain, checkpointed, plain / backbone.config.num_hidden_layers)
+
+
+def _count(backbone: Any, dtype: torch.dtype) -> float:
+    """Bytes per token of the saved storages, each counted once, without the model's own."""
+    own = {t.untyped_storage()._cdata for t in [*backbone.parameters(), *backbone.buffers()]}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            storages[storage._cdata] = storage
+        return tensor
+
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ids = torch.zeros((1, _TOKENS), dtype=torch.long)
+        caching = {"use_cache": False} if hasattr(backbone.config, "use_cache") else {}
+        states = backbone(input_ids=ids, attention_mask=torch.ones_like(ids), **caching).last_hidden_state
+    assert states.dtype == dtype
+    return sum(storage.nbytes() for storage in storages.values()) / _TOKENS

@@ -1,1 +1,0 @@
-"""`infembed view`: a local page that shows what a stage published."""
