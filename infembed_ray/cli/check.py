@@ -281,7 +281,7 @@ def _tasks(found: EvaluationInputs) -> Iterator[str]:
 
 
 def _report(settings: ReportSettings) -> Iterator[str]:
-    from infembed_ray.evaluation.paper import report
+    from infembed_ray.evaluation.paper import results_report as report
 
     paths, step = report.prepare(settings)
     if not (yield from state(step)):

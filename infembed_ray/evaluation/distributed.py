@@ -20,7 +20,7 @@ from ray.data import ActorPoolStrategy
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import gates, obedience, results, tables
+from infembed_ray.evaluation import obedience, obedience_gates, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
 from infembed_ray.evaluation.differences import Differences
 from infembed_ray.evaluation.embeddings import Store
@@ -34,7 +34,7 @@ from infembed_ray.evaluation.inputs import (
 )
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.obedience import Controls
-from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.retriever import Ranker
@@ -67,7 +67,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
     inputs = resolve(settings)
     step = inputs.step(settings)
     if done := step.finished():
-        gates.require(settings, done)
+        obedience_gates.require(settings, done)
         return done
     queries, passages = inputs.size
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
@@ -82,7 +82,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
         (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
     say(report.as_text())
-    gates.require(settings, published := step.published())
+    obedience_gates.require(settings, published := step.published())
     return published
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation import gates
+from infembed_ray.evaluation import obedience_gates
 from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.metrics import parse
@@ -95,7 +95,10 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
     models, store, (data, tasks), _ = check_all(
-        lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings), lambda: gates.check(settings)
+        lambda: _models(settings),
+        lambda: store_of(settings),
+        lambda: _tasks(settings),
+        lambda: obedience_gates.check(settings),
     )
     for number, task in enumerate(tasks):
         place = store / "corpora"
@@ -160,8 +163,8 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
     for measure in settings.measures:
         parse(measure.replace("Robustness@", "nDCG@"))
     tasks = [catalogue.load(name, settings.data, settings.measures) for name in catalogue.expand(settings.tasks)]
-    named = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
-    data = {name: steps.find_input(path, name) for name, path in named.items() if path is not None}
+    given = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
+    data = {name: steps.find_input(path, name) for name, path in given.items() if path is not None}
     distractors: Sequence[tables.Passage] = ()
     if "distractors" in data:
         distractors = tables.read(data["distractors"], tables.Passage, "distractors")

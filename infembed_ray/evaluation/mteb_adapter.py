@@ -20,7 +20,7 @@ import torch
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
-from infembed_ray.evaluation.retrievers.retriever import Encoder, Ranker, Reranker
+from infembed_ray.evaluation.retrievers.retriever import PairReranker, Ranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.progress import track
 
@@ -46,7 +46,7 @@ class MtebEncoder:
         meta: description in mteb's result files.
     """
 
-    def __init__(self, encoder: Encoder, meta: ModelMeta) -> None:
+    def __init__(self, encoder: TextEncoder, meta: ModelMeta) -> None:
         self.encoder = encoder
         self.mteb_model_meta = meta
 
@@ -87,7 +87,7 @@ class MtebReranker:
         meta: description in mteb's result files.
     """
 
-    def __init__(self, reranker: Reranker, meta: ModelMeta) -> None:
+    def __init__(self, reranker: PairReranker, meta: ModelMeta) -> None:
         self.reranker = reranker
         self.mteb_model_meta = meta
 
@@ -153,12 +153,12 @@ def load(model: str, device: str = "cpu") -> MtebEncoder | MtebReranker:
         raise InputError(f"model={model}: neither an encoder nor a reranker; give one, or use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
     meta = ModelMeta(**_described(loaded, model if hub else f"infembed/{Path(model).absolute().name}"))
-    return MtebReranker(loaded, meta) if isinstance(loaded, Reranker) else MtebEncoder(loaded, meta)
+    return MtebReranker(loaded, meta) if isinstance(loaded, PairReranker) else MtebEncoder(loaded, meta)
 
 
-def _described(model: Encoder | Reranker, name: str) -> dict[str, Any]:
+def _described(model: TextEncoder | PairReranker, name: str) -> dict[str, Any]:
     """Return the fields of mteb's `ModelMeta`."""
-    reranks = isinstance(model, Reranker)
+    reranks = isinstance(model, PairReranker)
     fields: dict[str, Any] = {
         **dict.fromkeys(_UNKNOWN),
         "name": name,

@@ -9,7 +9,7 @@ import pytest
 
 from infembed_ray.evaluation.differences import PASSAGES, QUERIES, Differences
 from infembed_ray.evaluation.metrics import Run
-from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import Task

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from infembed_ray.evaluation import tables
-from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
 from infembed_ray.evaluation.tables import cells, columns

@@ -98,9 +98,9 @@ class ApiEncoder:
         return stacked / np.linalg.norm(stacked, axis=-1, keepdims=True).clip(min=1e-12)
 
     def _embedding(self, request: _EmbedRequest) -> np.ndarray:
-        known = self._journal.get(request.key)
-        assert known is not None
-        return _decoded(known.text)
+        journaled = self._journal.get(request.key)
+        assert journaled is not None
+        return _decoded(journaled.text)
 
     def _request(self, text: str, side: Side) -> _EmbedRequest:
         """Make the request for one text; its key names the embedding in the journal."""

@@ -52,19 +52,19 @@ class RunRanker:
         Raises:
             InputError: a run is missing or damaged, or has none of the task's queries.
         """
-        known = {query.id for query in task.queries}
-        found: list[dict[str, dict[str, float]]] = []
+        ids = {query.id for query in task.queries}
+        given: list[dict[str, dict[str, float]]] = []
         for path in self._paths:
             file = _file_of(place_of(path), task.name)
             every = read(file, "runs")
-            own = {query: documents for query, documents in every.items() if query in known}
+            own = {query: documents for query, documents in every.items() if query in ids}
             if not own:
                 raise InputError(
                     f"runs={file}: has none of the queries of {task.name}, such as {task.queries[0].id}; its first is "
                     f"{next(iter(every))}; give the run of this task"
                 )
-            found.append({query: _allowed(task, query, documents) for query, documents in own.items()})
-        fused = found[0] if len(found) == 1 else fuse(found)
+            given.append({query: _allowed(task, query, documents) for query, documents in own.items()})
+        fused = given[0] if len(given) == 1 else fuse(given)
         return {query: {d: s[d] for d in list(ranks(s))[:depth]} for query, s in fused.items()}
 
 
@@ -100,7 +100,7 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
     Raises:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
     """
-    found: dict[str, dict[str, float]] = defaultdict(dict)
+    run: dict[str, dict[str, float]] = defaultdict(dict)
     for number, words in words_of(file, name):
         try:
             query, _, document, _, score, tag = words
@@ -109,13 +109,13 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
             raise InputError(f"{name}={file}: line {number} is not `{_COLUMNS}`; correct the line") from None
         if tag.startswith(_OURS):
             query, document = unquote(query), unquote(document)
-        if not math.isfinite(value) or document in found[query]:
+        if not math.isfinite(value) or document in run[query]:
             fault = "occurs twice" if math.isfinite(value) else f"has the score {score}"
             raise InputError(f"{name}={file}: line {number}: document {document} of query {query} {fault}; correct it")
-        found[query][document] = value
-    if not found:
+        run[query][document] = value
+    if not run:
         raise InputError(f"{name}={file}: is empty; give a run with lines of `{_COLUMNS}`")
-    return dict(found)
+    return dict(run)
 
 
 def file_name(name: str) -> str:
@@ -153,7 +153,7 @@ def _lines(run: Run, tag: str) -> Iterator[str]:
 
 def _escaped(name: str) -> str:
     """Percent-encode whitespace, and the percent sign so that it can be undone."""
-    return _UNSAFE.sub(lambda found: quote(found[0]), name)
+    return _UNSAFE.sub(lambda unsafe: quote(unsafe[0]), name)
 
 
 def absolute(paths: Iterable[str], where: str) -> tuple[str, ...]:

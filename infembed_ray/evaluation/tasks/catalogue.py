@@ -103,21 +103,21 @@ class TaskEntry:
 
     def repositories(self, data: Place | None) -> list[Repository]:
         """Return its sources as repositories below a directory; None: in the cache of the hub's client, downloaded to it."""
-        found = []
+        repositories = []
         for source in self.sources:
             about = (source.repository, self.name, source.revision, source.parts)
-            found.append(Repository(data / source.repository, *about) if data else downloaded(*about))
-        return found
+            repositories.append(Repository(data / source.repository, *about) if data else downloaded(*about))
+        return repositories
 
     def files(self, data: Place | None) -> list[Place]:
         """Return the files that it is read from; InputError if one is missing."""
-        found = []
+        files = []
         for source, repository in zip(self.sources, self.repositories(data), strict=True):
             for config, split in source.parts or [(config, None) for config in repository.configs]:
                 for name in [split] if split else repository.splits(config):
-                    found += repository.files(config, name)
-            found.append(repository.path / CARD)
-        return sorted(set(found), key=str)
+                    files += repository.files(config, name)
+            files.append(repository.path / CARD)
+        return sorted(set(files), key=str)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def find(name: str) -> TaskEntry | None:
         raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
     if Path(name).expanduser().exists():
         return None
-    if found := _HUB_NAME.fullmatch(name):
-        options = {"split": found["split"]} if found["split"] else {}
-        return TaskEntry(name, name, (HubSource(found["repository"], None),), "own", options)
-    alike = [known for known in BENCHMARKS if (MODE in known) == (MODE in name)]
+    if parts := _HUB_NAME.fullmatch(name):
+        options = {"split": parts["split"]} if parts["split"] else {}
+        return TaskEntry(name, name, (HubSource(parts["repository"], None),), "own", options)
+    alike = [benchmark for benchmark in BENCHMARKS if (MODE in benchmark) == (MODE in name)]
     raise InputError(
         f"tasks={name}: no such task, and no such directory; {nearest(name, alike)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
     )

@@ -129,13 +129,13 @@ class Repository:
         Raises:
             InputError: a query has two rows; or as `rows`.
         """
-        found: dict[str, dict[str, Any]] = {}
+        row_of: dict[str, dict[str, Any]] = {}
         for row in self.rows(config, None, ("query-id", *columns), lists):
             query = str(row["query-id"])
-            if query in found:
+            if query in row_of:
                 raise InputError(f"tasks={self.task}: query {query} has two rows in `{config}`; keep one")
-            found[query] = row
-        return found
+            row_of[query] = row
+        return row_of
 
 
 class Directory(Repository):
@@ -154,12 +154,12 @@ class Directory(Repository):
         card = read_text(self.path / CARD)
         if card is not None and "\nconfigs:" in card:
             return configs(card, f"tasks={self.task}: {self.path / CARD}")
-        found: dict[str, dict[str, list[str]]] = {}
+        files_of: dict[str, dict[str, list[str]]] = {}
         for name in map(PurePosixPath, self._names):
             if name.suffix in FORMATS and len(name.parts) <= 2:
                 split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
-                found.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
-        return found
+                files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
+        return files_of
 
     def splits(self, config: str) -> Sequence[str]:
         if config not in self.configs:
@@ -191,14 +191,14 @@ def rows(
     for file in files:
         for number, values in enumerate(raw_rows(file, f"tasks={task}: file"), start=1):
             for column in (*columns, *lists):
-                found = next((name for name in column.split("|") if values.get(name) is not None), None)
-                if found is None:
+                present = next((name for name in column.split("|") if values.get(name) is not None), None)
+                if present is None:
                     fault = f"is missing or null (found: {', '.join(values)}); give it, or drop the row"
-                elif isinstance(values[found], list) != (column in lists) or isinstance(values[found], dict):
+                elif isinstance(values[present], list) != (column in lists) or isinstance(values[present], dict):
                     wanted = "a list" if column in lists else "a single value"
-                    fault = f"holds {repr(values[found])[:60]}; give {wanted}"
+                    fault = f"holds {repr(values[present])[:60]}; give {wanted}"
                 else:
-                    values[column] = values[found]
+                    values[column] = values[present]
                     continue
                 raise InputError(f"tasks={task}: {file}: row {number}: column {column.replace('|', ' or ')} {fault}")
             yield values
@@ -259,11 +259,11 @@ def configs(card: str, where: str) -> Configs:
 def _splits(data_files: Any) -> dict[str, list[str]]:
     """Normalize the forms that `datasets` accepts: a list of splits with paths, or paths alone, which are split `train`."""
     entries = data_files if isinstance(data_files, list) else [data_files]
-    found: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for entry in entries:
         split, paths = (entry["split"], entry["path"]) if isinstance(entry, Mapping) else ("train", entry)
-        found.setdefault(split, []).extend([paths] if isinstance(paths, str) else paths)
-    return found
+        patterns.setdefault(split, []).extend([paths] if isinstance(paths, str) else paths)
+    return patterns
 
 
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import api, baselines
-from infembed_ray.evaluation.retrievers.retriever import Encoder
+from infembed_ray.evaluation.retrievers.retriever import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.llm.journal import Journal
 from tests.evaluation.retrievers import stand_in_embedder
@@ -32,7 +32,7 @@ def server(monkeypatch):
 def encoder(server, tmp_path, monkeypatch):
     """Make encoders, each like a new run with the same journal."""
 
-    def make(baseline="openai-v3-large", limits=None, texts=8, **changed) -> Encoder:
+    def make(baseline="openai-v3-large", limits=None, texts=8, **changed) -> TextEncoder:
         monkeypatch.setattr(api, "TEXTS", texts)
         path = "v2" if baseline.startswith("cohere") else "v1"
         endpoint = {"base_url": f"{server.url}/{path}", "api_key_env": "STAND_IN_KEY", "timeout_s": 5, "max_retries": 2}
@@ -41,7 +41,7 @@ def encoder(server, tmp_path, monkeypatch):
         settings = baselines.resolve("x", {"baseline": baseline, "api": asked} | changed)
         baselines.inputs(settings, "models.x")
         made = baselines.load(settings)
-        assert isinstance(made, Encoder)
+        assert isinstance(made, TextEncoder)
         return made
 
     return make

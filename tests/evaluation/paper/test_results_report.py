@@ -10,7 +10,7 @@ from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import CONVENTIONS
-from infembed_ray.evaluation.paper.report import of_evaluation, run
+from infembed_ray.evaluation.paper.results_report import of_evaluation, run
 from tests.evaluation.paper import made
 from tests.support.pages import Page
 
