@@ -50,17 +50,10 @@ class MtebEncoder:
         self.encoder = encoder
         self.mteb_model_meta = meta
 
-    def encode(
-        self, inputs: Any, *, task_metadata: Any, hf_split: str, hf_subset: str, prompt_type: Any = None, **kwargs: Any
-    ) -> np.ndarray:
-        """Embed queries or passages: (n, d) float32.
+    def encode(self, inputs: Any, *, task_metadata: Any, prompt_type: Any = None, **options: Any) -> np.ndarray:
+        """Embed batches of passages (`text`) or queries (`query`, perhaps `instruction`): (n, d) float32.
 
-        Args:
-            inputs: mteb's loader of batches of passages (`text`) or queries (`query`, perhaps `instruction`).
-            task_metadata: of the task, for its name.
-            hf_split, hf_subset: unused.
-            prompt_type: `document` or `query`; None, for tasks with texts of one kind, means `query`.
-            kwargs: mteb's batch size and other options; unused, because the encoder makes its own batches.
+        `prompt_type` is `document` or `query`; None, for tasks with texts of one kind, means `query`.
         """
         if prompt_type == "document":
             title = f"encode passages of {task_metadata.name}"
@@ -91,16 +84,8 @@ class MtebReranker:
         self.reranker = reranker
         self.mteb_model_meta = meta
 
-    def predict(
-        self, inputs1: Any, inputs2: Any, *, task_metadata: Any, hf_split: str, hf_subset: str, **kwargs: Any
-    ) -> np.ndarray:
-        """Score pairs: (n) float32.
-
-        Args:
-            inputs1, inputs2: mteb's loaders of the n queries and of the n passages, pair by pair.
-            task_metadata: of the task, for its name.
-            hf_split, hf_subset, kwargs: unused.
-        """
+    def predict(self, inputs1: Any, inputs2: Any, *, task_metadata: Any, **options: Any) -> np.ndarray:
+        """Score the pairs of n queries and n passages: (n) float32."""
         pairs = zip(_queries(inputs1), _passages(inputs2), strict=True)
         return _in_chunks(pairs, len(inputs1.dataset), f"score pairs of {task_metadata.name}", self.reranker.score)
 

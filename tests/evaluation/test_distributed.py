@@ -8,17 +8,19 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytrec_eval
 import ray
 import torch
 
 from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
-from infembed_ray.evaluation import results
+from infembed_ray.evaluation import results, tables
 from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
@@ -202,6 +204,38 @@ def test_published_counts_tasks_and_models(published, settings):
     assert found.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
     assert "query first" in Page((published.path / "report.html").read_text()).text
+
+
+def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeypatch):
+    """Values and significance by pytrec_eval and by all exchanges of the five differences."""
+    monkeypatch.setattr("infembed_ray.evaluation.distributed.connect", lambda: pytest.fail("no cluster is needed"))
+    rng = np.random.default_rng(1)
+    qrels = {f"q{q}": {f"d{d}": int(rng.integers(0, 3)) for d in range(8)} | {"d0": 1} for q in range(5)}
+    rankings = {
+        name: {q: {f"d{d}": float(rng.random()) for d in range(12)} for q in qrels} for name in ("theirs", "mine")
+    }
+    lines = [f"{q} 0 {d} {grade}\n" for q, judged in qrels.items() for d, grade in judged.items()]
+    (tmp_path / "qrels.txt").write_text("".join(lines))
+    for name, ranking in rankings.items():
+        lines = [f"{q} Q0 {d} 0 {score!r} x\n" for q, docs in ranking.items() for d, score in docs.items()]
+        (tmp_path / f"{name}.run").write_text("".join(lines))
+    models = {name: {"kind": "run", "runs": [str(tmp_path / f"{name}.run")]} for name in rankings}
+    settings = {"tasks": [f"{tmp_path}/qrels.txt"], "measures": ["nDCG@10"], "models": models}
+
+    done = run(EvaluateSettings(**settings, output=str(tmp_path / "out")))
+
+    task = f"{tmp_path}/qrels.txt"
+    found = results.read(done.path)
+    evaluator = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"})
+    for name, ranking in rankings.items():
+        expected = {q: values["ndcg_cut_10"] for q, values in evaluator.evaluate(ranking).items()}
+        assert found.scores[name][task]["nDCG@10"] == pytest.approx(expected, abs=1e-9)
+    changes = [found.scores["mine"][task]["nDCG@10"][q] - found.scores["theirs"][task]["nDCG@10"][q] for q in qrels]
+    sums = [abs(sum(s * c for s, c in zip(signs, changes, strict=True))) for signs in product((1, -1), repeat=5)]
+    p_value = sum(total >= abs(sum(changes)) - 1e-12 for total in sums) / 32
+    column = tables.columns(found)[task][0]
+    assert tables.cells(found, column)["mine"].compared.p == pytest.approx(p_value)
+    assert "Where the models differ most" in Page((done.path / "report.html").read_text()).text
 
 
 def stored(directory):
