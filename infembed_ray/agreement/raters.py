@@ -75,8 +75,9 @@ def run(settings: AgreementSettings) -> Published:
     Publishes `report.json`, `report.html`, `table.csv` and `answers.jsonl`. An interrupted run resumes from its journal.
 
     Raises:
-        InputError: bad settings or inputs; endpoints that refuse or cannot be reached; a used-up budget; or a rater whose mean
-            kappa is below `min_kappa`, after its report is published.
+        InputError: bad settings or inputs; endpoints that refuse or do not answer; a used-up budget; a rater with more items
+            without an answer than `max_dead_letters`; or one whose mean kappa is below `min_kappa`, after its report is
+            published.
     """
     step = prepare(settings)
     done = step.finished()
@@ -87,6 +88,7 @@ def run(settings: AgreementSettings) -> Published:
                 rated, reasons = run_in_thread(_ask_all(study, settings))
             except RunFailure as failure:
                 raise InputError(f"{failure}; nothing is published; the same command resumes") from failure
+            _require_answers(len(study.items), rated, reasons, settings.max_dead_letters)
             models = {rater: model.model for rater, model in settings.raters.items()}
             found = figure(len(study.items), study.references, rated, models, settings.bootstrap, settings.seed)
             durable.replace_json(staging.path / REPORT_FILE, asdict(found))
@@ -102,6 +104,18 @@ def run(settings: AgreementSettings) -> Published:
         done = step.published()
     _require_floor(done, settings)
     return done
+
+
+def _require_answers(items: int, rated: Mapping[str, Mapping[str, str]], reasons: Counter[str], most: float) -> None:
+    """Refuse raters that answered too few items for a kappa."""
+    silent = {rater: items - len(answers) for rater, answers in rated.items() if (items - len(answers)) / items > most}
+    if silent:
+        raters = ", ".join(f"{rater} {missing} of {items} ({missing / items:.1%})" for rater, missing in silent.items())
+        causes = "; ".join(f"{times} x {reason}" for reason, times in reasons.most_common(PRINTED))
+        raise InputError(
+            f"max_dead_letters={most:g}: too many items without an answer of {raters}, so nothing is published: {causes}. Mend the "
+            "cause and run the same command, which asks again only what was not answered, or raise max_dead_letters"
+        )
 
 
 def _require_floor(done: Published, settings: AgreementSettings) -> None:

@@ -70,6 +70,12 @@ class AgreementSettings(Settings):
     min_kappa: float | None = runtime_field(
         None, ge=-1, le=1, description="exit with status 2 if the mean kappa of an LLM rater is lower; null: no floor"
     )
+    max_dead_letters: float = runtime_field(
+        0.1,
+        ge=0,
+        le=1,
+        description="largest share of a rater's items that may stay without an answer; with more, the run publishes nothing and exits with status 2",
+    )
     bootstrap: int = Field(2000, ge=100, description="bootstrap resamples of the items for the intervals")
     seed: int = Field(0, description="seed of the bootstrap")
     journal: str | None = runtime_field(

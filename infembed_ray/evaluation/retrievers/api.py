@@ -21,7 +21,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.chat import PROBE, Completion, Request, RowFailure, RunFailure, replace_surrogates
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
@@ -122,7 +122,7 @@ class ApiEncoder:
             return self._ledger.exchange(report)
 
         gate = RateLimiter(api.limits, api.limits.in_flight or IN_FLIGHT, exchange)
-        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
+        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case, _short_request)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
             asyncio.create_task(self._fetch_batch(client, requests[start : start + TEXTS]))
@@ -218,6 +218,11 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     tokens = sum(len(text.encode()) + 2 for text in request.texts)
     usd = table.usd(request.model, Completion("", "", "", tokens, 0))
     return {REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
+
+
+def _short_request(request: Request) -> Request:
+    assert isinstance(request, _EmbedRequest)
+    return replace(request.with_texts([BLANK]), step=PROBE)
 
 
 def embeddings_of(protocol: str, body: bytes) -> Completion:
