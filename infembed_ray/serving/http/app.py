@@ -24,7 +24,7 @@ from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, HttpError, invalid, too_large
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.serving.http.openapi import openapi_document
-from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_server_routes
+from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.service import Service
 
 DESCRIPTION = f"""
@@ -91,7 +91,8 @@ def create_app(
     app.router.route_class = ApiRoute
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
     add_collection_routes(app.router, served)
-    add_server_routes(app.router, served, fingerprint)
+    add_model_routes(app.router, served)
+    add_status_routes(app.router, served, fingerprint)
     app.include_router(playground_routes.router())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
     docs_page = functools.cache(lambda: api_docs_page(app.openapi()))

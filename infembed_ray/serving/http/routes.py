@@ -123,11 +123,8 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
         return json_response(schema.DocumentResponse(id=passage.id, text=passage.text, metadata=dict(passage.metadata)))
 
 
-def add_server_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
-    """Add the routes of the whole server: embeddings, collections, models, health and metrics."""
-
-    def health() -> Response:
-        return json_response(schema.HealthResponse(deployment=deployment()))
+def add_model_routes(api: APIRouter, collections: Collections) -> None:
+    """Add embeddings, and the lists of collections and models."""
 
     @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
     async def embeddings(body: schema.EmbeddingsRequest, request: Request) -> Response:
@@ -157,6 +154,13 @@ def add_server_routes(api: APIRouter, collections: Collections, deployment: Call
         """Return the served model and index, by the model's name."""
         cards = collections.models()
         return json_response(next((card for card in cards if card.id == model), None) or _other_model(model, cards))
+
+
+def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
+    """Add health and metrics."""
+
+    def health() -> Response:
+        return json_response(schema.HealthResponse(deployment=deployment()))
 
     @api.get("/healthz", response_model=schema.HealthResponse, responses=error_responses())
     async def healthz() -> Response:
