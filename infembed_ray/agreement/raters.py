@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -25,9 +25,10 @@ from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport
-from infembed_ray.progress import Advance, say, track
+from infembed_ray.progress import Advance, counted, say, track
 from infembed_ray.records import tables
 from infembed_ray.storage import durable
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input, folder_of, resolve_input
 from infembed_ray.synthesis import preflight, templates
@@ -269,3 +270,12 @@ async def _ask(item: Item, model: ChatModel, settings: AgreementSettings, comple
     finally:
         advance()
     return NOTHING_FITS if picked == NONE else picked
+
+
+def describe(settings: AgreementSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    step = prepare(settings)
+    if not (yield from state(step)):
+        study = resolve(settings)
+        yield f"items: {len(study.items):,}, answered by {counted(len(study.references), 'reference rater')}"
+        yield f"calls: {len(study.items) * len(settings.raters):,} at most, if no answer is malformed or journaled"

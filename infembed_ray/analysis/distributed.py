@@ -26,6 +26,7 @@ from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records import tables
 from infembed_ray.records.tables import KEPT_FILE, Record
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
@@ -203,3 +204,10 @@ def _rows(path: Place) -> Iterator[dict[str, Any]]:
     ours = tables.raw_rows(file, "records") if file.is_file() and is_ours(file) else None
     for record in tables.stream(path, Record, "records"):
         yield vars(record) | ({"provenance": next(ours)["provenance"]} if ours else {})
+
+
+def describe(settings: CleanSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    files, step = prepare(settings)
+    if not (yield from state(step)):
+        yield from (f"{name}: {number:,} {what}" for name, number, what in count(files))

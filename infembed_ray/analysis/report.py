@@ -17,9 +17,10 @@ from infembed_ray.analysis.page import Summary, summarise
 from infembed_ray.analysis.texts import TextSet, compare
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, place_of, read_binary
 from infembed_ray.storage.steps import Published, Step, find_input
 
@@ -215,3 +216,14 @@ def _headline(funnel: Funnel) -> str:
         return f"analyze: {funnel.kept:,} records"
     lost = f"{funnel.rejected:,} rejected, {funnel.dead_letter:,} dead letters"
     return f"analyze: {funnel.seeds:,} seeds: {funnel.kept:,} kept, {lost}"
+
+
+def describe(settings: AnalyzeSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    files, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    found, _, others, evaluations = read(settings, files)
+    yield f"records: {len(found.kept):,} kept, {len(found.rejected):,} rejected, {len(found.dead_letter):,} dead letters"
+    if others or evaluations:
+        yield f"compared with {counted(len(others), 'other set')} and {counted(len(evaluations), 'evaluation set')}"

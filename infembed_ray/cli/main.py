@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from infembed_ray import __version__, telemetry
 from infembed_ray.cli.tools import ACTIONS, TOOLS, Tool
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
-from infembed_ray.errors import KNOWN, InputError, check_all, explained, in_one_line
+from infembed_ray.errors import KNOWN, Fault, InputError, check_all, explained, in_one_line
 from infembed_ray.redaction import holds_credentials, masked, where_they_belong
 
 if TYPE_CHECKING:
@@ -69,17 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _refuse_credentials(options: argparse.Namespace) -> None:
-    """Check the arguments that are not settings, which check themselves.
-
-    Raises:
-        InputError: an argument holds credentials.
-    """
-    given = {name: value for name, value in vars(options).items() if name != "overrides"}
-    if faults := [f"{n}={value}: {where_they_belong(value)}" for n, value in given.items() if holds_credentials(value)]:
-        raise InputError(*faults)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command; print its help or its mistake and exit, as argparse does."""
     words = list(arguments)
@@ -97,6 +86,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _refuse_credentials(options: argparse.Namespace) -> None:
+    """Check the arguments that are not settings, which check themselves.
+
+    Raises:
+        InputError: an argument holds credentials.
+    """
+    given = {name: value for name, value in vars(options).items() if name != "overrides"}
+    bad = {name: value for name, value in given.items() if holds_credentials(value)}
+    if bad:
+        raise InputError(*(Fault(name, value, where_they_belong(value)) for name, value in bad.items()))
+
+
 # ------------------------------------------------------------------------------------------------- verbs with settings
 
 
@@ -111,7 +112,7 @@ def _run_verb(options: argparse.Namespace) -> None:
         if _shown(options, settings):
             return
         if getattr(options, "dry_run", False):
-            return _dry_run(options.verb, settings, getattr(options, "endpoint", False))
+            return _dry_run(options, verb, settings)
         settings = load("storage.releases:resolved")(settings)
         require_files(settings)
     except InputError:
@@ -161,28 +162,14 @@ def _file_checks(settings: Settings, prefix: str) -> Iterator[Callable[[], Any]]
                 yield partial(resolve_input, item, f"{prefix}{name}")
 
 
-def _dry_run(verb: str, settings: Settings, endpoint: bool) -> None:
+def _dry_run(options: argparse.Namespace, verb: Verb, settings: Settings) -> None:
     """Print what a run would do; InputError for everything that is wrong."""
     from infembed_ray.progress import say
 
-    settings = load("storage.releases:resolved")(settings)
-
-    def describe() -> None:
-        for line in load("cli.check:check")(verb, settings, endpoint):
-            say(f"{verb}: {line}")
-
-    try:
-        require_files(settings)
-    except InputError as missing:
-        try:
-            describe()
-        except InputError as error:  # it reports a missing file too, in other words
-            absent = {(fault.setting, str(fault.value)) for fault in missing.faults}
-            others = [fault for fault in error.faults if (fault.setting, str(fault.value)) not in absent]
-            raise InputError(*missing.args, *others) from None
-        raise
-    describe()
-    say(f"{verb}: no mistakes found, nothing was started")
+    more = {"endpoint": True} if getattr(options, "endpoint", False) else {}
+    for line in verb.describe(load("storage.releases:resolved")(settings), **more):
+        say(f"{options.verb}: {line}")
+    say(f"{options.verb}: no mistakes found, nothing was started")
 
 
 def _run_plan(options: argparse.Namespace) -> None:

@@ -51,19 +51,6 @@ TOOLS = {
         ),
         "runs runs",
     ),
-    "compare": Tool(
-        "compare runs in TREC's format against judgements, with significance",
-        "evaluation.comparison:run",
-        (
-            _argument("runs", metavar="RUN", nargs="+", help="two or more; differences are to the first"),
-            _argument("--qrels", required=True, metavar="FILE", help="judgements: TREC's or BEIR's columns"),
-            _argument(
-                "--measures",
-                default="nDCG@10,MAP@1000,recall@100,MRR@10",
-                help="separated by commas (default: %(default)s)",
-            ),
-        ),
-    ),
     "journal": Tool(
         "check, compact, export, import or reconcile a journal of LLM responses",
         "llm.journal_tools:run",

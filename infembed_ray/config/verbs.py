@@ -6,6 +6,7 @@ Modules are imported only when a verb needs them.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ class Verb:
     """`module:name` of the settings, below infembed_ray.config."""
     example: str = ""
     """One command that works, without `infembed`."""
+    dry_run: str = ""
+    """`module:name` of the function of the settings that yields what a run would do, line by line; default: `describe` beside
+    `function`. It calls the stage's own checks, and writes, probes and starts nothing."""
 
     @property
     def settings(self) -> type[Settings]:
@@ -46,6 +50,11 @@ class Verb:
     def run(self, settings: Settings, **more: Any) -> Any:
         return load(self.function)(settings, **more)
 
+    def describe(self, settings: Settings, **more: Any) -> Iterator[str]:
+        """Yield what a run would do; InputError for every mistake that is found together."""
+        lines: Iterator[str] = load(self.dry_run or f"{self.function.partition(':')[0]}:describe")(settings, **more)
+        return lines
+
 
 VERBS = {
     "synthesize": Verb(
@@ -53,6 +62,7 @@ VERBS = {
         "synthesis.distributed:run",
         "synthesis:SynthesizeSettings",
         "synthesize seeds=seeds.jsonl output=runs/records limits.budget_usd=50",
+        "synthesis.estimate:describe",
     ),
     "analyze": Verb(
         "report the quality of records",
@@ -75,6 +85,7 @@ VERBS = {
         "training.launch:run",
         "training:TrainSettings",
         "train records=runs/records model=intfloat/e5-base-v2 output=runs/model",
+        "planning.train:describe",
     ),
     "export": Verb(
         "write a checkpoint as an ONNX graph",
@@ -87,16 +98,18 @@ VERBS = {
         "evaluation.distributed:run",
         "evaluation:EvaluateSettings",
         "evaluate models.trained=runs/model models.words=bm25 records=runs/records split=test output=runs/scores",
+        "evaluation.inputs:describe",
     ),
     "sweep": Verb(
         "train and evaluate objectives x backbones x seeds",
         "sweeps.distributed:run",
         "sweeps:SweepSettings",
         "sweep --config jobs/configs/sweep.yaml",
+        "sweeps.trials:describe",
     ),
     "report": Verb(
         "set results beside the paper's tables and figures",
-        "evaluation.paper.report:run",
+        "evaluation.paper.results_report:run",
         "evaluation:ReportSettings",
         "report results.ours=runs/scores output=runs/report",
     ),
@@ -105,6 +118,7 @@ VERBS = {
         "retrieval.distributed:run",
         "retrieval:IndexSettings",
         "index corpus=corpus.jsonl model=runs/model output=runs/index",
+        "planning.index:describe",
     ),
     "serve": Verb(
         "serve an index as an HTTP API",

@@ -236,3 +236,29 @@ def _status_without_leftovers() -> ServeStatus:
         serve.shutdown()
         status = serve.status()
     return status
+
+
+def describe(settings: ServeSettings) -> Iterator[str]:
+    """Yield what a start would do, line by line; InputError as the start."""
+    plan = Plan.resolve(settings)
+    for name, spec in plan.release.by_name.items():
+        card, shards = spec.card, counted(len(spec.shards), "shard")
+        what = "" if spec is plan.release.default else f"collection {name}: "
+        yield f"{what}index {card.index_version}: {card.passages:,} passages in {shards}, model {card.id}"
+    if len(plan.release.encoders) > 1:
+        yield f"{len(plan.release.encoders)} encoders: the indexes were built by as many; each reserves resources of its own"
+    for resource in ("CPU", "GPU"):
+        needed = sum(replicas * each for kind, _, replicas, each in plan.reservations() if kind == resource)
+        if needed:
+            yield f"{resource}s: {needed:g} for all replicas together"
+    if settings.config_file is not None:
+        yield f"output {settings.config_file}: a config file for `serve deploy`; nothing would be started"
+        return
+    served = served_fingerprint(plan.url)
+    if served == plan.release.fingerprint:
+        yield f"API {plan.url}: serves this index with these settings, so there is nothing to do"
+    else:
+        require_cluster(settings, served is not None and not on_a_cluster())
+        if served is None:
+            require_free_port(settings.host, settings.port)
+        yield f"API {plan.url}: {'new' if served is None else 'another release is served, and this one replaces it'}"

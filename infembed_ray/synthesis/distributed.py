@@ -56,7 +56,16 @@ from infembed_ray.synthesis.live_progress import live_progress
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, all_journaled, check, has_pending_batches, prepare, resolve
+from infembed_ray.synthesis.preflight import (
+    BATCHES,
+    Job,
+    all_journaled,
+    check,
+    has_pending_batches,
+    make_journal,
+    prepare,
+    resolve,
+)
 from infembed_ray.synthesis.tasks import write_tasks
 
 if TYPE_CHECKING:
@@ -102,6 +111,8 @@ def run(settings: SynthesizeSettings) -> Published:
     if isinstance(job.journal, Folder) and not job.has_key:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
+    if job.has_key:
+        make_journal(job)
     with step.publish() as staging, _hosting(job, step.identity, staging) as job:  # no other run of it spends now
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run

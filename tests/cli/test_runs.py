@@ -192,7 +192,7 @@ def test_clean_removes_what_nothing_names_and_only_with_yes(root, capsys):
     output = address(root)
     pipeline = PipelineSettings.from_mapping({"output": output, "index": {"model": "m", "corpus": "c"}})
     for number in (0, 1):  # two releases; an alias names the first
-        stages._publish_release(pipeline, {"train": models[number], "index": indexes[number]})
+        stages._publish_release(pipeline, {"train": models[number], "index": indexes[number]}).become_latest()
         if number == 0:
             assert main(["runs", "promote", f"{output}/release", f"{output}/live.release"]) == 0
     extra = versions(root, "synthesize", 2)

@@ -50,7 +50,6 @@ def _late_interaction(settings: ServeSettings, rerank: RerankSettings, served: s
 
 
 def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerArguments:
-    from infembed_ray.config.evaluation import RerankerSettings
     from infembed_ray.evaluation.retrievers import baselines
     from infembed_ray.modeling.rerankers import KINDS
 
@@ -65,7 +64,7 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
         given = {"kind": "classifier", "model": path, "instructed_query": "{instruction} {query}"}
         given |= {"plain_query": "{query}"}
     reranker = baselines.resolve("rerank", given, where="rerank.model")
-    if not isinstance(reranker, RerankerSettings):
+    if reranker.kind not in KINDS:
         raise InputError(
             f"rerank.model: is of kind {reranker.kind}, which does not read query and passage together; give a model of "
             f"kind classifier, causal or seq2seq, or set rerank.kind=late_interaction for an encoder"

@@ -82,7 +82,7 @@ def load(arguments: RerankerArguments) -> PairScorer:
     """
     import torch
 
-    from infembed_ray.config.evaluation import retriever_settings
+    from infembed_ray.config.evaluation import RetrieverSettings
     from infembed_ray.modeling import checkpoint, pair_scorer, rerankers
 
     settings = arguments.rerank
@@ -97,8 +97,8 @@ def load(arguments: RerankerArguments) -> PairScorer:
         encoder = InstructionEncoder.from_pretrained(checkpoint.local(arguments.model), device=device, dtype=dtype)
         scorer = LateInteraction(encoder, CACHE_BYTES)
     else:
-        own: Any = retriever_settings(
-            {**arguments.reranker, "model": checkpoint.local(arguments.model)}, "rerank.model"
+        own = RetrieverSettings.from_mapping(
+            {**arguments.reranker, "model": checkpoint.local(arguments.model)}, "rerank.model."
         )
         reranker = rerankers.KINDS[own.kind](own, device, BATCH_TOKENS, arguments.fingerprint)
         scorer = pair_scorer.CrossEncoder(reranker)

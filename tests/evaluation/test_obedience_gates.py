@@ -2,7 +2,7 @@ import pytest
 
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import gates
+from infembed_ray.evaluation import obedience_gates as gates
 from infembed_ray.evaluation.obedience import AS_GIVEN, GENERIC, PARAPHRASED, SHUFFLED
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.tasks.infir import FIGURES

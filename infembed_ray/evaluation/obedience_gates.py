@@ -47,20 +47,20 @@ def require(settings: EvaluateSettings, published: Published) -> None:
     """
     if settings.gate is None:
         return
-    found = results.read(place_of(published.address), "output")
-    failed = list(failures(found, settings.gate, settings.gates))
+    evaluated = results.read(place_of(published.address), "output")
+    failed = list(failures(evaluated, settings.gate, settings.gates))
     if failed:
         raise GateError(*failed)
     say(f"evaluate: {settings.gate} passes all gates")
 
 
-def failures(found: Results, label: str, limits: GateSettings) -> Iterator[str]:
+def failures(evaluated: Results, label: str, limits: GateSettings) -> Iterator[str]:
     """Yield a line for each gate that a model fails: task, figure, value and limit.
 
     Raises:
         InputError: no task has changed instructions.
     """
-    means, base = found.obedience_means, next(iter(found.models))
+    means, base = evaluated.obedience_means, next(iter(evaluated.models))
     if not means.get(label):
         raise InputError(f"gate={label}: no task has changed instructions; evaluate InF-IR records or FollowIR")
     for task, own in means[label].items():

@@ -1,35 +1,17 @@
-"""What `infembed check` says of a run's outputs: their place and state, and whether the disk has room."""
+"""What a dry run says of the output: its place and state, and whether the disk has room. Nothing is written."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
-from infembed_ray.config.base import Settings
 from infembed_ray.errors import InputError
-from infembed_ray.storage.object_store import SCRATCH, is_uri
+from infembed_ray.storage.object_store import SCRATCH
 from infembed_ray.storage.places import Place
-from infembed_ray.storage.steps import Step, local_path
+from infembed_ray.storage.steps import Step, existing
 
 GIB = 2**30
-
-
-@contextlib.contextmanager
-def no_new_directories(settings: Settings) -> Iterator[None]:
-    """Remove the empty directories that the block creates where the settings name outputs."""
-    parts = (settings, getattr(settings, "evaluate", None))  # a sweep names its evaluations' embeddings
-    outputs = [getattr(part, name, None) for part in parts for name in ("output", "embeddings", "journal")]
-    places = [local_path(path, "output") for path in outputs if path and not is_uri(path)]
-    places += [places[0] / name for name in ("journal", "embeddings")] if places else []
-    absent = {path for place in places for path in (place, *place.parents) if not path.exists()}
-    try:
-        yield
-    finally:
-        for path in sorted(absent, reverse=True):  # a directory sorts before what it holds
-            with contextlib.suppress(OSError):
-                path.rmdir()
 
 
 def state(step: Step, *reused: Place) -> Generator[str, None, bool]:
@@ -55,7 +37,7 @@ def require_space(step: Step, needed: float, *reused: Path) -> str:
     """Return how much disk a run needs besides what an interrupted one left; InputError if there is less."""
     left = (file for place in (step.partial, *reused) for file in place.rglob("*") if file.is_file())
     more = max(0.0, needed - sum(file.stat().st_size for file in left))
-    free = shutil.disk_usage(step.root).free
+    free = shutil.disk_usage(existing(step.root)).free
     if more > free:
         raise InputError.of(
             "output",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,13 +10,15 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, results, tables
+from infembed_ray.evaluation.differences import Difference
 from infembed_ray.evaluation.paper import figures, formats, published, sheets
-from infembed_ray.evaluation.paper.collection import Collection, collect
+from infembed_ray.evaluation.paper.collection import CombinedResults, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.progress import say
 from infembed_ray.reporting import page
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
@@ -34,38 +36,41 @@ class Report:
         papers: the paper's tables, with our rows.
         bar_charts: Figure 5.
         panels: Figure 6.
+        differences: the queries on which the models of a single evaluation differ most.
     """
 
     outputs: Mapping[str, str]
-    collection: Collection
+    collection: CombinedResults
     ours: Sequence[Sheet]
     papers: Sequence[Sheet]
     bar_charts: Sequence[figures.Chart]
     panels: Sequence[figures.Panel]
+    differences: Sequence[Difference] = ()
 
     @classmethod
     def from_collection(
         cls,
         outputs: Mapping[str, str],
-        collection: Collection,
+        collection: CombinedResults,
         rows: Mapping[str, str] | None = None,
         unfiltered: Sequence[str] = (),
+        differences: Sequence[Difference] = (),
     ) -> Report:
         """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
         rows = rows or {}
-        own = [*sheets.ours(collection), *sheets.obedience(collection), *sheets.speed(collection)]
+        own = [*sheets.ours(collection), *sheets.obedience(collection)]
         papers = sheets.papers(collection, rows)
         charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
-        return cls(outputs, collection, own, papers, charts, panels)
+        return cls(outputs, collection, own, papers, charts, panels, differences)
 
     @property
     def baselines(self) -> str | None:
         """The baseline of the differences, in words; None without differences."""
         compared = [model for key, model in self.collection.models.items() if model.baseline != key]
-        named = list(dict.fromkeys(model.baseline for model in compared))
-        if len(named) > 1:
+        baselines = list(dict.fromkeys(model.baseline for model in compared))
+        if len(baselines) > 1:
             return "the first model of the same output, of a sweep its backbone as it is"
-        return repr(named[0]) if named else None
+        return repr(baselines[0]) if baselines else None
 
     @property
     def note(self) -> str:
@@ -75,8 +80,8 @@ class Report:
     @property
     def conventions(self) -> Mapping[str, str]:
         """How each measure is computed, and what each control asks."""
-        found = self.collection.results
-        return conventions_of(found.measures) | (obedience.MEANINGS if found.obedience else {})
+        results = self.collection.results
+        return conventions_of(results.measures) | (obedience.MEANINGS if results.obedience else {})
 
     @property
     def summary(self) -> str:
@@ -86,13 +91,13 @@ class Report:
 
     def as_html(self) -> str:
         """Render the page; equal reports give equal HTML."""
-        found, models = self.collection.results, self.collection.models.values()
+        results, models = self.collection.results, self.collection.models.values()
         return page.render(
             "infembed_ray.evaluation.paper",
             "page.html",
             **vars(self),
             runs=sum(len(model.runs) for model in models),
-            values=sum(len(v) for of_model in found.scores.values() for t in of_model.values() for v in t.values()),
+            values=sum(len(v) for of_model in results.scores.values() for t in of_model.values() for v in t.values()),
             spread=any(len(model.runs) > 1 for model in models),
             baselines=self.baselines,
             mark=tables.MARK,
@@ -101,7 +106,7 @@ class Report:
             notation={
                 mark: meaning
                 for mark, meaning in infir.MEANINGS.items()
-                if any(figure.name.endswith(mark) for task in found.tasks.values() for figure in task.figures)
+                if any(figure.name.endswith(mark) for task in results.tasks.values() for figure in task.figures)
             },
             source=published.SOURCE,
             spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
@@ -121,9 +126,9 @@ class Report:
         for sheet in sorted(self.papers if with_paper else (), key=lambda sheet: not sheet.ours):
             mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
             parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
-        found = self.collection.results
+        results = self.collection.results
         listed = dict(self.conventions)
-        for task, asked in found.tasks.items():
+        for task, asked in results.tasks.items():
             listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
         parts += [self.note, "\n".join(f"- {name}: {text}" for name, text in listed.items())]
         return "\n\n".join([*parts, *([f"The paper: {published.SOURCE}."] if with_paper else [])]) + "\n"
@@ -181,6 +186,13 @@ def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
     return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
 
 
-def of_evaluation(output: str, found: Results) -> Report:
+def of_evaluation(output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
-    return Report.from_collection({"results": output}, collect({"results": found}))
+    return Report.from_collection({"results": output}, collect({"results": evaluated}), differences=differences)
+
+
+def describe(settings: ReportSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    paths, step = prepare(settings)
+    if not (yield from state(step)):
+        yield f"results: {compose(settings, paths).summary}"

@@ -1,7 +1,6 @@
 """`infembed report` as a user runs it, and its page as a browser reads it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
-from infembed_ray.evaluation.costs import LATENCY, SPEED, USD
 from infembed_ray.evaluation.metrics import CONVENTIONS
-from infembed_ray.evaluation.paper.report import of_evaluation, run
+from infembed_ray.evaluation.paper.results_report import of_evaluation, run
 from tests.evaluation.paper import made
 from tests.support.pages import Page
 
@@ -102,18 +100,6 @@ def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions()
     assert "Differences are to 'base'" in markdown
     alone = of_evaluation("runs/x", made.evaluation(tasks, {"base": ("x", 0)}))
     assert "Differences" not in alone.as_markdown(with_paper=False) + alone.as_text()
-
-
-def test_speed_and_cost_have_a_table_that_says_what_they_are():
-    found = made.evaluation(made.records(), {"base": ("x", 0), "remote": ("y", 0.3)})
-    measured = {"base": {SPEED: 1234.0, LATENCY: 0.0021}, "remote": {SPEED: 80.0, USD: 0.42}}
-    report = of_evaluation("runs/x", replace(found, costs=measured))
-    for text in (report.as_markdown(), report.as_text(), Page(report.as_html()).text):
-        section = text.split("Speed and cost")[1]
-        places = [section.index(shown) for shown in ("base", "1234", "0.0021", "remote", "80", "0.42")]
-        assert places == sorted(places)
-    assert "Measured in this evaluation" in report.as_markdown()
-    assert "Speed and cost" not in of_evaluation("runs/x", found).as_markdown()
 
 
 def test_the_markdown_tells_the_same(published):
