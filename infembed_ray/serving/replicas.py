@@ -34,7 +34,7 @@ from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, Embedded, EmptySequence, QueueFull
-from infembed_ray.serving.http.app import Limits, create_app
+from infembed_ray.serving.http.app import RequestLimits, create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics import PUSH_S, snapshot
@@ -295,7 +295,7 @@ class Ingress:
             lambda: self._now.releases[DEFAULT_COLLECTION],
             lambda: self._now.fingerprint,
             self._keys,
-            Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
+            RequestLimits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
             collections=lambda: self._now.releases,
