@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,33 +50,6 @@ TOOLS = {
             _JSON,
         ),
         "runs runs",
-    ),
-    "compare": Tool(
-        "compare runs in TREC's format against judgements, with significance",
-        "evaluation.comparison:run",
-        (
-            _argument("runs", metavar="RUN", nargs="+", help="two or more; differences are to the first"),
-            _argument("--qrels", required=True, metavar="FILE", help="judgements: TREC's or BEIR's columns"),
-            _argument(
-                "--measures",
-                default="nDCG@10,MAP@1000,recall@100,MRR@10",
-                help="separated by commas (default: %(default)s)",
-            ),
-        ),
-    ),
-    "data": Tool(
-        "mirror the published data sets of evaluation tasks, or verify a mirror",
-        "evaluation.tasks.mirror:run",
-        (
-            _argument("action", choices=("fetch", "verify")),
-            _argument("directory", metavar="DIR", help="of the mirror: `data` of `infembed evaluate`"),
-            _argument("tasks", metavar="TASK", nargs="*", help="followir, mair/dd-15, bright/biology, ..."),
-        ),
-    ),
-    "mteb": Tool(
-        "run mteb's tasks: mteb run -m CHECKPOINT -t TASK",
-        "evaluation.mteb_adapter:run",
-        (_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of mteb; try: mteb run --help"),),
     ),
     "journal": Tool(
         "check, compact, export, import or reconcile a journal of LLM responses",

@@ -66,7 +66,9 @@ class PipelineSettings(Settings):
     index: Annotated[IndexSettings, _filled_in(output="", model="")] | None = Field(
         None, description="checkpoint + corpus -> index"
     )
-    serve: Annotated[ServeSettings, _filled_in(index="")] | None = Field(None, description="index -> HTTP API")
+    serve: Annotated[ServeSettings, _filled_in(index="")] | None = Field(
+        None, description="index -> HTTP API; `probes` decide whether it is promoted"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> PipelineSettings:

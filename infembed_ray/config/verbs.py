@@ -109,7 +109,7 @@ VERBS = {
     ),
     "report": Verb(
         "set results beside the paper's tables and figures",
-        "evaluation.paper.report:run",
+        "evaluation.paper.results_report:run",
         "evaluation:ReportSettings",
         "report results.ours=runs/scores output=runs/report",
     ),

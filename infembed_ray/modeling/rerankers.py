@@ -15,13 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infembed_ray.config.evaluation import (
-    CausalSettings,
-    ClassifierSettings,
-    RandomSettings,
-    RerankerSettings,
-    Seq2SeqSettings,
-)
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
@@ -32,7 +26,7 @@ from infembed_ray.progress import say
 class RandomReranker:
     """Scores at random, the lower bound for any reranker. The same pair always has the same score."""
 
-    def __init__(self, settings: RandomSettings, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
         self._seed = settings.seed
 
@@ -56,7 +50,7 @@ class ModelReranker(ABC):
     model: Any
     tokenizer: Any
 
-    def __init__(self, settings: RerankerSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._device = device
@@ -154,20 +148,17 @@ class ModelReranker(ABC):
 class _Answering(ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
 
-    _settings: Seq2SeqSettings | CausalSettings
-
-    def __init__(
-        self, settings: Seq2SeqSettings | CausalSettings, device: str, batch_tokens: int, identity: str
-    ) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         vocabulary = self.tokenizer.get_vocab()
-        for token in settings.answers:
+        answers = settings.answers or ()
+        for token in answers:
             if token not in vocabulary:
                 raise InputError(
-                    f"answers={list(settings.answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
+                    f"answers={list(answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
                     "write tokens as the vocabulary does, for example ▁true or Ġyes"
                 )
-        self._answers = [vocabulary[token] for token in settings.answers]
+        self._answers = [vocabulary[token] for token in answers]
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         most = self._settings.pair_length
@@ -202,7 +193,9 @@ class _Answering(ModelReranker):
         )
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        texts = [fill(self._settings.pair, query=query, passage=passage) for query, passage in pairs]
+        texts = [
+            fill(self._settings.pair or "{query} {passage}", query=query, passage=passage) for query, passage in pairs
+        ]
         return _rows(self.tokenizer(texts), "input_ids", "attention_mask") if texts else []
 
     def _difference(self, logits: Tensor) -> Tensor:
@@ -226,7 +219,7 @@ class Causal(_Answering):
 
     model_class = "AutoModelForCausalLM"
 
-    def __init__(self, settings: CausalSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None and device != "meta":
@@ -247,7 +240,7 @@ class Classifier(ModelReranker):
 
     model_class = "AutoModelForSequenceClassification"
 
-    def __init__(self, settings: ClassifierSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         if self.model.config.num_labels > 2:
             raise InputError(

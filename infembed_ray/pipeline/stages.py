@@ -31,7 +31,7 @@ def run(settings: PipelineSettings) -> None:
     Raises:
         InputError: a stage has bad input: before the first stage if that does not depend on an earlier one's output.
         GateError: the records or the model failed a gate; nothing was promoted.
-        ClusterError: the API did not start, the canary was rolled back, or Ray lost a process of the run.
+        ClusterError: the API did not start, the release ranked its probes worse, or Ray lost a process of the run.
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
     check_all(*(partial(_check_own, settings, stage) for stage in checked))

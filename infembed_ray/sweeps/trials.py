@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.evaluation import EncoderSettings, EvaluateSettings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.inputs import describe_tasks
 from infembed_ray.evaluation.inputs import resolve as resolve_evaluation
 from infembed_ray.evaluation.results import Results
-from infembed_ray.evaluation.tasks import catalogue, registry
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
 from infembed_ray.planning.train import memory_of, needs
@@ -59,7 +59,7 @@ class Trial:
     seed: int | None
     train: TrainSettings | None
     evaluate: EvaluateSettings
-    untrained: EncoderSettings | None
+    untrained: RetrieverSettings | None
 
     @property
     def name(self) -> str:
@@ -140,7 +140,7 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
     names = {}
-    for task in registry.expand(settings.evaluate.tasks):
+    for task in catalogue.expand(settings.evaluate.tasks):
         names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
@@ -209,8 +209,8 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
         raise InputError(
             "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"
         )
-    tasks = registry.expand(settings.evaluate.tasks)
-    evaluate: dict[str, Any] = {"tasks": tuple(t if t in registry.TASKS else _absolute(t) for t in tasks)}
+    tasks = catalogue.expand(settings.evaluate.tasks)
+    evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
     for name in ("records", "reworded", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
             if name != "embeddings":  # may not exist yet
@@ -252,7 +252,7 @@ def _trial(
     model: str,
     seed: int | None,
     train: TrainSettings | None,
-    untrained: EncoderSettings | None,
+    untrained: RetrieverSettings | None,
 ) -> Trial:
     # One folder per trial: two trials would overwrite each other's `latest` in a shared one.
     of_model = train or untrained
@@ -268,7 +268,7 @@ def _trial(
     return Trial(row, model, seed, train, evaluate, untrained)
 
 
-def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
+def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
     """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths."""
     names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
     reads: dict[str, Any] = {name: getattr(train, name) for name in names}
@@ -277,7 +277,7 @@ def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
         instructed = render(train.template or "instruction_first", "{instruction}", "{query}")
         reads |= {"instructed_query": before + instructed, "plain_query": f"{before}{{query}}"}
         reads["passage"] = f"{train.passage_prefix or ''}{{passage}}"
-    return EncoderSettings(model=backbone, **reads)
+    return RetrieverSettings(model=backbone, **reads)
 
 
 def describe(settings: SweepSettings) -> Iterator[str]:

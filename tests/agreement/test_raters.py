@@ -91,7 +91,7 @@ def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.Captur
     one = write_jsonl(tmp_path / "one.jsonl", [{"item_id": row["item_id"], "ann": row["ann"]} for row in rows])
     truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
-        wanted = settings(tmp_path, url, sheet, ["judge", "broken"], answers=[str(one)])
+        wanted = settings(tmp_path, url, sheet, ["judge", "broken"], answers=[str(one)], max_dead_letters=1)
         published = run(wanted)
         first = len(asked)
         assert run(wanted).fresh is False

@@ -18,7 +18,7 @@ from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.paper import report as paper_report
+from infembed_ray.evaluation.paper import results_report as paper_report
 from infembed_ray.quickstart import sample
 from infembed_ray.retrieval import preflight
 from infembed_ray.storage.object_store import SCRATCH, Folder, scratch

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from infembed_ray.errors import InputError
+from infembed_ray.storage.steps import resolve
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
 from tests.support.stand_in_llm import stand_in, stand_in_process
@@ -53,10 +54,10 @@ def test_a_server_that_is_killed_in_mid_run_stops_the_command_and_the_same_comma
     with stand_in_process(latency_s=0.05) as server:
         url, port = server.url, int(server.url.split(":")[2].split("/")[0])
         driver = command(seeds, output, url)
-        wait_until(lambda: server.answers() >= 200)
+        wait_until(lambda: server.answers() >= 200, seconds=300)
         assert server.kill is not None
         server.kill()
-        said = driver.communicate(timeout=120)[1]
+        said = driver.communicate(timeout=600)[1]
         first = server.usable_answers()
     assert driver.returncode == 2, said
     [line] = [line for line in said.splitlines() if "endpoint.base_url" in line]
@@ -68,9 +69,9 @@ def test_a_server_that_is_killed_in_mid_run_stops_the_command_and_the_same_comma
     assert not (output / "latest").exists()
     with stand_in_process(port=port) as back:
         driver = command(seeds, output, url)
-        assert driver.wait(timeout=120) == 0
+        assert driver.wait(timeout=600) == 0
         second = back.usable_answers()
-    manifest = json.loads((output / "latest" / "manifest.json").read_text())
+    manifest = json.loads((resolve(output) / "manifest.json").read_text())
     assert ended(manifest["counts"]) == SEEDS
     assert manifest["counts"]["dead_letter"] == 0
     # A kill closes connections with answers in them: those had not arrived.

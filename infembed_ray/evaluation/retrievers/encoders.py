@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infembed_ray.config.evaluation import EncoderSettings, SentenceTransformersSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import checkpoint, pretrained
@@ -37,7 +37,7 @@ class CheckpointEncoder:
         InputError: the model cannot be loaded, or does not fit the settings.
     """
 
-    def __init__(self, settings: EncoderSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._batch_tokens = batch_tokens
@@ -94,7 +94,7 @@ class CheckpointEncoder:
         tokens = self.encoder.tokenize_passages(inputs)
         if self._settings.pool_prompt or self._settings.passage is None:
             return self.encoder.embed(tokens, self._batch_tokens)
-        prompt, _ = split(self._settings.passage, "passage")
+        prompt, _ = split(self._settings.passage or "{passage}", "passage")
         return self._embed_without_prompts([prompt] * len(inputs), inputs, tokens, self.encoder.text.passage_length)
 
     @torch.inference_mode()
@@ -146,7 +146,7 @@ class SentenceTransformersEncoder:
         InputError: the model cannot be loaded, or only with code of its own.
     """
 
-    def __init__(self, settings: SentenceTransformersSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._batch_tokens = batch_tokens
@@ -172,7 +172,7 @@ class SentenceTransformersEncoder:
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
         """Embed passages: (n, d) float32."""
-        prompt, rest = split(self._settings.passage, "passage")
+        prompt, rest = split(self._settings.passage or "{passage}", "passage")
         return self._encode([(prompt, text + rest) for text in texts], self._settings.passage_length)
 
     def _encode(self, inputs: Sequence[tuple[str, str]], length: int | None) -> np.ndarray:

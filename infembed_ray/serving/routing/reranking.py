@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from infembed_ray.config.serving import RerankSettings
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, now
 from infembed_ray.serving.schema import SearchHit
@@ -28,19 +28,6 @@ _REASONS = {
 log = logging.getLogger(__name__)
 
 
-class RerankSpec(BaseModel):
-    """The re-ranking stage of a release, in plain JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    application: str
-    """Serve application of the reranker."""
-    by_default: bool
-    depth: int
-    weight: float
-    budget_ms: float
-
-
 class Reranked(NamedTuple):
     """The hits of every query, a note if they are in the retrieval's order, and the duration."""
 
@@ -53,21 +40,21 @@ class RerankStage:
     """Re-orders the first hits of searches. All calls come from one event loop.
 
     Args:
-        spec: depth, weight and budget.
+        settings: depth and budget.
         reranker: has `score_many(list[(query, instruction, texts)], timeout_s) -> list[array]` and `ready()`.
 
     Attributes:
         counts: searches by outcome, one of `OUTCOMES`.
     """
 
-    def __init__(self, spec: RerankSpec, reranker: Deployment) -> None:
-        self.spec = spec
+    def __init__(self, settings: RerankSettings, reranker: Deployment) -> None:
+        self.settings = settings
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reranker = reranker
 
     def asked(self, rerank: bool | None) -> bool:
         """Return whether to re-rank a search, by its field `rerank`."""
-        return self.spec.by_default if rerank is None else rerank
+        return rerank is not False
 
     async def __call__(
         self, queries: Sequence[Query], results: Sequence[Sequence[SearchHit]], deadline: float
@@ -80,20 +67,20 @@ class RerankStage:
             deadline: of the search, by the event loop's time.
         """
         start = time.perf_counter()
-        budget_s = min(self.spec.budget_ms / 1e3, deadline - now())
+        budget_s = min(self.settings.budget_ms / 1e3, deadline - now())
         items = [
-            (query.text, query.instruction, [hit.text for hit in hits[: self.spec.depth]])
+            (query.text, query.instruction, [hit.text for hit in hits[: self.settings.depth]])
             for query, hits in zip(queries, results, strict=True)
         ]
         outcome, scores = await self._scores(items, budget_s)
         self.counts[outcome] += 1
         if scores is None:
-            reason = _REASONS[outcome].format(budget=self.spec.budget_ms)
+            reason = _REASONS[outcome].format(budget=self.settings.budget_ms)
             note = f"Not re-ranked: {reason}. The hits are in the retrieval's order."
             ordered = [list(hits) for hits in results]
         else:
             note = None
-            ordered = [_in_order(hits, s, self.spec.weight) for hits, s in zip(results, scores, strict=True)]
+            ordered = [_in_order(hits, s) for hits, s in zip(results, scores, strict=True)]
         return Reranked(ordered, note, 1e3 * (time.perf_counter() - start))
 
     async def ready(self) -> bool:
@@ -123,31 +110,10 @@ class RerankStage:
             return FAILED, None
 
 
-def fused_order(cosines: Sequence[float], relevance: np.ndarray, weight: float) -> list[int]:
-    """Return the places of a ranking in the order of both scores; ties keep the order of the retrieval.
-
-    Args:
-        cosines: (n) scores of the retrieval, best first.
-        relevance: (n) scores of the reranker.
-        weight: share of the reranker in [0, 1]. Each score is standardised over the n places first, because the scales
-            differ: a cosine, and a logit of any model.
-    """
-    fused = weight * _standardised(relevance) + (1 - weight) * _standardised(np.asarray(cosines))
-    places: list[int] = np.argsort(-fused, kind="stable").tolist()
-    return places
-
-
-def _standardised(scores: np.ndarray) -> np.ndarray:
-    wide = scores.astype(np.float64)
-    deviation = wide.std() if len(wide) else 0.0
-    return (wide - wide.mean()) / deviation if deviation > 0 else np.zeros_like(wide)
-
-
-def _in_order(hits: Sequence[SearchHit], relevance: np.ndarray, weight: float) -> list[SearchHit]:
-    """Re-order the hits that have a score, and write it into them; the others follow."""
+def _in_order(hits: Sequence[SearchHit], relevance: np.ndarray) -> list[SearchHit]:
+    """Order the hits that have a score by it, and write it into them; ties keep their order, and the others follow."""
     first = [
         hit.model_copy(update={"rerank_score": float(score)})
         for hit, score in zip(hits, relevance, strict=False)  # hits beyond the depth have no score
     ]
-    order = fused_order([hit.score for hit in first], relevance, weight)
-    return [first[place] for place in order] + list(hits[len(first) :])
+    return [first[place] for place in np.argsort(-relevance, kind="stable")] + list(hits[len(first) :])
