@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
 from infembed_ray.config.llm import ChatModel, Endpoint, JournalUpload, Limits
 
 
@@ -27,27 +27,27 @@ class AnalyzeGates(Settings):
 class AnalyzeSettings(Settings):
     """`infembed analyze`: records -> quality report, with comparisons to other sets (paper, section 4.2)."""
 
-    records: str = runtime_field(description="a published synthesis output, or a file of InF-IR records")
+    records: RecordsPath = runtime_field(description="a published synthesis output, or a file of InF-IR records")
     output: str = runtime_field(description="directory for the published report")
     label: str = Field("records", description="label of the records in comparisons")
-    compare: dict[str, str] = runtime_field(
+    compare: dict[str, InputPath] = runtime_field(
         {}, description="label -> another set: InF-IR records, or a file with instructions, queries or passages"
     )
     compare_columns: dict[str, str] = Field(
         {}, description="instruction, query or passage -> its column in the other sets"
     )
-    encoder: str | None = runtime_field(
+    encoder: ModelName | None = runtime_field(
         None, description="checkpoint or hub name of the encoder; null: no pairwise similarity and no coverage"
     )
     batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
     sample: int = Field(10_000, ge=2, description="texts of each kind to draw from each set for diversity and coverage")
     seed: int = Field(0, description="seed of the samples, the bootstrap and the annotators' items")
-    agreement: tuple[str, ...] = runtime_field(
+    agreement: tuple[InputPath, ...] = runtime_field(
         (), description="files of answers to the same items: item_id, and a column per annotator or judge"
     )
     bootstrap: int = Field(2000, ge=100, description="bootstrap resamples for the interval of an agreement")
     annotate: int = Field(0, ge=0, description="number of random items for annotators; 0: none")
-    evaluations: dict[str, str] = runtime_field(
+    evaluations: dict[str, InputPath] = runtime_field(
         {}, description="label -> a file of an evaluation set whose texts must not be in the records"
     )
     ngram: int = Field(13, ge=2, description="consecutive words that count as an overlap with an evaluation set")
@@ -57,10 +57,10 @@ class AnalyzeSettings(Settings):
 class AgreementSettings(Settings):
     """`infembed agreement`: LLM raters answer the annotators' items (paper, section 4.1 and Figure 4)."""
 
-    sheet: str = runtime_field(
+    sheet: InputPath = runtime_field(
         description="file of items: item_id, instruction, query, passages; its other columns are reference raters"
     )
-    answers: tuple[str, ...] = runtime_field(
+    answers: tuple[InputPath, ...] = runtime_field(
         (), description="files of reference answers to the same items: item_id, and a column per annotator or judge"
     )
     output: str = runtime_field(description="directory or URI for the published report")
@@ -84,7 +84,7 @@ class AgreementSettings(Settings):
     journal_upload: JournalUpload = runtime_field(
         JournalUpload(), description="journal in an object store: when answers are uploaded"
     )
-    replay: tuple[str, ...] = runtime_field(
+    replay: tuple[InputPath, ...] = runtime_field(
         (), description="finished journals (files or directories) that are only read"
     )
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
@@ -101,7 +101,9 @@ class AgreementSettings(Settings):
 class CleanSettings(Settings):
     """`infembed clean`: records -> records without near-duplicates and without texts of evaluation sets."""
 
-    records: str = runtime_field(description="a published synthesis output, or a file or directory of InF-IR records")
+    records: RecordsPath = runtime_field(
+        description="a published synthesis output, or a file or directory of InF-IR records"
+    )
     output: str = runtime_field(description="directory or URI for the published records")
     near_duplicates: float | None = Field(
         0.7,
@@ -110,7 +112,7 @@ class CleanSettings(Settings):
         description="remove records of at least this similarity to an earlier one: Jaccard of the word trigrams of positive "
         "instruction, query and passage; null: none",
     )
-    evaluations: dict[str, str] = runtime_field(
+    evaluations: dict[str, InputPath] = runtime_field(
         {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"
     )
     ngram: int = Field(13, ge=2, description="consecutive words that count as an overlap with an evaluation set")
