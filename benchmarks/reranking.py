@@ -40,7 +40,6 @@ from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.modeling.pair_scorer import CrossEncoder, PairScorer
 from infembed_ray.modeling.rerankers import Classifier
 from infembed_ray.records.tables import Passage, Record, read
-from infembed_ray.serving.routing.reranking import fused_order
 
 Run = dict[str, dict[str, float]]
 TASKS = ["dev", "dev_reworded", "cranfield"]
@@ -82,15 +81,14 @@ def scored(scorer: PairScorer, task: Task, run: Run, depth: int) -> tuple[dict[s
     return found, 1e3 * (time.process_time() - began) / len(task.queries)
 
 
-def fused(run: Run, scores: dict[str, np.ndarray], weight: float) -> Run:
+def reranked(run: Run, scores: dict[str, np.ndarray]) -> Run:
     """Re-order the scored documents, before all others; the scores are minus the ranks."""
-    fused: Run = {}
+    reranked: Run = {}
     for query, ranking in run.items():
-        ids, cosines = list(ranking), list(ranking.values())
-        first = len(scores[query])
-        order = [ids[place] for place in fused_order(cosines[:first], scores[query], weight)] + ids[first:]
-        fused[query] = {id: -float(rank) for rank, id in enumerate(order)}
-    return fused
+        ids, first = list(ranking), len(scores[query])
+        order = [ids[place] for place in np.argsort(-scores[query], kind="stable")] + ids[first:]
+        reranked[query] = {id: -float(rank) for rank, id in enumerate(order)}
+    return reranked
 
 
 def figures(task: Task, run: Run) -> dict[str, float]:
@@ -109,7 +107,6 @@ def main() -> None:
     parser.add_argument("--cross-encoder", type=Path, help="a sequence classifier over pairs")
     parser.add_argument("--no-late", action="store_true", help="leave late interaction out")
     parser.add_argument("--depth", type=int, default=50)
-    parser.add_argument("--weights", type=float, nargs="+", default=[0.25, 0.5, 1.0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -128,9 +125,7 @@ def main() -> None:
         results[name] = {"dense": figures(task, run)}
         for label, scorer in scorers.items():
             scores, milliseconds = scored(scorer, task, run, arguments.depth)
-            for weight in arguments.weights:
-                found = figures(task, fused(run, scores, weight))
-                results[name][f"{label} {weight:g}"] = found | {"cpu_ms": round(milliseconds, 1)}
+            results[name][label] = figures(task, reranked(run, scores)) | {"cpu_ms": round(milliseconds, 1)}
         print(name, json.dumps(results[name], indent=1), flush=True)
     print(json.dumps(results))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from infembed_ray.config.analysis import AnalyzeSettings, CleanSettings
 from infembed_ray.config.base import Settings, runtime_field
-from infembed_ray.config.evaluation import EvaluateSettings, NamedRetriever
+from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
@@ -14,59 +16,11 @@ from infembed_ray.config.training import TrainSettings
 
 BASE, TRAINED = "base", "trained"
 """Labels of the backbone and of the trained model in the pipeline's evaluation."""
-OWN_FOLDER = "default: a folder of the pipeline's output"
-OR_EARLIER = "default: the output of the pipeline's earlier stage"
 
 
-class PipelineSynthesis(SynthesizeSettings):
-    """The stage `synthesize` of a pipeline."""
-
-    output: str = runtime_field("", description=OWN_FOLDER)
-
-
-class PipelineAnalysis(AnalyzeSettings):
-    """The stage `analyze` of a pipeline."""
-
-    records: str = runtime_field("", description=OR_EARLIER)
-    output: str = runtime_field("", description=OWN_FOLDER)
-
-
-class PipelineCleaning(CleanSettings):
-    """The stage `clean` of a pipeline."""
-
-    records: str = runtime_field("", description=OR_EARLIER)
-    output: str = runtime_field("", description=OWN_FOLDER)
-
-
-class PipelineTraining(TrainSettings):
-    """The stage `train` of a pipeline."""
-
-    output: str = runtime_field("", description=OWN_FOLDER)
-
-
-class PipelineEvaluation(EvaluateSettings):
-    """The stage `evaluate` of a pipeline."""
-
-    models: dict[str, NamedRetriever] = runtime_field(
-        {}, description=f"default: `{BASE}`, the backbone of the training, and `{TRAINED}`, its output"
-    )
-    output: str = runtime_field("", description=OWN_FOLDER)
-    gate: str | None = runtime_field(
-        TRAINED, description="label of the model that must pass `gates`; null: every model goes on to the index"
-    )
-
-
-class PipelineIndexing(IndexSettings):
-    """The stage `index` of a pipeline."""
-
-    model: str = runtime_field("", description=f"encoder; {OR_EARLIER}")
-    output: str = runtime_field("", description=OWN_FOLDER)
-
-
-class PipelineServing(ServeSettings):
-    """The stage `serve` of a pipeline."""
-
-    index: str = runtime_field("", description=OR_EARLIER)
+def _filled_in(**values: Any) -> BeforeValidator:
+    """Return a validator that gives a stage the settings that the pipeline fills in, unless they are given."""
+    return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
 
 
 WIRES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -86,16 +40,35 @@ HELD_OUT = ("evaluate", "records")
 
 
 class PipelineSettings(Settings):
-    """`infembed pipeline`: stages from seeds to the HTTP API, each from the output of the ones before."""
+    """`infembed pipeline`: stages from seeds to the HTTP API, each from the output of the ones before.
+
+    A stage without `output` publishes in its folder of the pipeline's output. What it takes from an earlier stage is left out.
+    """
 
     output: str = runtime_field(description="directory or URI; each stage publishes into its folder there")
-    synthesize: PipelineSynthesis | None = Field(None, description="seeds -> records")
-    analyze: PipelineAnalysis | None = Field(None, description="records -> quality report; `gates` stops the pipeline")
-    clean: PipelineCleaning | None = Field(None, description="records -> no near-duplicates or test texts")
-    train: PipelineTraining | None = Field(None, description="records + backbone -> checkpoint")
-    evaluate: PipelineEvaluation | None = Field(None, description="models -> tables; `gate` stops the pipeline")
-    index: PipelineIndexing | None = Field(None, description="checkpoint + corpus -> index")
-    serve: PipelineServing | None = Field(None, description="index -> HTTP API; `probes` decide whether it is promoted")
+    synthesize: Annotated[SynthesizeSettings, _filled_in(output="")] | None = Field(
+        None, description="seeds -> records"
+    )
+    analyze: Annotated[AnalyzeSettings, _filled_in(output="", records="")] | None = Field(
+        None, description="records -> quality report; `gates` stops the pipeline"
+    )
+    clean: Annotated[CleanSettings, _filled_in(output="", records="")] | None = Field(
+        None, description="records -> no near-duplicates or test texts"
+    )
+    train: Annotated[TrainSettings, _filled_in(output="")] | None = Field(
+        None, description="records + backbone -> checkpoint"
+    )
+    evaluate: Annotated[EvaluateSettings, _filled_in(output="", models={}, gate=TRAINED)] | None = Field(
+        None,
+        description=f"models (default: `{BASE}`, the backbone, and `{TRAINED}`) -> tables; `gate` (default: `{TRAINED}`) "
+        "stops the pipeline",
+    )
+    index: Annotated[IndexSettings, _filled_in(output="", model="")] | None = Field(
+        None, description="checkpoint + corpus -> index"
+    )
+    serve: Annotated[ServeSettings, _filled_in(index="")] | None = Field(
+        None, description="index -> HTTP API; `probes` decide whether it is promoted"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> PipelineSettings:

@@ -53,12 +53,6 @@ class RerankSettings(Settings):
         description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a baseline, a mapping of settings as in `models` of `infembed evaluate`, or a directory or hub name of a classifier that reads `{instruction} {query}`",
     )
     depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
-    weight: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="share of the reranker in the order, against the retrieval's cosine, both standardised per query",
-    )
     budget_ms: float = Field(
         1000.0, gt=0, description="milliseconds for re-ranking a search; after them, the retrieval's order is answered"
     )

@@ -28,8 +28,8 @@ from infembed_ray.serving.release import (
     IndexArguments,
     RerankerArguments,
 )
-from infembed_ray.serving.replicas import Encoder, ShardSearch
-from infembed_ray.serving.reranking.replica import Reranker
+from infembed_ray.serving.replicas import EncoderReplica, ShardSearch
+from infembed_ray.serving.reranking.replica import RerankerReplica
 from infembed_ray.serving.store_search import StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
@@ -49,7 +49,7 @@ def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serv
     settings = arguments.settings
     largest = settings.max_encoder_replicas or settings.encoder_replicas
     return serve.deployment(
-        Encoder,
+        EncoderReplica,
         name=ENCODER,
         ray_actor_options={
             "num_cpus": settings.cpus_per_encoder,
@@ -94,7 +94,7 @@ def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> se
     arguments = RerankerArguments.model_validate(arguments)
     settings = arguments.rerank
     return serve.deployment(
-        Reranker,
+        RerankerReplica,
         name=RERANKER,
         ray_actor_options={
             "num_cpus": settings.cpus,

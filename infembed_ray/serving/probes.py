@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from infembed_ray.serving.release import Probe, ProbeSet
 from infembed_ray.serving.service import Found, Query, Search
@@ -22,13 +22,6 @@ class ProbeFigures(NamedTuple):
     """nDCG@10 over all queries, those under the changed instruction too."""
     p_mrr: float | None
     """p-MRR over the probes whose changed instruction takes relevance away; None if there are none."""
-
-
-class Searcher(Protocol):
-    """The part of a `service.Service` that probes need."""
-
-    async def search(self, search: Search) -> Found:
-        """As `Service.search`."""
 
 
 def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -> str | None:
@@ -49,7 +42,7 @@ def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -
     return None
 
 
-async def probe(searcher: Searcher, probes: Sequence[Probe]) -> ProbeFigures:
+async def probe(search: Callable[[Search], Awaitable[Found]], probes: Sequence[Probe]) -> ProbeFigures:
     """Search all probes and measure the rankings."""
     from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures  # only the supervisor measures
 
@@ -57,7 +50,7 @@ async def probe(searcher: Searcher, probes: Sequence[Probe]) -> ProbeFigures:
     run: dict[str, dict[str, float]] = {}
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[start : start + QUERIES_AT_ONCE]
-        answer = await searcher.search(Search([query for _, query in some], TOP_K))
+        answer = await search(Search([query for _, query in some], TOP_K))
         for (name, _), hits in zip(some, answer.results, strict=True):
             run[name] = {hit.id: hit.score for hit in hits}
     judged = {f"{n}": p.relevant for n, p in enumerate(probes)}

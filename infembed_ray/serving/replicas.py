@@ -34,7 +34,7 @@ from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, Embedded, EmptySequence, QueueFull
-from infembed_ray.serving.http.app import Limits, create_app
+from infembed_ray.serving.http.app import RequestLimits, create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics import PUSH_S, snapshot
@@ -70,7 +70,7 @@ CLIENT_ERRORS = (QueueFull, DeadlineExceeded, EmptySequence)
 log = logging.getLogger(__name__)
 
 
-class Encoder:
+class EncoderReplica:
     """A replica of the encoder."""
 
     def __init__(self, arguments: EncoderArguments) -> None:
@@ -78,13 +78,13 @@ class Encoder:
         from infembed_ray.serving.encoder.known import describe
 
         model = str(resolve_input(arguments.model, "model")) if is_uri(arguments.model) else arguments.model
-        known = startup.in_background(lambda: describe(model, arguments.dimensions))
-        if known.fingerprint != arguments.fingerprint:
+        description = startup.in_background(lambda: describe(model, arguments.dimensions))
+        if description.fingerprint != arguments.fingerprint:
             raise RuntimeError(
-                f"model={arguments.model}: its fingerprint is {known.fingerprint} on this node and {arguments.fingerprint} where "
-                "`serve` was started; put the same checkpoint on all nodes"
+                f"model={arguments.model}: its fingerprint is {description.fingerprint} on this node and "
+                f"{arguments.fingerprint} where `serve` was started; put the same checkpoint on all nodes"
             )
-        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions, known)
+        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions, description)
         registry = CollectorRegistry()
         registry.register(EngineMetrics(self._engine))
         self._metrics = MetricsReporter(registry)
@@ -197,12 +197,12 @@ class ShardSearch:
 
     async def contents_many(self, items: Sequence[Sequence[Key]]) -> list[list[Content]]:
         """Return texts and metadata of the hits of several requests, as `LiveShard.contents`."""
-        found = iter(
+        contents = iter(
             await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._shard.contents, [key for keys in items for key in keys]
             )
         )
-        return [[next(found) for _ in keys] for keys in items]
+        return [[next(contents) for _ in keys] for keys in items]
 
     async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
         """Return the scores of the passages of several requests, each as `LiveShard.scores`."""
@@ -212,8 +212,8 @@ class ShardSearch:
 
     async def document(self, id: str) -> Document | None:
         """Return the document with an id."""
-        found = self._shard.get(id)
-        return None if found is None else Document(found.id, found.text, found.metadata)
+        content = self._shard.get(id)
+        return None if content is None else Document(content.id, content.text, content.metadata)
 
     async def ready(self) -> bool:
         """Return True once the shard is open."""
@@ -295,7 +295,7 @@ class Ingress:
             lambda: self._now.releases[DEFAULT_COLLECTION],
             lambda: self._now.fingerprint,
             self._keys,
-            Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
+            RequestLimits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
             collections=lambda: self._now.releases,

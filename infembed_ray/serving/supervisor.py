@@ -165,7 +165,7 @@ class Supervisor:
         figures = []
         for spec in (current, new):
             opened = Served.open(spec, self._arguments.settings, self._ingress)
-            figures.append(await probe(next(iter(opened.releases.values())), new.probes.probes))
+            figures.append(await probe(next(iter(opened.releases.values())).search, new.probes.probes))
         before, after = figures
         queries = counted(len(new.probes.probes), "probe")
         log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)

@@ -63,7 +63,7 @@ def test_figures_equal_those_by_hand() -> None:
         ),
         Probe(query="b", relevant=["3"]),
     ]
-    figures = asyncio.run(probe(searcher, probes))
+    figures = asyncio.run(probe(searcher.search, probes))
     ndcg = [dcg([2, 4]) / dcg([1, 2]), 1.0, 0.0]
     assert figures.ndcg == pytest.approx(100 * sum(ndcg) / 3)
     assert figures.p_mrr == pytest.approx(100 * (1 - 2 / 9))  # passage 1 fell from rank 2 to 9
@@ -71,13 +71,13 @@ def test_figures_equal_those_by_hand() -> None:
 
 def test_without_changed_instructions_there_is_no_p_mrr() -> None:
     searcher = Rankings({(f"q{n}", None): ["1"] for n in range(70)})
-    figures = asyncio.run(probe(searcher, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)]))
+    figures = asyncio.run(probe(searcher.search, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)]))
     assert figures == (pytest.approx(100), None)
     assert searcher.calls == [32, 32, 6]
 
 
 def test_an_empty_answer_counts_as_nothing_found() -> None:
-    figures = asyncio.run(probe(Rankings({("a", None): []}), [Probe(query="a", relevant=["1"])]))
+    figures = asyncio.run(probe(Rankings({("a", None): []}).search, [Probe(query="a", relevant=["1"])]))
     assert figures == (0.0, None)
 
 

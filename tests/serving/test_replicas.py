@@ -36,7 +36,7 @@ from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measu
 from infembed_ray.serving.encoder.engine import Facts
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import ApiArguments, IndexArguments
-from infembed_ray.serving.replicas import Encoder, EngineMetrics, Ingress, ShardSearch
+from infembed_ray.serving.replicas import EncoderReplica, EngineMetrics, Ingress, ShardSearch
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
 from infembed_ray.serving.service import Query
 from infembed_ray.storage.object_store import SCRATCH, Folder
@@ -72,7 +72,7 @@ class Engine:
 
 
 def encoder_replica(engine: Any) -> Any:
-    encoder: Any = object.__new__(Encoder)
+    encoder: Any = object.__new__(EncoderReplica)
     encoder._engine = engine
     encoder._metrics = type("Silent", (), {"start": lambda self: None})()
     return encoder

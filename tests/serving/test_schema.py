@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from infembed_ray.serving.embeddings_schema import EmbeddingsRequest, EmbeddingsResponse
-from infembed_ray.serving.schema import SearchRequest
+from infembed_ray.serving.schema import EmbeddingsRequest, EmbeddingsResponse, SearchRequest
 
 
 def request(**fields: Any) -> EmbeddingsRequest:

@@ -16,17 +16,15 @@ from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__
 from infembed_ray.config.serving import DEFAULT_COLLECTION
-from infembed_ray.serving import embeddings_schema, schema
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.http.collection_routes import add_collection_routes
-from infembed_ray.serving.http.collections import Collections
-from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid, too_large
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, HttpError, invalid, too_large
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.serving.http.openapi import openapi_document
-from infembed_ray.serving.http.routes import add_document_routes, add_query_routes, add_status_routes
+from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.service import Service
 
 DESCRIPTION = f"""
@@ -35,7 +33,7 @@ this server; it also takes `instruction` and `input_type`. `POST /v1/search` fin
 `/v1/documents` adds, replaces and deletes passages; searches show a change within a second. Both mean the default collection;
 `/v1/collections` lists all, and `/v1/collections/NAME/...` names one.
 
-Limits: {embeddings_schema.MAX_INPUTS} inputs or {schema.MAX_QUERIES} queries per request, {schema.MAX_CHARACTERS} characters per text,
+Limits: {schema.MAX_INPUTS} inputs or {schema.MAX_QUERIES} queries per request, {schema.MAX_CHARACTERS} characters per text,
 {schema.MAX_TOP_K} hits per query and {schema.MAX_HITS} per request, {schema.MAX_DOCUMENTS} documents per change. A text longer
 than the model's maximum length is truncated. With 429, 503 and 504, `Retry-After` gives the seconds to wait before a retry.
 Errors have OpenAI's shape. Answers carry `X-Request-Id`: the request's own, or a new one.
@@ -43,7 +41,7 @@ Errors have OpenAI's shape. Answers carry `X-Request-Id`: the request's own, or 
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of a request."""
 
     max_body_mib: float = 8.0
@@ -56,7 +54,7 @@ def create_app(
     service: Service | Callable[[], Service],
     deployment: str | Callable[[], str],
     keys: ApiKeys,
-    limits: Limits = Limits(),
+    limits: RequestLimits = RequestLimits(),
     *,
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
@@ -90,11 +88,10 @@ def create_app(
     current = service if callable(service) else lambda: service
     served = Collections(collections or (lambda: {DEFAULT_COLLECTION: current()}))
     fingerprint = deployment if callable(deployment) else lambda: deployment
-    app.router.route_class = Route
+    app.router.route_class = ApiRoute
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
-    add_query_routes(app.router, served)
-    add_document_routes(app.router, served)
     add_collection_routes(app.router, served)
+    add_model_routes(app.router, served)
     add_status_routes(app.router, served, fingerprint)
     app.include_router(playground_routes.router())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
@@ -107,7 +104,7 @@ def create_app(
     return app
 
 
-class Route(APIRoute):
+class ApiRoute(APIRoute):
     """A route under the API's limits, whose body is parsed and validated in one step by pydantic's own JSON parser."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -124,11 +121,11 @@ class Route(APIRoute):
                     parsed = model.model_validate_json(body)
                 except ValidationError as error:
                     raise invalid(error) from None  # the error's text contains the body's
-                response: Response = await self.endpoint(parsed, **request.path_params)
+                response: Response = await self.endpoint(parsed, request)
                 return response
 
         async def answer_in_time(request: Request) -> Response:
-            limits: Limits = request.app.state.limits
+            limits: RequestLimits = request.app.state.limits
             # Replace a part's own DeadlineExceeded, which names the time that was left for that part.
             with anyio.move_on_after(limits.request_timeout_s), suppress(DeadlineExceeded):
                 return await answer(request)
@@ -138,12 +135,12 @@ class Route(APIRoute):
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body; ApiError if it is not JSON or larger than the limit."""
+    """Return the body; HttpError if it is not JSON or larger than the limit."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         # A web page may send a body of any other type to any server without asking it first (CORS).
         message = f"Content-Type {content_type!r}: send the body as application/json"
-        raise ApiError(415, message, code="unsupported_media_type")
+        raise HttpError("unsupported_media_type", message)
     max_mib = request.app.state.limits.max_body_mib
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and float(announced) > max_mib * 2**20:
@@ -157,7 +154,7 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def _handler(as_api_error: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _handler(as_api_error: Callable[[Request, Any], HttpError]) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
         return as_api_error(request, error).response()
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ HEADER = (
 )
 SCOPES = ("read", "write", "admin")
 """What a key may do: read searches, embeds and reads documents; write puts and deletes documents; admin reads `/metrics`."""
+ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("ALLOWED", default=None)
+"""Collections that the key of the current request may use; None: all. The middleware sets it for every request."""
 _LINE = re.compile(
     r"(?P<digest>[0-9a-f]{64}) +(?P<name>\S+)(?: +(?P<scopes>[a-z,]+))?(?: +(?P<rate>\d+(?:\.\d+)?)/s)?"
     r"(?: +collections=(?P<collections>\S+))?"
@@ -110,11 +113,11 @@ class ApiKeys:
         self._reload()
         scheme, _, token = (authorization or b"").partition(b" ")
         presented = _digest(token.strip())
-        found = None
+        match = None
         for key in (*self._fixed_keys, *self._file_keys):  # no early exit
             if hmac.compare_digest(presented, key.digest):
-                found = key
-        return found if scheme.lower() == b"bearer" else None
+                match = key
+        return match if scheme.lower() == b"bearer" else None
 
     def wait_s(self, key: ApiKey) -> float:
         """Count a request of a key; return 0, or the seconds until its rate limit allows one, which then does not count."""

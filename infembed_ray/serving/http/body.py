@@ -8,7 +8,7 @@ from __future__ import annotations
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infembed_ray.serving.http.errors import ApiError, too_large, too_many_requests
+from infembed_ray.serving.http.errors import HttpError, too_large, too_many_requests
 from infembed_ray.serving.http.middleware import REQUEST_ID
 
 LIMIT_VARIABLE = "INFEMBED_MAX_BODY_MIB"
@@ -51,7 +51,7 @@ class BodyReader:
             with anyio.move_on_after(READ_TIMEOUT_S) as timer:
                 rejection = await self._read(scope, receive, chunks)
             if timer.cancelled_caught:
-                rejection = ApiError(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s")
+                rejection = HttpError(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s")
             if rejection is None:
                 chunks[:] = [b"".join(chunks)]
                 headers = [(n, v) for n, v in scope["headers"] if n != b"x-request-id" or REQUEST_ID.fullmatch(v)]
@@ -64,7 +64,7 @@ class BodyReader:
         rejection.headers["Connection"] = "close"  # the rest of the body is not read
         await rejection.response()(scope, receive, _lingering(receive, send))
 
-    async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> ApiError | None:
+    async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> HttpError | None:
         """Append the body's chunks; return the error for a rejected body."""
         announced = dict(scope["headers"]).get(b"content-length", b"")
         if announced.isdigit() and int(announced) > self._max_bytes:

@@ -42,34 +42,66 @@ STATUSES: Mapping[int, str] = {
 """Description of every error status of the API."""
 
 
-class ApiError(Exception):
-    """An error answer in OpenAI's shape."""
+CODES: Mapping[str, int] = {
+    "invalid_api_key": 401,
+    "missing_scope": 403,
+    "collection_not_allowed": 403,
+    "foreign_host": 403,
+    "read_only": 403,
+    "model_not_found": 404,
+    "collection_not_found": 404,
+    "document_not_found": 404,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+    "queue_full": 429,
+    "rate_limit_exceeded": 429,
+    "internal_error": 500,
+    "not_ready": 503,
+    "replica_lost": 503,
+    "changes_stuck": 503,
+    "changes_not_applied": 503,
+    "deadline_exceeded": 504,
+    "too_many_changes": 507,
+}
+"""Error code of the API -> its status. Errors without a code are told apart by `param` and the message."""
+RETRIED = frozenset({429, 503, 504})
+"""Statuses that ask the client to try again, with `Retry-After`."""
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class HttpError(Exception):
+    """An error answer in OpenAI's shape.
+
+    Args:
+        kind: one of `CODES`, or the status of an error without a code.
+        message: for a status of `RETRIED`, the time after which to try again is added.
+        param: the faulty field.
+        retry_after_s: for a status of `RETRIED`; rounded up to whole seconds, as HTTP requires.
+        headers: further ones.
+    """
 
     def __init__(
         self,
-        status: int,
+        kind: str | int,
         message: str,
         *,
-        type: str | None = None,
         param: str | None = None,
-        code: str | None = None,
+        retry_after_s: float = 1.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        code, self.status = (kind, CODES[kind]) if isinstance(kind, str) else (None, kind)
+        self.headers = dict(headers or {})
+        if self.status in RETRIED:
+            seconds = max(1, math.ceil(retry_after_s))
+            message = f"{message}; try again in {seconds} s"
+            self.headers["Retry-After"] = str(seconds)
         super().__init__(message)
-        self.status = status
         self.error = schema.Error(
             message=_printable(message),
-            type=type or ("server_error" if status >= 500 else "invalid_request_error"),
+            type=_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
             param=param and _printable(param),
             code=code,
         )
-        self.headers = dict(headers or {})
-
-    @classmethod
-    def later(cls, status: int, message: str, retry_after_s: float = 1.0, **more: Any) -> ApiError:
-        """Return an error that asks the client to retry after `retry_after_s`, rounded up to whole seconds as HTTP requires."""
-        seconds = max(1, math.ceil(retry_after_s))
-        return cls(status, f"{message}; try again in {seconds} s", headers={"Retry-After": str(seconds)}, **more)
 
     def response(self) -> Response:
         """Return the HTTP response."""
@@ -81,37 +113,31 @@ def json_response(body: BaseModel, status: int = 200, headers: Mapping[str, str]
     return Response(body.__pydantic_serializer__.to_json(body), status, headers, "application/json")
 
 
-def too_large(most_mib: float) -> ApiError:
+def too_large(max_mib: float) -> HttpError:
     """Return the error for a body above the limit. The connection closes, because the rest of the body is not read."""
-    return ApiError(
-        413,
-        f"the body is larger than {most_mib:g} MiB; send fewer texts at a time",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )
+    message = f"the body is larger than {max_mib:g} MiB; send fewer texts at a time"
+    return HttpError("body_too_large", message, headers={"Connection": "close"})
 
 
-def too_many_requests() -> ApiError:
+def too_many_requests() -> HttpError:
     """Return the answer to a request over the limit."""
-    return ApiError.later(429, "too many requests are waiting", 2.0, type="rate_limit_error", code="queue_full")
+    return HttpError("queue_full", "too many requests are waiting", retry_after_s=2.0)
 
 
 KEY_LIMIT_HEADER = "X-RateLimit-Limit-Requests"
 """Header of answers to requests above the rate limit of their API key; they are no sign of overload."""
 
 
-def key_rate_limited(rate: float, wait_s: float) -> ApiError:
+def key_rate_limited(rate: float, wait_s: float) -> HttpError:
     """Return the answer to a request above the rate limit of its API key (requests per second)."""
     message = f"this API key allows {rate:g} requests per second"
-    error = ApiError.later(429, message, wait_s, type="rate_limit_error", code="rate_limit_exceeded")
-    error.headers[KEY_LIMIT_HEADER] = f"{rate:g}"
-    return error
+    return HttpError("rate_limit_exceeded", message, retry_after_s=wait_s, headers={KEY_LIMIT_HEADER: f"{rate:g}"})
 
 
-def invalid(error: ValidationError) -> ApiError:
+def invalid(error: ValidationError) -> HttpError:
     """Return the error for the first invalid field of a body."""
     if error.error_count() > _MAX_DETAILED_ERRORS:
-        return ApiError(400, f"the body has {error.error_count()} errors; see /docs for its schema")
+        return HttpError(400, f"the body has {error.error_count()} errors; see /docs for its schema")
     first = error.errors(include_url=False, include_input=False)[0]
     # The second part may be the tag of a union, which the client does not know.
     field = [str(part) for i, part in enumerate(first["loc"]) if not (i == 1 and part in _UNION_TAGS)]
@@ -124,51 +150,49 @@ def invalid(error: ValidationError) -> ApiError:
         message = f"{'.'.join(field)}: no such field"
     else:
         message = f"{'.'.join(field)}: {reason}" if field else reason
-    return ApiError(400, message, param=field[0] if field else None)
+    return HttpError(400, message, param=field[0] if field else None)
 
 
 _UNION_TAGS = frozenset({"text", "texts", "tokens", "token arrays", "query", "queries", "instruction", "instructions"})
 
 
-def _http_error(request: Request, error: HTTPException) -> ApiError:
+def _http_error(request: Request, error: HTTPException) -> HttpError:
     headers = error.headers
     if error.status_code == 405:  # the router lists the methods of the first route only
         routes = [route for route in request.app.routes if isinstance(route, Route)]
         methods = {m for route in routes if route.path_regex.match(request.scope["path"]) for m in route.methods or ()}
         headers = {"Allow": ", ".join(sorted(methods))}
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=headers)
+    return HttpError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=headers)
 
 
-EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]] = {
-    ApiError: lambda _, error: error,
+EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], HttpError]] = {
+    HttpError: lambda _, error: error,
     HTTPException: _http_error,
-    FilterError: lambda _, error: ApiError(400, str(error), param="filter"),
-    ChangeError: lambda _, error: ApiError(400, str(error), param="documents"),
-    EmptySequence: lambda _, error: ApiError(400, f"{error}: send text", param="input"),
-    ReadOnly: lambda *_: ApiError(403, "this index is read-only: documents cannot be put or deleted", code="read_only"),
-    Stuck: lambda _, error: ApiError.later(
-        503, f"changes of documents are not applied: {error}", STUCK_RETRY_S, code="changes_stuck"
+    FilterError: lambda _, error: HttpError(400, str(error), param="filter"),
+    ChangeError: lambda _, error: HttpError(400, str(error), param="documents"),
+    EmptySequence: lambda _, error: HttpError(400, f"{error}: send text", param="input"),
+    ReadOnly: lambda *_: HttpError("read_only", "this index is read-only: documents cannot be put or deleted"),
+    Stuck: lambda _, error: HttpError(
+        "changes_stuck", f"changes of documents are not applied: {error}", retry_after_s=STUCK_RETRY_S
     ),
-    TooManyChanges: lambda _, error: ApiError(
-        507,
+    TooManyChanges: lambda _, error: HttpError(
+        "too_many_changes",
         f"compact_at: {error.args[0]} documents differ from the index version, and at most {error.args[1]} may; "
         "run `infembed index compact` and serve the next version, raise compact_at, or use an external engine, which takes "
         "any number of changes",
-        code="too_many_changes",
     ),
-    NotApplied: lambda _, error: ApiError.later(
-        503,
+    NotApplied: lambda _, error: HttpError(
+        "changes_not_applied",
         f"min_sequence={error.args[0]}: {error.args[1]} has applied the changes up to {error.args[2]} only",
         param="min_sequence",
-        code="changes_not_applied",
     ),
-    QueueFull: lambda _, error: ApiError.later(
-        429, "too many requests are waiting", error.retry_after_s, type="rate_limit_error", code="queue_full"
+    QueueFull: lambda _, error: HttpError(
+        "queue_full", "too many requests are waiting", retry_after_s=error.retry_after_s
     ),
-    ReplicaLost: lambda _, error: ApiError.later(
-        503, "a part of the service is not available", error.retry_after_s, code="replica_lost"
+    ReplicaLost: lambda _, error: HttpError(
+        "replica_lost", "a part of the service is not available", retry_after_s=error.retry_after_s
     ),
-    DeadlineExceeded: lambda _, error: ApiError.later(504, str(error), code="deadline_exceeded"),
+    DeadlineExceeded: lambda _, error: HttpError("deadline_exceeded", str(error)),
 }
 """Exception of a request -> error answer. Any other exception is a 500."""
 

@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infembed_ray.serving.http.auth import ApiKeys, is_loopback
-from infembed_ray.serving.http.collections import ALLOWED
-from infembed_ray.serving.http.errors import ApiError, key_rate_limited
+from infembed_ray.serving.http.auth import ALLOWED, ApiKeys, is_loopback
+from infembed_ray.serving.http.errors import HttpError, key_rate_limited
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +69,7 @@ class ApiMiddleware:
     """Checks keys before the body is read, adds the response headers and counts the requests.
 
     Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. The routes learn which
-    collections the key may use (`collections.ALLOWED`). An API without keys
-    serves its own machine only: a request with a foreign Host header gets 403. Otherwise a web page in a browser of that
+    collections the key may use (`auth.ALLOWED`). An API without keys serves its own machine only: a request with a foreign Host header gets 403. Otherwise a web page in a browser of that
     machine could send requests under a host name that resolves to 127.0.0.1 (DNS rebinding).
 
     Args:
@@ -120,39 +118,33 @@ class ApiMiddleware:
             log.error(text, scope["method"], _route(scope), name, exc_info=error, extra={"request_id": name})
             if status is not None:
                 raise  # part of an answer has been sent: only the connection can be broken
-            internal = ApiError(500, "internal error; the server's log has the details", code="internal_error")
+            internal = HttpError("internal_error", "internal error; the server's log has the details")
             await internal.response()(scope, receive, send_with_headers)
         finally:
             self._metrics.end(_route(scope), status, time.perf_counter() - start)
 
-    def _check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+    def _check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> HttpError | None:
         """Return the error for a request that is not allowed; note which collections its key may use."""
         ALLOWED.set(None)
         if not self._keys:
             host = headers.get(b"host", b"").decode("latin-1")
             if is_loopback(_hostname(host)):
                 return None
-            return ApiError(
-                403,
+            return HttpError(
+                "foreign_host",
                 f"host {host!r}: this API has no keys and serves its own machine only, as 127.0.0.1 or localhost; "
                 "configure API keys to reach it under another name",
-                code="foreign_host",
             )
         if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
         key = self._keys.find(headers.get(b"authorization"))
         if key is None:
-            return ApiError(
-                401,
-                "send a valid API key: Authorization: Bearer KEY",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "send a valid API key: Authorization: Bearer KEY"
+            return HttpError("invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
         scope = _scope_of(method, path)
         if scope not in key.scopes:
             message = f"this API key has no scope {scope!r}, which {method} {path} needs; use a key that has it"
-            return ApiError(403, message, code="missing_scope")
+            return HttpError("missing_scope", message)
         if wait_s := self._keys.wait_s(key):
             return key_rate_limited(key.rate or 0.0, wait_s)
         ALLOWED.set(key.collections)

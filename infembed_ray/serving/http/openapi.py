@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from infembed_ray.serving import schema
-from infembed_ray.serving.http.errors import STATUSES
+from infembed_ray.serving.http.errors import RETRIED, STATUSES
 from infembed_ray.serving.http.middleware import OPEN_PATHS
 
 
@@ -19,7 +19,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {
             "model": schema.ErrorResponse,
             "description": STATUSES[status],
-            **({"headers": retry_after} if status in (429, 503, 504) else {}),
+            **({"headers": retry_after} if status in RETRIED else {}),
         }
         for status in sorted({*statuses, 403, 429, 500, 503, 504})
     }
@@ -42,6 +42,9 @@ def openapi_document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
                 }
             operation["responses"] = dict(sorted(responses.items()))
+            if "{collection}" in path:  # the routes read it from the path themselves
+                name = {"name": "collection", "in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [name, *operation.get("parameters", [])]
             if needs_key and path not in OPEN_PATHS:
                 operation["security"] = [{"bearer": []}]
     for unused in ("HTTPValidationError", "ValidationError"):

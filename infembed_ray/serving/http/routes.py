@@ -1,4 +1,4 @@
-"""Routes of the HTTP API: embeddings, search, documents, models and status.
+"""Routes of the HTTP API: embeddings, search, documents, collections, models and status.
 
 Each request reads the current `Service` of its collection once, so it is answered by one release even if another one takes over meanwhile.
 """
@@ -6,22 +6,23 @@ Each request reads the current `Service` of its collection once, so it is answer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.retrieval import filters
-from infembed_ray.serving import embeddings_schema, schema
-from infembed_ray.serving.http.collections import Collections
-from infembed_ray.serving.http.errors import ApiError, json_response
+from infembed_ray.serving import schema
+from infembed_ray.serving.http.auth import ALLOWED
+from infembed_ray.serving.http.errors import HttpError, json_response
 from infembed_ray.serving.http.openapi import error_responses
 from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Search, Service, Stuck
 
-SearchAnswer = schema.SearchResponse | schema.SearchManyResponse
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
 TURN_BYTES = 2**17
 """Bytes of an answer that are serialised before other requests get a turn: about a millisecond's work."""
 
@@ -35,59 +36,113 @@ class AnyId(PathConvertor):
 register_url_convertor("any", AnyId())
 
 
-def add_query_routes(api: APIRouter, collections: Collections) -> None:
-    """Add the routes that encode: embeddings and search."""
+class Collections:
+    """Name -> the service of a collection, for the request that runs now.
 
-    @api.post("/v1/embeddings", response_model=embeddings_schema.EmbeddingsResponse, responses=error_responses(404))
-    async def embeddings(request: embeddings_schema.EmbeddingsRequest) -> Response:
+    Args:
+        all: returns the services of a new request, the default collection first. They are of one release.
+    """
+
+    def __init__(self, all: Callable[[], Mapping[str, Service]]) -> None:
+        self.all = all
+
+    def __getitem__(self, name: str) -> Service:
+        """Return the service of a collection; HttpError if there is none, or the key may not use it."""
+        allowed = ALLOWED.get()
+        if allowed is not None and name not in allowed:  # the same answer whether there is such a collection or not
+            message = f"this API key may not use the collection {name!r}; it may use {', '.join(sorted(allowed))}"
+            message = f"{message} (/v1/collections/NAME)"
+            raise HttpError("collection_not_allowed", message, param="collection")
+        visible = self.visible()
+        if name not in visible:
+            message = f"there is no collection {name!r}; there are {', '.join(visible)}"
+            raise HttpError("collection_not_found", message, param="collection")
+        return visible[name]
+
+    def of(self, request: Request) -> Service:
+        """Return the service of the collection in a request's path; without one, of the default collection."""
+        return self[request.path_params.get("collection", DEFAULT_COLLECTION)]
+
+    def visible(self) -> dict[str, Service]:
+        """Return the collections that the key may use."""
+        allowed = ALLOWED.get()
+        return {name: service for name, service in self.all().items() if allowed is None or name in allowed}
+
+    def models(self) -> list[schema.Model]:
+        """Return the card of each model: that of its first collection which the key may use."""
+        cards = [service.card for service in self.visible().values()]
+        return list({card.id: card for card in reversed(cards)}.values())[::-1]
+
+    def encoding(self, model: str | None) -> Service:
+        """Return the service that embeds texts: of the default collection, unless another model is named.
+
+        Every key may use every encoder: vectors of the client's own texts tell nothing about a collection.
+        """
+        services = self.all()
+        return next((one for one in services.values() if one.card.id == model), services[DEFAULT_COLLECTION])
+
+
+def add_collection_routes(api: APIRouter, collections: Collections) -> None:
+    """Add the routes of a collection: search and documents, each for the default collection and for a named one."""
+
+    def both(method: str, path: str, model: Any, *statuses: int) -> Callable[[Endpoint], Endpoint]:
+        def register(endpoint: Endpoint) -> Endpoint:
+            for prefix, more in (("/v1", ()), ("/v1/collections/{collection}", (404,))):
+                responses = error_responses(*statuses, *more)
+                api.add_api_route(prefix + path, endpoint, methods=[method], response_model=model, responses=responses)
+            return endpoint
+
+        return register
+
+    @both("POST", "/search", schema.SearchResponse | schema.SearchManyResponse, 404)
+    async def search(body: schema.SearchRequest, request: Request) -> Response:
+        """Search the nearest passages to one query or several queries, each under an instruction, best first."""
+        return await _answer_search(collections.of(request), body)
+
+    @both("PUT", "/documents", schema.ChangeResponse, 507)
+    async def put_documents(body: schema.PutRequest, request: Request) -> Response:
+        """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
+        return await _answer_put(collections.of(request), body)
+
+    @both("DELETE", "/documents", schema.ChangeResponse)
+    async def delete_documents(body: schema.DeleteRequest, request: Request) -> Response:
+        """Delete documents. Durable when answered, gone from search results within a second."""
+        return await _answer_delete(collections.of(request), body.ids)
+
+    @both("DELETE", "/documents/{id:any}", schema.ChangeResponse, 400)
+    async def delete_document(id: str, request: Request) -> Response:
+        """Delete one document; its id may contain slashes."""
+        return await _answer_delete(collections.of(request), [_checked_id(id)])
+
+    @both("GET", "/documents/{id:any}", schema.DocumentResponse, 400, 404)
+    async def document(id: str, request: Request) -> Response:
+        """Return the current state of one document; its id may contain slashes."""
+        passage = await collections.of(request).document(_checked_id(id))
+        if passage is None:
+            raise HttpError("document_not_found", f"there is no document {id!r}", param="id")
+        return json_response(schema.DocumentResponse(id=passage.id, text=passage.text, metadata=dict(passage.metadata)))
+
+
+def add_model_routes(api: APIRouter, collections: Collections) -> None:
+    """Add embeddings, and the lists of collections and models."""
+
+    @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
+    async def embeddings(body: schema.EmbeddingsRequest, request: Request) -> Response:
         """Embed texts or token arrays: one unit vector per input, in order."""
-        service = collections.encoding(request.model)
-        card = require_model(service, request.model)
-        inputs = request.inputs()
-        _require_possible(request, inputs, card)
-        embedded = await service.embed(inputs, request.kind(), request.instruction)
-        pieces = embeddings_schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, request)
+        service = collections.encoding(body.model)
+        card = _require_model(service, body.model)
+        inputs = body.inputs()
+        _require_possible(body, inputs, card)
+        embedded = await service.embed(inputs, body.kind(), body.instruction)
+        pieces = schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, body)
         return Response(await _join(pieces), media_type="application/json")
 
-    @api.post("/v1/search", response_model=SearchAnswer, responses=error_responses(404))
-    async def search(request: schema.SearchRequest) -> Response:
-        """Search the nearest passages to one query or several queries, each under an instruction, best first."""
-        return await answer_search(collections[DEFAULT_COLLECTION], request)
-
-
-def add_document_routes(api: APIRouter, collections: Collections) -> None:
-    """Add the routes that read and change documents of the default collection."""
-
-    @api.put("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses(507))
-    async def put_documents(request: schema.PutRequest) -> Response:
-        """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
-        return await answer_put(collections[DEFAULT_COLLECTION], request)
-
-    @api.delete("/v1/documents", response_model=schema.ChangeResponse, responses=error_responses())
-    async def delete_documents(request: schema.DeleteRequest) -> Response:
-        """Delete documents. Durable when answered, gone from search results within a second."""
-        return await answer_delete(collections[DEFAULT_COLLECTION], request.ids)
-
-    @api.delete("/v1/documents/{id:any}", response_model=schema.ChangeResponse, responses=error_responses(400))
-    async def delete_document(id: str) -> Response:
-        """Delete one document; its id may contain slashes."""
-        return await answer_delete(collections[DEFAULT_COLLECTION], [checked_id(id)])
-
-    @api.get(
-        "/v1/documents/{id:any}",
-        response_model=schema.DocumentResponse,
-        responses=error_responses(400, 404),
-    )
-    async def document(id: str) -> Response:
-        """Return the current state of one document; its id may contain slashes."""
-        return await answer_document(collections[DEFAULT_COLLECTION], checked_id(id))
-
-
-def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
-    """Add the routes that describe the server: models, health and metrics."""
-
-    def health() -> Response:
-        return json_response(schema.HealthResponse(deployment=deployment()))
+    @api.get("/v1/collections", response_model=schema.CollectionsResponse, responses=error_responses())
+    async def list_collections() -> Response:
+        """Return the collections that the key may use, the default one first: their models and indexes."""
+        cards = {name: service.card for name, service in collections.visible().items()}
+        data = [schema.Collection(name=name, model=card) for name, card in cards.items()]
+        return json_response(schema.CollectionsResponse(data=data))
 
     @api.get("/v1/models", response_model=schema.ModelsResponse, responses=error_responses())
     async def models() -> Response:
@@ -100,6 +155,13 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
         cards = collections.models()
         return json_response(next((card for card in cards if card.id == model), None) or _other_model(model, cards))
 
+
+def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
+    """Add health and metrics."""
+
+    def health() -> Response:
+        return json_response(schema.HealthResponse(deployment=deployment()))
+
     @api.get("/healthz", response_model=schema.HealthResponse, responses=error_responses())
     async def healthz() -> Response:
         """Liveness: the API process answers."""
@@ -110,7 +172,7 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
         """Readiness: the encoder and all shards of all collections answer, and the shards apply changes."""
         services = collections.all()
         if not all(await asyncio.gather(*(service.ready() for service in services.values()))):
-            raise ApiError.later(503, "encoder or shards do not answer yet", code="not_ready")
+            raise HttpError("not_ready", "encoder or shards do not answer yet")
         faults = await asyncio.gather(*(service.fault() for service in services.values()))
         for (name, service), fault in zip(services.items(), faults, strict=True):
             if fault:
@@ -135,16 +197,16 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
 # ------------------------------------------------------------------------------------- answers of one collection
 
 
-async def answer_search(service: Service, request: schema.SearchRequest) -> Response:
+async def _answer_search(service: Service, request: schema.SearchRequest) -> Response:
     """Answer a search."""
-    card = require_model(service, request.model)
+    card = _require_model(service, request.model)
     filters.parse(request.filter, card.metadata)  # raises before anything is encoded
     queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
     if request.hybrid and not card.lexical:
-        raise ApiError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
+        raise HttpError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
     if request.rerank and card.reranker is None:
         message = "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
-        raise ApiError(400, message, param="rerank")
+        raise HttpError(400, message, param="rerank")
     asked = Search(
         queries,
         request.top_k,
@@ -156,11 +218,11 @@ async def answer_search(service: Service, request: schema.SearchRequest) -> Resp
         request.explain,
         rerank=request.rerank,
     )
-    found = await service.search(asked)
-    return json_response(_search_answer(found, isinstance(request.query, list)))
+    answer = await service.search(asked)
+    return json_response(_search_answer(answer, isinstance(request.query, list)))
 
 
-async def answer_put(service: Service, request: schema.PutRequest) -> Response:
+async def _answer_put(service: Service, request: schema.PutRequest) -> Response:
     """Put documents."""
     _require_writable(service)
     documents = [
@@ -175,7 +237,7 @@ async def answer_put(service: Service, request: schema.PutRequest) -> Response:
     return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
 
 
-async def answer_delete(service: Service, ids: list[str]) -> Response:
+async def _answer_delete(service: Service, ids: list[str]) -> Response:
     """Delete documents."""
     _require_writable(service)
     ids = list(dict.fromkeys(ids))
@@ -183,18 +245,10 @@ async def answer_delete(service: Service, ids: list[str]) -> Response:
     return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
 
 
-async def answer_document(service: Service, id: str) -> Response:
-    """Return a document."""
-    found = await service.document(id)
-    if found is None:
-        raise ApiError(404, f"there is no document {id!r}", param="id", code="document_not_found")
-    return json_response(schema.DocumentResponse(id=found.id, text=found.text, metadata=dict(found.metadata)))
-
-
-def checked_id(id: str) -> str:
-    """Return the id of a document in a path; ApiError if it is none."""
+def _checked_id(id: str) -> str:
+    """Return the id of a document in a path; HttpError if it is none."""
     if not 1 <= len(id) <= schema.MAX_ID_CHARACTERS:
-        raise ApiError(400, f"id: must have 1 to {schema.MAX_ID_CHARACTERS} characters", param="id")
+        raise HttpError(400, f"id: must have 1 to {schema.MAX_ID_CHARACTERS} characters", param="id")
     return id
 
 
@@ -203,32 +257,32 @@ def _require_writable(service: Service) -> None:
         raise ReadOnly
 
 
-def require_model(service: Service, name: str | None) -> schema.Model:
-    """Return the card of the served model; ApiError if a request names another model."""
+def _require_model(service: Service, name: str | None) -> schema.Model:
+    """Return the card of the served model; HttpError if a request names another model."""
     card = service.card
     return card if name in (None, card.id) else _other_model(str(name), [card])
 
 
 def _other_model(name: str, cards: Sequence[schema.Model]) -> NoReturn:
-    known = ", ".join(repr(card.id) for card in cards)
-    message = f"the model {name!r} is not served here; the served model is {known}"
-    raise ApiError(404, message, param="model", code="model_not_found")
+    served = ", ".join(repr(card.id) for card in cards)
+    message = f"the model {name!r} is not served here; the served model is {served}"
+    raise HttpError("model_not_found", message, param="model")
 
 
 def _require_possible(
-    request: embeddings_schema.EmbeddingsRequest, inputs: list[str] | list[list[int]], card: schema.Model
+    request: schema.EmbeddingsRequest, inputs: list[str] | list[list[int]], card: schema.Model
 ) -> None:
-    """ApiError if the model has fewer dimensions than the request asks for, or does not know a token id."""
+    """HttpError if the model has fewer dimensions than the request asks for, or does not know a token id."""
     if request.dimensions is not None and request.dimensions > card.dimension:
         message = f"dimensions={request.dimensions}: the model has {card.dimension}; ask for at most that many"
-        raise ApiError(400, message, param="dimensions")
+        raise HttpError(400, message, param="dimensions")
     largest = max((max(tokens) for tokens in inputs if isinstance(tokens, list)), default=0)
     if largest >= card.vocabulary:
         message = (
             f"input: token id {largest}: the vocabulary of {card.id} ends at {card.vocabulary - 1}; "
             "send ids of the model's own tokenizer, or text"
         )
-        raise ApiError(400, message, param="input")
+        raise HttpError(400, message, param="input")
 
 
 async def _join(pieces: Iterable[bytes]) -> bytes:
@@ -243,32 +297,32 @@ async def _join(pieces: Iterable[bytes]) -> bytes:
     return b"".join(joined)
 
 
-def _search_answer(found: Found, many: bool) -> schema.SearchResponse | schema.SearchManyResponse:
+def _search_answer(answer: Found, many: bool) -> schema.SearchResponse | schema.SearchManyResponse:
     common: dict[str, Any] = {
-        "index_version": found.index_version,
-        "sequence": found.sequence,
-        "model": found.model,
-        "timings": found.timings,
-        "partial": bool(found.missing_shards),
-        "missing_shards": list(found.missing_shards),
-        "notes": list(found.notes),
-        "explanation": found.explanation,
+        "index_version": answer.index_version,
+        "sequence": answer.sequence,
+        "model": answer.model,
+        "timings": answer.timings,
+        "partial": bool(answer.missing_shards),
+        "missing_shards": list(answer.missing_shards),
+        "notes": list(answer.notes),
+        "explanation": answer.explanation,
     }
     if many:
-        results = [schema.SearchResult(hits=list(hits)) for hits in found.results]
+        results = [schema.SearchResult(hits=list(hits)) for hits in answer.results]
         return schema.SearchManyResponse(results=results, **common)
-    return schema.SearchResponse(hits=list(found.results[0]), **common)
+    return schema.SearchResponse(hits=list(answer.results[0]), **common)
 
 
 def _checked_metadata(metadata: dict[str, Any], card: schema.Model, where: str) -> dict[str, schema.Metadata]:
-    """Return a document's metadata; ApiError if a field or a type is not the index's."""
+    """Return a document's metadata; HttpError if a field or a type is not the index's."""
     for field, value in metadata.items():
         if field not in card.metadata:
-            known = f"the index has {', '.join(card.metadata)}" if card.metadata else "the index has none"
-            raise ApiError(400, f"{where}: no field {field!r}; {known}", param="documents")
+            fields = f"the index has {', '.join(card.metadata)}" if card.metadata else "the index has none"
+            raise HttpError(400, f"{where}: no field {field!r}; {fields}", param="documents")
         if value is not None:
             try:
                 filters.typed(value, card.metadata[field])
             except ValueError as error:
-                raise ApiError(400, f"{where}.{field}: {error}", param="documents") from None
+                raise HttpError(400, f"{where}.{field}: {error}", param="documents") from None
     return metadata

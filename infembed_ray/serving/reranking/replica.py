@@ -21,7 +21,7 @@ from infembed_ray.serving.reranking.engine import RerankEngine, load
 log = logging.getLogger(__name__)
 
 
-class Reranker:
+class RerankerReplica:
     """A replica of the reranker."""
 
     def __init__(self, arguments: RerankerArguments) -> None:

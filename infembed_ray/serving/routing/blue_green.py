@@ -129,7 +129,7 @@ class Release:
         reranked = Reranked(ranked.results, None, 0.0)
         if reranker:
             reranked = await reranker(search.queries, ranked.results, deadline)
-        found = Found(
+        answer = Found(
             results=[hits[: search.top_k] for hits in reranked.results],
             model=self.card.id,
             index_version=self.card.index_version,
@@ -143,16 +143,16 @@ class Release:
             notes=[reranked.note] if reranked.note else [],
         )
         if search.explain:
-            found = await self._explained(search, found, vectors, deadline)
-        return found
+            answer = await self._explained(search, answer, vectors, deadline)
+        return answer
 
-    async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:
+    async def _explained(self, search: Search, answer: Found, vectors: np.ndarray, deadline: float) -> Found:
         """Add the explanation of its hits to the answer to one query.
 
         Args:
             vectors: (2 + phrases, d), of the queries of `_leave_one_out`.
         """
-        (hits,), (query,) = found.results, search.queries
+        (hits,), (query,) = answer.results, search.queries
         plain = await self.search(
             replace(search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False)
         )
@@ -161,12 +161,12 @@ class Release:
         scores = await self._fan_out.scores(wanted, vectors, deadline, search.allow_partial)
         phrases = explaining.phrases_of(query.instruction or "")
         explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
-        notes = list(found.notes)
+        notes = list(answer.notes)
         if plain.missing_shards:
             notes.append(f"explain: ranks without the instruction leave out {', '.join(plain.missing_shards)}.")
         if lost := len(wanted) - len(scores):
             notes.append(f"explain: passages that changed meanwhile or whose shard did not answer: {lost}.")
-        return found._replace(explanation=explanation, notes=notes)
+        return answer._replace(explanation=explanation, notes=notes)
 
     async def put(self, documents: Sequence[Document]) -> int:
         """As `Service.put`."""
@@ -187,8 +187,8 @@ class Release:
     async def document(self, id: str) -> Document | None:
         """As `Service.document`."""
         shard = self._shards[shard_of(id, len(self._shards))]
-        found: Document | None = await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
-        return found
+        document: Document | None = await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
+        return document
 
     async def ready(self, with_reranker: bool = False) -> bool:
         """Return whether the encoder and every shard answer, and the reranker if asked for: searches do without it."""
@@ -202,8 +202,8 @@ class Release:
     async def fault(self) -> str | None:
         """As `Service.fault`. A shard that does not answer keeps the fault that it reported last."""
         await self._know_states()
-        known = zip(self.spec.shards, self._states, strict=True)
-        return next((f"{shard}: {state.fault}" for shard, state in known if state.fault), None)
+        states = zip(self.spec.shards, self._states, strict=True)
+        return next((f"{shard}: {state.fault}" for shard, state in states if state.fault), None)
 
     async def changed_documents(self) -> float:
         """Documents that differ from the index version, on average per shard."""

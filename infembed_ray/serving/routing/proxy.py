@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import in_one_line
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, BodyReader
-from infembed_ray.serving.http.errors import ApiError, too_many_requests
+from infembed_ray.serving.http.errors import HttpError, too_many_requests
 from infembed_ray.serving.routing.admission import AdmissionControl, has_header
 
 log = logging.getLogger(__name__)
@@ -114,10 +114,10 @@ class _ReplayedBody:
         return receive
 
 
-def _api_error(serve_status: int | None) -> ApiError:
+def _api_error(serve_status: int | None) -> HttpError:
     """Return an error of Serve's own as the API reports it; None: all attempts failed."""
     if serve_status == 404:
-        return ApiError.later(503, "nothing is served here yet", code="not_ready")
+        return HttpError("not_ready", "nothing is served here yet")
     if serve_status == 429:
         return too_many_requests()
-    return ApiError.later(503, "a part of the service is not available", code="replica_lost")
+    return HttpError("replica_lost", "a part of the service is not available")

@@ -40,7 +40,7 @@ class RerankStage:
     """Re-orders the first hits of searches. All calls come from one event loop.
 
     Args:
-        settings: depth, weight and budget.
+        settings: depth and budget.
         reranker: has `score_many(list[(query, instruction, texts)], timeout_s) -> list[array]` and `ready()`.
 
     Attributes:
@@ -80,7 +80,7 @@ class RerankStage:
             ordered = [list(hits) for hits in results]
         else:
             note = None
-            ordered = [_in_order(hits, s, self.settings.weight) for hits, s in zip(results, scores, strict=True)]
+            ordered = [_in_order(hits, s) for hits, s in zip(results, scores, strict=True)]
         return Reranked(ordered, note, 1e3 * (time.perf_counter() - start))
 
     async def ready(self) -> bool:
@@ -110,31 +110,10 @@ class RerankStage:
             return FAILED, None
 
 
-def fused_order(cosines: Sequence[float], relevance: np.ndarray, weight: float) -> list[int]:
-    """Return the places of a ranking in the order of both scores; ties keep the order of the retrieval.
-
-    Args:
-        cosines: (n) scores of the retrieval, best first.
-        relevance: (n) scores of the reranker.
-        weight: share of the reranker in [0, 1]. Each score is standardised over the n places first, because the scales
-            differ: a cosine, and a logit of any model.
-    """
-    fused = weight * _standardised(relevance) + (1 - weight) * _standardised(np.asarray(cosines))
-    places: list[int] = np.argsort(-fused, kind="stable").tolist()
-    return places
-
-
-def _standardised(scores: np.ndarray) -> np.ndarray:
-    wide = scores.astype(np.float64)
-    deviation = wide.std() if len(wide) else 0.0
-    return (wide - wide.mean()) / deviation if deviation > 0 else np.zeros_like(wide)
-
-
-def _in_order(hits: Sequence[SearchHit], relevance: np.ndarray, weight: float) -> list[SearchHit]:
-    """Re-order the hits that have a score, and write it into them; the others follow."""
+def _in_order(hits: Sequence[SearchHit], relevance: np.ndarray) -> list[SearchHit]:
+    """Order the hits that have a score by it, and write it into them; ties keep their order, and the others follow."""
     first = [
         hit.model_copy(update={"rerank_score": float(score)})
         for hit, score in zip(hits, relevance, strict=False)  # hits beyond the depth have no score
     ]
-    order = fused_order([hit.score for hit in first], relevance, weight)
-    return [first[place] for place in order] + list(hits[len(first) :])
+    return [first[place] for place in np.argsort(-relevance, kind="stable")] + list(hits[len(first) :])

@@ -36,7 +36,6 @@ def encoder(server, tmp_path, monkeypatch):
         monkeypatch.setattr(api, "TEXTS", texts)
         path = "v2" if baseline.startswith("cohere") else "v1"
         endpoint = {"base_url": f"{server.url}/{path}", "api_key_env": "STAND_IN_KEY", "timeout_s": 5, "max_retries": 2}
-        endpoint["patience_s"] = 2
         asked = {"endpoint": endpoint, "journal": str(tmp_path / "journal")}
         asked |= {"limits": limits or {}} | changed.pop("api", {})
         settings = baselines.resolve("x", {"baseline": baseline, "api": asked} | changed)
@@ -106,13 +105,14 @@ def test_requests_are_in_flight_together_and_never_more_than_allowed(server, enc
 
 def test_a_server_that_keeps_failing_ends_the_run_and_the_next_resumes(server, encoder):
     server.latency_s = 0.01
-    one_by_one = {"in_flight": 1}
+    endpoint = {"base_url": f"{server.url}/v1", "api_key_env": "STAND_IN_KEY", "max_retries": 2, "patience_s": 1}
+    one_by_one = {"limits": {"in_flight": 1}, "endpoint": endpoint}
     server.faults = ["", ""] + ["500"] * 100
-    with pytest.raises(InputError, match=r"HTTP 500: oops.*the same command resumes"):
-        encoder(limits=one_by_one).encode_passages(PASSAGES)
+    with pytest.raises(InputError, match=r"no answer to .* in \d+ s \(HTTP 500: oops\); .*; the same command resumes"):
+        encoder(api=one_by_one).encode_passages(PASSAGES)
     assert sum(server.paid.values()) == 16
     server.faults = []
-    encoder(limits=one_by_one).encode_passages(PASSAGES)
+    encoder(api=one_by_one).encode_passages(PASSAGES)
     assert set(server.paid) == set(PASSAGES)
     assert set(server.paid.values()) == {1}
 
@@ -161,8 +161,7 @@ def test_a_text_that_the_endpoint_refuses_is_named_and_the_others_are_kept(serve
     assert sum(server.paid.values()) >= 3
     cut = encoder(api={"max_characters": 100}).encode_passages([*PASSAGES[:5], long])
     np.testing.assert_allclose(cut[-1:], units([long[:100]]), atol=1e-6)
-    # The client asks for a short text to see whether the endpoint refuses all.
-    assert {times for text, times in server.paid.items() if text != api.BLANK} == {1}
+    assert {times for text, times in server.paid.items() if text != api.BLANK} == {1}  # blank: is the endpoint well?
 
 
 def test_blank_texts_have_an_embedding_too(encoder):

@@ -6,16 +6,20 @@ import numpy as np
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from infembed_ray.serving.http.app import Limits, create_app
+from infembed_ray.serving.http.app import RequestLimits, create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from tests.serving.debug import DebugService, debug_embed
 
 JSON = {"Content-Type": "application/json"}
 
 
-def make_app(service: DebugService | None = None, keys: tuple[str, ...] = (), limits: Limits | None = None) -> FastAPI:
+def make_app(
+    service: DebugService | None = None, keys: tuple[str, ...] = (), limits: RequestLimits | None = None
+) -> FastAPI:
     service = service or DebugService()
-    return create_app(service, lambda: "fingerprint", ApiKeys(keys), limits or Limits(), registry=service.registry)
+    return create_app(
+        service, lambda: "fingerprint", ApiKeys(keys), limits or RequestLimits(), registry=service.registry
+    )
 
 
 def client_of(app: FastAPI, **options: Any) -> TestClient:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from infembed_ray.serving import embeddings_schema, schema
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, EmptySequence, QueueFull
-from infembed_ray.serving.http.app import Limits
+from infembed_ray.serving.http.app import RequestLimits
 from tests.serving.debug import CARD, DIMENSION, VOCABULARY, DebugService, debug_embed
 from tests.serving.http.clients import JSON, client_of, make_app, refused
 
@@ -41,7 +41,7 @@ def client() -> TestClient:
         ({"input": {"a": 1}}, "input", "give a text, a list of texts"),
         ({"input": None}, "input", "give a text, a list of texts"),
         ({"input": "x" * (schema.MAX_CHARACTERS + 1)}, "input", "at most 100000 characters"),
-        ({"input": ["x"] * (embeddings_schema.MAX_INPUTS + 1)}, "input", "at most 2048 items"),
+        ({"input": ["x"] * (schema.MAX_INPUTS + 1)}, "input", "at most 2048 items"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"dimensions": DIMENSION + 1}, "dimensions", "the model has 16"),
         ({"dimensions": "4"}, "dimensions", "valid integer"),
@@ -128,7 +128,7 @@ def test_another_content_type_is_rejected(client: TestClient, kind: str | None) 
 
 
 def test_a_body_over_the_limit_is_rejected_with_and_without_content_length() -> None:
-    client = client_of(make_app(limits=Limits(max_body_mib=0.01)))
+    client = client_of(make_app(limits=RequestLimits(max_body_mib=0.01)))
     body = json.dumps({"query": "q", "instruction": "x" * 20_000}).encode()
     read = 0
 
@@ -198,7 +198,7 @@ def test_a_request_that_times_out_is_cancelled_and_answered_504() -> None:
         return debug_embed(sequences)
 
     service.engine = BatchingEngine(slow)
-    client = client_of(make_app(service, limits=Limits(request_timeout_s=0.05)))
+    client = client_of(make_app(service, limits=RequestLimits(request_timeout_s=0.05)))
     answer = client.post("/v1/search", json={"query": "q"})
     release.set()
     assert refused(answer, 504)["code"] == "deadline_exceeded"

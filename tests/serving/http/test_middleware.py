@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from infembed_ray.serving.http.app import Limits, create_app
+from infembed_ray.serving.http.app import RequestLimits, create_app
 from infembed_ray.serving.http.auth import SCOPES, ApiKeys, new_key
 from infembed_ray.serving.http.errors import KEY_LIMIT_HEADER
 from infembed_ray.serving.http.middleware import HEADERS
@@ -223,7 +223,7 @@ def test_a_client_that_disconnects_within_its_body_is_not_an_error(caplog: pytes
 
 
 def test_an_incomplete_body_times_out() -> None:
-    app = create_app(DebugService(), "f", ApiKeys(), Limits(request_timeout_s=0.05))
+    app = create_app(DebugService(), "f", ApiKeys(), RequestLimits(request_timeout_s=0.05))
     answer = asked(app, {"type": "http.request", "body": b'{"query', "more_body": True})
     assert answer[0]["status"] == 504
 

@@ -72,7 +72,7 @@ def test_a_baseline_over_a_model_of_its_own(encoder: str, tmp_path: Path) -> Non
 
 def test_what_the_api_does_with_the_scores_starts_no_other_reranker(encoder: str) -> None:
     first = resolved(encoder, kind="late_interaction")
-    for change in ({"depth": 7}, {"weight": 0.5}, {"budget_ms": 9.0}):
+    for change in ({"depth": 7}, {"budget_ms": 9.0}):
         assert resolved(encoder, kind="late_interaction", **change).application == first.application
     for change in ({"replicas": 2}, {"cpus": 2.0}):
         assert resolved(encoder, kind="late_interaction", **change).application != first.application
@@ -100,7 +100,6 @@ def test_a_model_that_does_not_fit_is_rejected_before_the_start(encoder: str, cl
     rejects("is of kind encoder, which does not read query", kind="cross_encoder", model={"model": classifier})
     rejects("is of kind bm25", kind="cross_encoder", model="bm25")
     rejects(r"rerank\.depth=0", kind="late_interaction", depth=0)
-    rejects(r"rerank\.weight=1.5", kind="late_interaction", weight=1.5)
 
 
 def encoder_of_bert(path: Path) -> str:

@@ -201,7 +201,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         lengths["reranked"] = max(len(texts) for _, _, texts in arguments[0])
         return [np.array([relevance(i, text) for text in texts], np.float32) for _, i, texts in arguments[0]]
 
-    settings = RerankSettings(kind="late_interaction", depth=depth, weight=1.0, budget_ms=10_000)
+    settings = RerankSettings(kind="late_interaction", depth=depth, budget_ms=10_000)
 
     async def scenario(release: Release) -> None:
         by_cosine = best("I q", depth)

@@ -10,11 +10,11 @@ import pytest
 
 from infembed_ray.config.serving import RerankSettings
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
-from infembed_ray.serving.routing.reranking import RerankStage, fused_order
+from infembed_ray.serving.routing.reranking import RerankStage
 from infembed_ray.serving.schema import SearchHit
 from infembed_ray.serving.service import Query, ReplicaLost
 
-SETTINGS = RerankSettings(kind="late_interaction", depth=3, weight=1.0, budget_ms=200)
+SETTINGS = RerankSettings(kind="late_interaction", depth=3, budget_ms=200)
 HITS = [SearchHit(id=f"p{n}", score=0.9 - n / 10, text=f"text {n}") for n in range(5)]
 RELEVANCE = {"text 0": 0.1, "text 1": 0.3, "text 2": 0.2, "text 3": 9.0, "text 4": 9.0}
 QUERIES = [Query("q", "i"), Query("other")]
@@ -105,15 +105,3 @@ def test_a_request_overrides_the_default() -> None:
 def test_a_lost_reranker_is_not_ready() -> None:
     assert asyncio.run(RerankStage(SETTINGS, Reranker()).ready())
     assert not asyncio.run(RerankStage(SETTINGS, Reranker(ReplicaLost())).ready())
-
-
-def test_scores_are_standardised_before_they_are_weighed() -> None:
-    cosines, relevance = [0.9, 0.8, 0.7, 0.2], np.array([-3.0, 5.0, 1.0, 5.0], dtype=np.float32)
-    assert fused_order(cosines, relevance, 0.0) == [0, 1, 2, 3]
-    assert fused_order(cosines, relevance, 1.0) == [1, 3, 2, 0]  # a tie keeps the retrieval's order
-    z = [(np.array(x) - np.mean(x)) / np.std(x) for x in (cosines, relevance.astype(float))]
-    by_hand = sorted(range(4), key=lambda n: -(0.6 * z[0][n] + 0.4 * z[1][n]))
-    assert fused_order(cosines, relevance, 0.4) == by_hand
-    assert fused_order(cosines, 1000 * relevance + 7, 0.4) == by_hand  # any scale and offset
-    assert fused_order(cosines, np.zeros(4), 0.5) == [0, 1, 2, 3]
-    assert fused_order([], np.zeros(0), 0.5) == []
