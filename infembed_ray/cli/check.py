@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infembed_ray.cli.check_outputs import gib, no_new_directories, require_space, require_space_of_workers, state
-from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings, CleanSettings
+from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings, nearest
 from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
 from infembed_ray.config.mining import MineSettings
@@ -157,33 +157,25 @@ def _raise(error: InputError) -> None:
 
 
 def _analyze(settings: AnalyzeSettings) -> Iterator[str]:
-    from infembed_ray.analysis import report
+    from infembed_ray.analysis import analyze
 
-    files, step = report.prepare(settings)
+    files, step = analyze.prepare(settings)
     if (yield from state(step)):
         return
-    found, _, others, evaluations = report.read(settings, files)
-    yield f"records: {len(found.kept):,} kept, {len(found.rejected):,} rejected, {len(found.dead_letter):,} dead letters"
-    if others or evaluations:
-        yield f"compared with {counted(len(others), 'other set')} and {counted(len(evaluations), 'evaluation set')}"
-
-
-def _clean(settings: CleanSettings) -> Iterator[str]:
-    from infembed_ray.analysis import distributed
-
-    files, step = distributed.prepare(settings)
-    if not (yield from state(step)):
-        yield from (f"{name}: {number:,} {what}" for name, number, what in distributed.count(files))
-
-
-def _agreement(settings: AgreementSettings) -> Iterator[str]:
-    from infembed_ray.agreement import raters
-
-    step = raters.prepare(settings)
-    if not (yield from state(step)):
-        study = raters.resolve(settings)
-        yield f"items: {len(study.items):,}, answered by {counted(len(study.references), 'reference rater')}"
-        yield f"calls: {len(study.items) * len(settings.raters):,} at most, if no answer is malformed or journaled"
+    given = analyze.read(settings, files)
+    records = given.records
+    yield f"records: {len(records.kept):,} kept, {len(records.rejected):,} rejected, {len(records.dead_letter):,} dead letters"
+    if given.compared or given.evaluations:
+        others, evaluations = (
+            counted(len(given.compared), "other set"),
+            counted(len(given.evaluations), "evaluation set"),
+        )
+        yield f"compared with {others} and {evaluations}"
+    if given.references:
+        yield f"agreement: {counted(len(given.references), 'reference rater')}"
+    if given.rating is not None:
+        calls = len(given.rating.items) * len(settings.agreement.raters)
+        yield f"calls: {calls:,} at most, if no answer is malformed or journaled"
 
 
 # ----------------------------------------------------------------------------------------- mine, train and export
@@ -434,8 +426,6 @@ def _pipeline(settings: PipelineSettings) -> Iterator[str]:
 VERBS: dict[str, Callable[..., Iterator[str]]] = {
     "synthesize": _synthesize,
     "analyze": _analyze,
-    "clean": _clean,
-    "agreement": _agreement,
     "mine": _mine,
     "train": _train,
     "export": _export,

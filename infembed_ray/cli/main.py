@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
 
 
-INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds", "sheet"}
+INPUTS = {"compare", "files", "corpus", "distractors", "evaluations", "index"}
+INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""

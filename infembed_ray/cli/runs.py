@@ -24,7 +24,6 @@ from infembed_ray.storage.steps import LATEST, MANIFEST, open_place, resolve
 PARTIAL = ".partial"
 NEXT = {
     "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
-    "clean": "infembed train records={0} model=...",
     "train": "infembed evaluate models.trained={0} records=...  or  infembed index model={0} corpus=...",
     "index": "infembed serve index={0}",
     "release": "infembed promote {0} ALIAS.release",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from infembed_ray.config.analysis import AnalyzeSettings, CleanSettings
+from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings, runtime_field
 from infembed_ray.config.evaluation import EvaluateSettings, NamedRetriever
 from infembed_ray.config.retrieval import IndexSettings
@@ -26,13 +26,6 @@ class PipelineSynthesis(SynthesizeSettings):
 
 class PipelineAnalysis(AnalyzeSettings):
     """The stage `analyze` of a pipeline."""
-
-    records: str = runtime_field("", description=OR_EARLIER)
-    output: str = runtime_field("", description=OWN_FOLDER)
-
-
-class PipelineCleaning(CleanSettings):
-    """The stage `clean` of a pipeline."""
 
     records: str = runtime_field("", description=OR_EARLIER)
     output: str = runtime_field("", description=OWN_FOLDER)
@@ -72,9 +65,8 @@ class PipelineServing(ServeSettings):
 WIRES: dict[str, dict[str, tuple[str, ...]]] = {
     "synthesize": {},
     "analyze": {"records": ("synthesize",)},
-    "clean": {"records": ("synthesize",)},
-    "train": {"records": ("clean", "synthesize")},
-    "evaluate": {"models": ("train",), "records": ("clean", "synthesize")},
+    "train": {"records": ("analyze", "synthesize")},
+    "evaluate": {"models": ("train",), "records": ("analyze", "synthesize")},
     "index": {"model": ("train",)},
     "serve": {"index": ("index",)},
 }
@@ -90,8 +82,10 @@ class PipelineSettings(Settings):
 
     output: str = runtime_field(description="directory or URI; each stage publishes into its folder there")
     synthesize: PipelineSynthesis | None = Field(None, description="seeds -> records")
-    analyze: PipelineAnalysis | None = Field(None, description="records -> quality report; `gates` stops the pipeline")
-    clean: PipelineCleaning | None = Field(None, description="records -> no near-duplicates or test texts")
+    analyze: PipelineAnalysis | None = Field(
+        None,
+        description="records -> quality report; `gates` stops the pipeline, `clean` passes on the records that stay",
+    )
     train: PipelineTraining | None = Field(None, description="records + backbone -> checkpoint")
     evaluate: PipelineEvaluation | None = Field(None, description="models -> tables; `gate` stops the pipeline")
     index: PipelineIndexing | None = Field(None, description="checkpoint + corpus -> index")
@@ -139,4 +133,10 @@ class PipelineSettings(Settings):
             return None
         if (stage, setting) == HELD_OUT and section.split is None:
             return None
-        return next((made for made in WIRES[stage][setting] if getattr(self, made) is not None), None)
+        return next((made for made in WIRES[stage][setting] if self._makes(made)), None)
+
+    def _makes(self, stage: str) -> bool:
+        """Whether a stage makes an input of later ones; `analyze` does only with `clean`."""
+        return (
+            self.analyze is not None and self.analyze.clean if stage == "analyze" else getattr(self, stage) is not None
+        )

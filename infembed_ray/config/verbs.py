@@ -47,10 +47,8 @@ class Verb:
 
 VERBS = {
     "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
-    "analyze": Verb("records -> quality report", "analysis.report:run", "analysis:AnalyzeSettings"),
-    "clean": Verb("records -> no near-duplicates or test texts", "analysis.distributed:run", "analysis:CleanSettings"),
-    "agreement": Verb(
-        "LLM raters on annotators' items -> kappas", "agreement.raters:run", "analysis:AgreementSettings"
+    "analyze": Verb(
+        "records -> quality report, and the records that stay", "analysis.analyze:run", "analysis:AnalyzeSettings"
     ),
     "mine": Verb("tuples + index -> tuples with hard negatives", "mining.distributed:run", "mining:MineSettings"),
     "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),

@@ -149,7 +149,9 @@ def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) 
     if not (done := step.finished()):
         with step.publish() as staging:
             staging.facts["stages"] = {
-                stage: {"address": output.address, "identity": identities[stage]} for stage, output in made.items()
+                stage: {"address": output.address, "identity": identities[stage]}
+                for stage, output in made.items()
+                if stage != "analyze" or (settings.analyze and settings.analyze.clean)  # else it makes only a report
             }
         done = step.published()
     say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")

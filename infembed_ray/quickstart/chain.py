@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import httpx2
 
-from infembed_ray.analysis.report import PAGE_FILE as ANALYSIS_REPORT
-from infembed_ray.analysis.report import run as analyze
+from infembed_ray.analysis.analyze import PAGE_FILE as ANALYSIS_REPORT
+from infembed_ray.analysis.analyze import run as analyze
 from infembed_ray.client import Client
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings

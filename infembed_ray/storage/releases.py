@@ -27,7 +27,7 @@ ALIAS = ".release"
 """Ending of an alias."""
 STAGES = {
     "index": ("index",),
-    "records": ("clean", "synthesize"),
+    "records": ("analyze", "synthesize"),
     **dict.fromkeys(("model", "models", "encoder", "teacher"), ("train",)),
 }
 """Setting -> the stages of a release whose output it takes, the best first."""

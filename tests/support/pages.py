@@ -3,7 +3,7 @@
 import re
 from html.parser import HTMLParser
 
-VOID = {"meta", "line", "rect", "circle", "path", "br"}
+VOID = {"meta", "line", "rect", "circle", "path", "br", "input"}
 
 
 class Page(HTMLParser):
@@ -14,7 +14,7 @@ class Page(HTMLParser):
         self._open, self._parts, self.tags = [], [], []
         self.feed(html)
         assert self._open == []
-        assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in self.tags}
+        assert not {"link", "img", "iframe"} & {tag for tag, _ in self.tags}
         assert not any("src" in attributes for _, attributes in self.tags)
         assert not re.search(r"url\(|@import", html)
         self.text = re.sub(r"\s+", " ", " ".join(self._parts))
@@ -31,7 +31,7 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self._open:
+        if not {"style", "script"} & set(self._open):
             self._parts.append(data)
 
     def attributes(self, tag):
