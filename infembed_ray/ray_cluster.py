@@ -17,6 +17,7 @@ import ray
 from infembed_ray import ray_compat, telemetry
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.progress import say
+from infembed_ray.redaction import masked
 
 PROBE_TIMEOUT_S = 10.0
 """Time for a cluster's address to accept a connection, and for killed processes to end."""
@@ -60,6 +61,7 @@ def connect(address: str | None = None) -> None:
     if telemetry.json_logs():
         options["logging_config"] = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
     ray_compat.reload_core_config()
+    ray_compat.pass_worker_logs_through(masked)
     _init(options)
     # Our progress lines replace Ray Data's progress bars.
     data = ray.data.DataContext.get_current()
@@ -68,6 +70,17 @@ def connect(address: str | None = None) -> None:
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def errors_of_tasks() -> Iterator[None]:
+    """Raise the InputError of a task that the block waits for without Ray's wrapper."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise
 
 
 def require_resources(**asked: tuple[str, float]) -> None:

@@ -6,7 +6,8 @@ they are called, so a module that needs a constant only does not load Ray.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve import Application, Deployment
@@ -44,6 +45,17 @@ def reload_core_config() -> None:
     ray._raylet.Config.initialize("")
 
 
+def pass_worker_logs_through(redact: Callable[[str], str]) -> None:
+    """Let a function change the lines of worker processes before this driver prints them; call it before `ray.init`."""
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    def change(batch: dict[str, Any]) -> None:
+        batch["lines"] = redact("\n".join(batch["lines"])).split("\n")
+
+    dispatcher.remove_handler(__name__)
+    dispatcher.add_handler(__name__, change)  # handlers share a batch, and the one that prints is added by `ray.init`
+
+
 # ----------------------------------------------------------------------------------------------------- Ray Train
 
 
@@ -52,12 +64,6 @@ def placement_errors() -> tuple[type[Exception], ...]:
     from ray.train.v2._internal import exceptions
 
     return exceptions.WorkerGroupStartupTimeoutError, exceptions.InsufficientClusterResourcesError
-
-
-def worker_error(failure: Exception) -> Exception:
-    """Return what a training worker raised, without the traceback that Ray Train makes its message of."""
-    error: Exception = getattr(failure, "_base_exc", failure)
-    return error
 
 
 def preemption_announced() -> bool:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.redaction import masked
 
 LOG_FORMAT = "INFEMBED_LOG_FORMAT"
 """Environment variable: with `json`, each log line is a JSON object; with `text`, or unset, it is plain text."""
@@ -154,6 +155,7 @@ def set_up_logs() -> None:
 
 def log_line(message: str, level: str = "INFO", **more: str) -> str:
     """Return a line of the log. A JSON object has the keys of Ray's own, and `stage` and `run` within a run."""
+    message, more = masked(message), {name: masked(text) for name, text in more.items()}
     if not json_logs():
         return message
     now = time.time()
@@ -162,6 +164,13 @@ def log_line(message: str, level: str = "INFO", **more: str) -> str:
     return json.dumps(line, ensure_ascii=False)
 
 
+def print_error(message: str, error: BaseException) -> None:
+    """Print the traceback of an error and, as the last line, a message; as JSON, both are one line."""
+    text = masked("".join(traceback.format_exception(error)))
+    if not json_logs():
+        print(text, end="", file=sys.stderr)
+    print(log_line(message, "ERROR", exc_text=text), file=sys.stderr)
+
+
 def _print_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    text = "".join(traceback.format_exception(kind, error, where))
-    print(log_line(f"{kind.__name__}: {error}", "ERROR", exc_text=text), file=sys.stderr)
+    print_error(in_one_line(error), error)

@@ -54,7 +54,7 @@ def test_records_are_loaded_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_of_a_stage_is_an_input_error() -> None:
-    with pytest.raises(InputError, match=r"unknown key epoch: did you mean epochs\?"):
+    with pytest.raises(InputError, match=r"epoch: unknown key; did you mean epochs\?"):
         infembed_ray.train(records="r", model="m", output="o", epoch=1)
 
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.errors import Fault, InputError, check_all
 
 
 def fails(*messages):
@@ -34,3 +34,28 @@ def test_other_errors_are_not_collected():
 
 def test_several_mistakes_survive_a_pickle():
     assert pickle.loads(pickle.dumps(InputError("a", "b"))).args == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (Fault("rate", 0, "must be above 0", "leave it out"), "rate=0: must be above 0; leave it out"),
+        (Fault("seeds", None, "is missing"), "seeds: is missing"),
+        (Fault("", None, "no stage"), "no stage"),
+    ],
+)
+def test_a_fault_is_one_line(fault, text):
+    assert str(fault) == text
+    assert str(InputError(fault)) == text
+    assert pickle.loads(pickle.dumps(InputError(fault))).faults == (fault,)
+
+
+def test_a_text_is_a_fault_without_a_setting():
+    assert InputError("no stage").faults == (Fault("", None, "no stage"),)
+
+
+def test_a_section_and_another_name_of_a_setting():
+    error = InputError(Fault("index.path", "/x", "no such file"), Fault("indexes", 2, "too many"), "no disk")
+    assert str(error.within("serve.")) == "serve.index.path=/x: no such file; serve.indexes=2: too many; serve: no disk"
+    renamed = "collections.news.path=/x: no such file; indexes=2: too many; collections.news: no disk"
+    assert str(error.renamed("index", "collections.news")) == renamed

@@ -13,7 +13,7 @@ import pytest
 import ray
 from packaging.requirements import Requirement
 from ray import serve
-from ray._private import ray_constants
+from ray._private import ray_constants, ray_logging
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.serve._private import client, common, constants, replica, router
 from ray.serve._private.request_router.request_router import RequestRouter
@@ -74,10 +74,19 @@ def test_placement_errors_are_errors_of_ray_train() -> None:
     assert all(issubclass(error, exceptions.RayTrainError) for error in ray_compat.placement_errors())
 
 
-def test_worker_error_unwraps_what_the_worker_raised() -> None:
-    raised = ValueError("the cause")
-    assert ray_compat.worker_error(exceptions.UserExceptionWithTraceback(raised, "Traceback ...")) is raised
-    assert ray_compat.worker_error(raised) is raised
+def test_lines_of_workers_are_changed_before_the_handler_that_prints_them() -> None:
+    printed: list[str] = []
+    dispatcher = ray_logging.global_worker_stdstream_dispatcher
+    ray_compat.pass_worker_logs_through(str.upper)
+    dispatcher.add_handler("prints", lambda batch: printed.extend(batch["lines"]))
+    try:
+        dispatcher.emit({"lines": ["one", "two"]})
+    finally:
+        dispatcher.remove_handler("prints")
+        dispatcher.remove_handler(ray_compat.__name__)
+    assert printed == ["ONE", "TWO"]
+    text = source("_private", "worker.py")
+    assert 'global_worker_stdstream_dispatcher.add_handler(\n                "ray_print_logs"' in text
 
 
 def test_preemption_is_read_from_the_train_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import ExportSettings, TrainSettings
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.errors import Fault, InputError, check_all
 from infembed_ray.progress import counted
 from infembed_ray.storage.places import address, listing
 from infembed_ray.storage.steps import STATES
@@ -52,16 +52,16 @@ def check(verb: str, settings: Settings, endpoint: bool) -> Iterator[str]:
     Raises:
         InputError: mistakes were found, after the lines that could be made.
     """
-    faults: list[str] = []
+    faults: dict[str, Fault | str] = {}
     with no_new_directories(settings):
         checks: list[Callable[..., Iterator[str]]] = [VERBS[verb], *[_endpoints] * endpoint]
         for lines in checks:
             try:
                 yield from lines(settings)
             except InputError as error:
-                faults += error.args
+                faults |= {str(fault): fault for fault in error.args}
     if faults:
-        raise InputError(*dict.fromkeys(faults))
+        raise InputError(*faults.values())
 
 
 # ------------------------------------------------------------------------------------------------------- synthesize
@@ -325,7 +325,7 @@ def _design(trial: Trial, root: Path) -> tuple[int, float, float]:
             rows, _, steps = launch.lay_out(trial.train, inputs, encoder, Path(directory))
             memory = peak_memory(inputs.settings, encoder, rows).total
     except InputError as error:
-        raise InputError(*(f"row {trial.row}, {trial.model}: {fault}" for fault in error.args)) from error
+        raise error.within(f"row {trial.row}, {trial.model}: ") from error
     return steps, memory, _disk(trial.train, ModelSize.of(encoder, trial.train))
 
 

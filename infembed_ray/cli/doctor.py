@@ -170,17 +170,21 @@ def _extensions() -> Path:
 
 
 def _ray() -> Finding:
-    if os.environ.get("RAY_AUTH_MODE") == "token" and not _has_token():
+    token = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
+    has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(token).expanduser().is_file()
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not has_token:
         raise InputError(
-            f"RAY_AUTH_MODE=token, but there is no token: set RAY_AUTH_TOKEN, or write the cluster's to {TOKEN_FILE} "
-            "(a new one: ray get-auth-token --generate)"
+            f"RAY_AUTH_MODE=token, but there is no token: set RAY_AUTH_TOKEN, or write the cluster's to {token} "
+            f"(a new one: (umask 077; openssl rand -hex 32 > {token}))"
         )
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         yield f"{metadata.version('ray')}; RAY_ADDRESS is not set, so each command starts a cluster of its own"
         return
     if not address.startswith("ray://") and re.match(r"https?://", address):
-        raise InputError(f"RAY_ADDRESS={address}: the address of the job API; on the cluster it is HOST:6379 or auto")
+        raise InputError.of(
+            "RAY_ADDRESS", address, "the address of the job API", "on the cluster it is HOST:6379 or auto"
+        )
     from infembed_ray.ray_cluster import connect
 
     connect()
@@ -191,11 +195,6 @@ def _ray() -> Finding:
         yield f"{address}: {nodes} nodes, {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs"
     finally:
         import_ray.shutdown()
-
-
-def _has_token() -> bool:
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
-    return bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(path).expanduser().is_file()
 
 
 def _limits() -> Finding:
@@ -215,7 +214,7 @@ def _disk() -> Finding:
         existing = next(path for path in (place, *place.parents) if path.exists())
         free = shutil.disk_usage(existing).free / GIB
         if free < LEAST_DISK_GIB:
-            raise InputError(f"{place}: {free:.2f} GiB free; free some space, or use another disk")
+            raise InputError.of(str(place), None, f"{free:.2f} GiB free", "free some space, or use another disk")
         yield f"{place}: {free:.0f} GiB free"
         if free < USUAL_DISK_GIB:
             raise Doubt(f"{place}: {free:.1f} GiB free, which models and indexes may exceed")

@@ -46,9 +46,9 @@ def section(settings: type[Settings], verb: str, name: str) -> str:
             walked.append(part)  # a label that the user chooses
             continue
         if not fields:
-            raise InputError(f"{name}: `infembed {verb}` has no such setting: {'.'.join(walked)} is one value")
+            raise InputError.of(name, None, f"`infembed {verb}` has no such setting: {'.'.join(walked)} is one value")
         if part not in fields:
-            raise InputError(f"{name}: `infembed {verb}` has no such setting: {nearest(part, fields)}")
+            raise InputError.of(name, None, f"`infembed {verb}` has no such setting: {nearest(part, fields)}")
         holder, field = (field.default if field else None), fields[part]
         classes = settings_classes(field.annotation)
         walked.append(part)

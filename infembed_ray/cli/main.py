@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from infembed_ray import __version__, telemetry
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
-from infembed_ray.errors import GateError, InputError, StartError, check_all
+from infembed_ray.errors import KNOWN, InputError, check_all, explained, in_one_line
+from infembed_ray.redaction import holds_credentials, masked, where_they_belong
 
 if TYPE_CHECKING:
     from infembed_ray.config.base import Settings
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 if Ray did not start or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr.
+        The exit status: 0, 1 if Ray or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr. One
+        that nothing foresaw has its traceback before that line, and status 1.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["index"] and arguments[1:2] in (["compact"], ["versions"], ["use"], ["verify"]):
@@ -49,8 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the verbs show their own progress
     try:
         telemetry.set_up_logs()
+        _refuse_credentials(options)
         return options.run(options) or 0
-    except (InputError, StartError, GateError) as error:
+    except Exception as raised:
+        error = explained(raised, options.verb)
+        if not isinstance(error, KNOWN):
+            fault = f"infembed {options.verb}: unexpected {in_one_line(error, options.verb)}"
+            telemetry.print_error(f"{fault}; the traceback is above: please report it", error)
+            return 1
         for fault in error.args:
             print(telemetry.log_line(f"infembed {options.verb}: {fault}", "ERROR"), file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -58,6 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = f"infembed {options.verb}: interrupted; the same command resumes"
         print(telemetry.log_line(line, "ERROR"), file=sys.stderr)
         return 130
+
+
+def _refuse_credentials(options: argparse.Namespace) -> None:
+    """Check the arguments that are not settings, which check themselves.
+
+    Raises:
+        InputError: an argument holds credentials.
+    """
+    given = {name: value for name, value in vars(options).items() if name != "overrides"}
+    if faults := [f"{n}={value}: {where_they_belong(value)}" for n, value in given.items() if holds_credentials(value)]:
+        raise InputError(*faults)
 
 
 # ------------------------------------------------------------------------------------------------- verbs with settings
@@ -154,17 +173,13 @@ def _check(verb: str, settings: Settings, endpoint: bool = False) -> None:
     try:
         require_files(settings)
     except InputError as missing:
-        faults = list(missing.args)
         try:
             describe()
-        except InputError as found:  # it reports a missing file too, in other words
-            named = [fault.partition(": ")[0].partition("=") for fault in faults]
-            faults += [
-                fault
-                for fault in found.args
-                if not any(fault.startswith(name) and f"={value}: " in fault for name, _, value in named)
-            ]
-        raise InputError(*faults) from None
+        except InputError as error:  # it reports a missing file too, in other words
+            absent = {(fault.setting, str(fault.value)) for fault in missing.faults}
+            others = [fault for fault in error.faults if (fault.setting, str(fault.value)) not in absent]
+            raise InputError(*missing.args, *others) from None
+        raise
     describe()
     say(f"{verb}: no mistakes found, nothing was started")
 
@@ -245,11 +260,14 @@ class _Parser(argparse.ArgumentParser):
             self.epilog = "\n".join(["settings:", *load("cli.help:overview")(self.verb_settings.settings)])
         return super().format_help()
 
+    def error(self, message: str) -> NoReturn:
+        super().error(masked(message))
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             from infembed_ray.config.base import nearest
 
-            self.exit(2, f"{self.prog}: unknown verb {value}: {nearest(str(value), action.choices)}\n")
+            self.exit(2, f"{self.prog}: unknown verb {masked(str(value))}: {nearest(str(value), action.choices)}\n")
         super()._check_value(action, value)
 
 

@@ -73,7 +73,9 @@ def print_runs(directory: str) -> None:
         newest = {address((place / name).parent): read_text(place / name) for name in names if _last(name) == LATEST}
     unfinished = sorted({part for name in names for part in _partial(name)})
     if not found and not unfinished:
-        raise InputError(f"DIR={directory}: has no output of a stage; give the `output` of a stage or of a pipeline")
+        raise InputError.of(
+            "DIR", directory, "has no output of a stage", "give the `output` of a stage or of a pipeline"
+        )
     for run in found:
         folder = address(place_of(run.address).parent)
         mark = "  latest" if (newest.get(folder) or "").strip() == run.manifest["identity"] else ""
@@ -100,7 +102,7 @@ def print_status(output: str) -> None:
         for file in states:
             _print_unfinished(file)
     if not newest and not states:
-        raise InputError(f"RUN={output}: has no output, finished or not; list them with `infembed runs DIR`")
+        raise InputError.of("RUN", output, "has no output, finished or not", "list them with `infembed runs DIR`")
 
 
 def _print_finished(run: Run) -> None:
@@ -137,10 +139,14 @@ def print_lineage(output: str, root: str | None, collection: str | None = None) 
     """
     is_api = output.startswith(("http://", "https://"))
     if collection is not None and not is_api:
-        raise InputError(f"--collection={collection}: RUN={output} is no API; give its URL, or leave out the option")
+        raise InputError.of(
+            "--collection", collection, f"RUN={output} is no API", "give its URL, or leave out the option"
+        )
     start = _served(output, root, collection) if is_api else _run_at(output)
     if start is None:
-        raise InputError(f"RUN={output}: not a published output (no {MANIFEST}); list them with `infembed runs DIR`")
+        raise InputError.of(
+            "RUN", output, f"not a published output (no {MANIFEST})", "list them with `infembed runs DIR`"
+        )
     for line in lines(start):
         say(line)
 
@@ -212,18 +218,21 @@ def _served(url: str, root: str | None, collection: str | None) -> Run | None:
                 versions = {entry["name"]: entry["model"]["index_version"] for entry in data}
                 version = versions.get(collection)
     except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"RUN={url}: does not answer as `infembed serve` does ({error}); check the URL, and the key in {KEY_VARIABLE}"
+        raise InputError.of(
+            "RUN",
+            url,
+            f"does not answer as `infembed serve` does ({error})",
+            f"check the URL, and the key in {KEY_VARIABLE}",
         ) from None
     if version is None:
-        raise InputError(f"--collection={collection}: {url} has {', '.join(versions)}; give one of them")
+        raise InputError.of("--collection", collection, f"{url} has {', '.join(versions)}", "give one of them")
     place = open_place(root, "--root")
     with errors_at(place, "--root"):
         runs = list(_runs(place, listing(place)))
     found = next((run for run in runs if run.manifest["identity"] == version), None)
     if found is None:
-        raise InputError(
-            f"--root={root}: has no index {version}, which {url} serves; give the directory of its outputs"
+        raise InputError.of(
+            "--root", root, f"has no index {version}, which {url} serves", "give the directory of its outputs"
         )
     return found
 

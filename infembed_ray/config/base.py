@@ -2,12 +2,14 @@
 
 The settings of a stage are one frozen class. Every field has a description with its unit. A `runtime_field` says where or how
 fast a step runs; it does not change the result, so it is not part of the step's identity (see `storage.Step`).
+
+No setting may hold credentials in a URL: logs, manifests and run states show settings.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,7 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from infembed_ray.errors import InputError
+from infembed_ray.errors import Fault, InputError
+from infembed_ray.redaction import holds_credentials, where_they_belong
 
 S = TypeVar("S", bound="Settings")
 
@@ -29,7 +32,12 @@ class Settings(BaseModel):
     """Frozen, strict settings. Load with `load`, or construct directly from Python."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # an input may hold a password
     )
 
     @model_validator(mode="before")
@@ -54,6 +62,15 @@ class Settings(BaseModel):
             raise ValueError("Input should be a whole number")
         return value
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _reject_credentials(cls, value: Any) -> Any:
+        """Reject credentials in a text, also in a tuple or a mapping; nested settings check their own fields."""
+        if holds_credentials(value):
+            variables = [f"the variable that `{name}` names" for name in cls.model_fields if name.endswith("_env")]
+            raise ValueError(where_they_belong(value, *variables[:1]))
+        return value
+
     @classmethod
     def load(cls: type[S], path: str | None = None, overrides: Sequence[str] = ()) -> S:
         """Load a YAML file and apply `key=value` overrides.
@@ -70,37 +87,38 @@ class Settings(BaseModel):
         if path is not None:
             file = Path(path)
             if not file.is_file():
-                raise InputError(f"--config {path}: no such file; give a YAML file with settings")
+                raise InputError.of("--config", path, "no such file", "give a YAML file with settings")
             try:
                 loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
             except yaml.YAMLError as error:
-                raise InputError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from error
+                raise InputError.of("--config", path, f"not valid YAML ({' '.join(str(error).split())})") from error
             if loaded is not None and not isinstance(loaded, dict):
-                raise InputError(f"--config {path}: must hold `key: value` lines, but holds a {type(loaded).__name__}")
+                kind = type(loaded).__name__
+                raise InputError.of("--config", path, f"must hold `key: value` lines, but holds a {kind}")
             values = loaded or {}
         for override in overrides:
             key, separator, text = override.partition("=")
             if not separator or not key:
-                raise InputError(f"override {override!r}: write it as key=value, for example seed=1")
+                raise InputError.of(f"override {override!r}", None, "write it as key=value, for example seed=1")
             _set(values, key.split("."), _parse(text), override)
-        return cls.from_mapping(values, where=f"--config {path}" if path else "settings")
+        return cls.from_mapping(values)
 
     @classmethod
-    def from_mapping(cls: type[S], values: dict[str, Any], where: str = "settings") -> S:
+    def from_mapping(cls: type[S], values: dict[str, Any], where: str = "") -> S:
         """Make settings from a mapping.
 
         Args:
             values: field -> value.
-            where: start of the error message: where the values come from.
+            where: prefix of the fields' names in errors, for example `train.`.
 
         Raises:
-            InputError: some values are invalid; one line names all of them.
+            InputError: some values are invalid; it has a fault for each of them.
         """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            faults = "; ".join(_fault(cls, fault) for fault in error.errors(include_url=False))
-            raise InputError(f"{where}: {faults}") from error
+            invalid = InputError(*(fault for one in error.errors(include_url=False) for fault in _faults(cls, one)))
+            raise invalid.within(where) from error
 
     @classmethod
     def unknown_key(cls, name: str) -> str:
@@ -138,7 +156,7 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> 
     for key in keys[:-1]:
         inner = values.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise InputError(f"override {override!r}: {key} is a single value without fields")
+            raise InputError.of(f"override {override!r}", None, f"{key} is a single value without fields")
         values = inner
     values[keys[-1]] = value
 
@@ -157,22 +175,21 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"valid: {', '.join(sorted(valid))}"
 
 
-def _fault(cls: type[Settings], fault: Any) -> str:
-    """Format one pydantic error. Tags of unions, `<class name>`, are not part of the setting's name."""
-    location = [str(part) for part in fault["loc"]]
+def _faults(cls: type[Settings], invalid: Any) -> Iterator[Fault]:
+    """Convert one pydantic error. Tags of unions, `<class name>`, are not part of the setting's name."""
+    location = [str(part) for part in invalid["loc"]]
     name = ".".join(part for part in location if not part.startswith("<"))
-    if fault["type"] == "extra_forbidden":
+    if invalid["type"] == "extra_forbidden":
         owner: type[Settings] = cls
         for part in location[:-1]:
             inner = settings_classes(owner.model_fields[part].annotation) if part in owner.model_fields else []
             owner = _tagged(part) or next(iter(inner), owner)
-        return f"unknown key {name}: {owner.unknown_key(location[-1])}"
-    if fault["type"] == "missing":
-        return f"{name} is missing: set {name}=..."
-    message = fault["msg"].removeprefix("Value error, ")
-    if isinstance(fault["input"], dict):
-        return f"{name}: {message}" if name else message
-    return f"{name}={fault['input']!r}: {message}"
+        yield Fault(name, None, "unknown key", owner.unknown_key(location[-1]))
+    elif invalid["type"] == "missing":
+        yield Fault(name, None, "is missing", f"set {name}=...")
+    else:
+        value = None if isinstance(invalid["input"], dict) else repr(invalid["input"])
+        yield Fault(name, value, invalid["msg"].removeprefix("Value error, "))
 
 
 def _tagged(tag: str, root: type[Settings] = Settings) -> type[Settings] | None:

@@ -266,7 +266,7 @@ def retriever_settings(values: Mapping[str, Any], where: str) -> RetrieverSettin
     Raises:
         InputError: a value is missing, unknown or wrong; `where` names the mapping.
     """
-    return _settings_of(values).from_mapping(dict(values), where)  # type: ignore[return-value]
+    return _settings_of(values).from_mapping(dict(values), f"{where}.")  # type: ignore[return-value]
 
 
 def _tag(given: Any) -> str:

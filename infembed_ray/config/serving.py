@@ -97,23 +97,6 @@ class RerankSettings(Settings):
     )
 
 
-class FilterModelSettings(Settings):
-    """The LLM that `POST /v1/filters` asks to turn an instruction into a metadata filter."""
-
-    model: str = Field(description="model id at the endpoint, for example gpt-4o-mini")
-    base_url: str = Field("https://api.openai.com/v1", description="URL of an OpenAI-compatible endpoint, up to /v1")
-    api_key_env: str | None = Field(
-        "OPENAI_API_KEY",
-        description="environment variable with the key, set on every node; null: the endpoint needs no key",
-    )
-    timeout_s: float = Field(20.0, gt=0, description="seconds until a request to the LLM is abandoned")
-    temperature: float | None = Field(None, ge=0, le=2, description="sampling temperature; null: not sent")
-    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
-    structured: bool = Field(
-        False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
-    )
-
-
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
@@ -195,19 +178,10 @@ class ServeSettings(Settings):
     ranking: RankingSettings = Field(
         RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
     )
-    obedience_sample: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the instructed searches that are searched again in the background without their instruction, for the metrics of obedience; 0: none",
-    )
     canary: CanarySettings = runtime_field(
         CanarySettings(), description="checks of a new release before the API is switched to it"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
-    filter_model: FilterModelSettings | None = Field(
-        None, description="LLM that turns an instruction into a filter on request; null: none"
-    )
     config_file: str | None = runtime_field(
         None, description="write a config file for `serve deploy` and start nothing; null: serve"
     )

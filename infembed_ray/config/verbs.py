@@ -41,8 +41,8 @@ class Verb:
         loaded: type[Settings] = load(f"config.{self.settings_class}")
         return loaded
 
-    def run(self, settings: Settings) -> Any:
-        return load(self.function)(settings)
+    def run(self, settings: Settings, **more: Any) -> Any:
+        return load(self.function)(settings, **more)
 
 
 VERBS = {

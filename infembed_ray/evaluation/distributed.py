@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
-from ray.exceptions import RayTaskError
 
 from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
 from infembed_ray.errors import InputError
@@ -38,7 +37,7 @@ from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.progress import counted, say, track
-from infembed_ray.ray_cluster import connect
+from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address, place_of
 
@@ -379,9 +378,5 @@ def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, dep
 
 def _result(task: ray.ObjectRef) -> Any:
     """Return a Ray task's result; raise its InputError without Ray's wrapper."""
-    try:
+    with errors_of_tasks():
         return ray.get(task)
-    except RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise

@@ -29,6 +29,7 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_headers import retry_after_s
 from infembed_ray.llm.rate_limits import Amounts, worst_case
 from infembed_ray.llm.transport import Address
+from infembed_ray.redaction import masked
 
 MOST_TOKENS = 10**8
 """Token counts above this are taken for errors: no model reads or writes that many."""
@@ -158,7 +159,10 @@ def _url(endpoint: Endpoint, model: str, path: str) -> str:
 
 def _proxy(url: str) -> str | None:
     parts = urllib.parse.urlsplit(url)
-    return None if urllib.request.proxy_bypass(parts.hostname or "") else urllib.request.getproxies().get(parts.scheme)
+    if urllib.request.proxy_bypass(parts.hostname or ""):
+        return None
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy  # as curl reads it
 
 
 def api_key(endpoint: Endpoint) -> str | None:
@@ -317,5 +321,5 @@ def error_message(body: bytes) -> tuple[str, str | None]:
 
 
 def one_line(value: object) -> str:
-    """Return an endpoint's text for use in a message: one line of valid UTF-8, at most 300 characters."""
-    return replace_surrogates(" ".join(str(value).split())[:300])
+    """Return an endpoint's text for use in a message: one line of valid UTF-8, at most 300 characters, without credentials."""
+    return replace_surrogates(" ".join(masked(str(value)).split())[:300])

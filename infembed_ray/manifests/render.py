@@ -88,21 +88,25 @@ def _require_valid(settings: ManifestsSettings, name: str, stage: StagePods) -> 
     """InputError if a stage names something that does not exist, or its settings file cannot be loaded."""
     where = f"stages.{name}"
     if name not in VERBS:
-        raise InputError(f"{where}: no such verb: {nearest(name, VERBS)}")
+        raise InputError.of(where, None, f"no such verb: {nearest(name, VERBS)}")
     for group in {**stage.nodes, **stage.max_nodes}:
         if group not in settings.groups:
-            raise InputError(f"{where}.nodes: no group {group}: {nearest(group, settings.groups)}")
+            raise InputError.of(f"{where}.nodes", None, f"no group {group}: {nearest(group, settings.groups)}")
         if not _NAME.fullmatch(group) or group == "head":
-            raise InputError(
-                f"groups.{group}: give it a name of up to 30 lower-case letters, digits and hyphens, not `head`"
+            raise InputError.of(
+                f"groups.{group}", None, "give it a name of up to 30 lower-case letters, digits and hyphens, not `head`"
             )
         if settings.groups[group].gpus and settings.gpu_image is None:
-            raise InputError(f"groups.{group}: has GPUs; set gpu_image to an image with faiss-gpu and torch for CUDA")
+            raise InputError.of(
+                f"groups.{group}", None, "has GPUs", "set gpu_image to an image with faiss-gpu and torch for CUDA"
+            )
     if stage.max_nodes and name != SERVE:
-        raise InputError(f"{where}.max_nodes: only `serve` is autoscaled; a job has as many pods as nodes says")
+        raise InputError.of(
+            f"{where}.max_nodes", None, "only `serve` is autoscaled", "a job has as many pods as nodes says"
+        )
     for group, most in stage.max_nodes.items():
         if most < stage.nodes.get(group, 0) or group not in stage.nodes:
-            raise InputError(f"{where}.max_nodes.{group}={most}: set nodes.{group}, to at most {most}")
+            raise InputError.of(f"{where}.max_nodes.{group}", most, f"set nodes.{group}, to at most {most}")
     VERBS[name].settings.load(stage.config)
 
 
@@ -117,8 +121,11 @@ def _require_room(settings: ManifestsSettings, name: str, stage: StagePods, verb
         )
         if fitting < number:
             asked = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
-            raise InputError(
-                f"stages.{name}.nodes: room for {fitting} of {setting}={number} ({asked} each); give it more nodes or another group"
+            raise InputError.of(
+                f"stages.{name}.nodes",
+                None,
+                f"room for {fitting} of {setting}={number} ({asked} each)",
+                "give it more nodes or another group",
             )
 
 
@@ -154,5 +161,7 @@ def _plan_of_serve(settings: Any) -> Any:
     from infembed_ray.serving.plan import Plan
 
     if not (settings.api_keys_env or settings.api_keys_file):
-        raise InputError("api_keys_env=null: the pods' API is open to the cluster; name the variable of its keys")
+        raise InputError.of(
+            "api_keys_env", "null", "the pods' API is open to the cluster", "name the variable of its keys"
+        )
     return Plan.resolve(settings.model_copy(update={"host": "0.0.0.0", "config_file": None}), locked=True)

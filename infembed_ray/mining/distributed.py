@@ -17,17 +17,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.exceptions import RayTaskError
 from ray.util import ActorPool
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.errors import check_all
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.mining.miner import Known, Mined, Miner, known_positives, read, require_teacher
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
-from infembed_ray.ray_cluster import connect
+from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.records import tuples
 from infembed_ray.records.tables import KEPT_FILE
 from infembed_ray.records.tuples import Example
@@ -157,12 +156,8 @@ def _blocks(settings: MineSettings, records: Place, parts: Path) -> Iterator[tup
 
 def _write_next(pool: Any, file: Path, rows: int) -> None:
     """Write the next result of the pool, which gives them in the order of the blocks."""
-    try:
+    with errors_of_tasks():
         mined: Mined = pool.get_next()
-    except RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise
     assert len(mined.rows) == rows
     table = pa.Table.from_pylist([vars(row) for row in mined.rows], tuples.SCHEMA)
     counts = {name: str(getattr(mined, name)) for name in _COUNTS}

@@ -94,8 +94,8 @@ def find(model: str, setting: str, revision: str | None = None) -> Located:
                 _require_whole(weights, f"{setting}={model}")
         return Located(str(path), {setting: path}, {})
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise InputError(
-            f"{setting}={model}: no such model directory; give an existing one, or a hub name like org/model"
+        raise InputError.of(
+            setting, model, "no such model directory", "give an existing one, or a hub name like org/model"
         )
     return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
 

@@ -2,6 +2,7 @@
 
 A stage that has its output already has nothing to do, and an interrupted one resumes. So the same command goes on where the
 pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that passed all gates are published as one release.
+`latest` names it once the API answers with it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
 from infembed_ray.config.verbs import VERBS, load
-from infembed_ray.errors import GateError, InputError, StartError, check_all
+from infembed_ray.errors import KNOWN, Fault, InputError, check_all, explained
 from infembed_ray.progress import say
 from infembed_ray.storage.places import address, errors_at, place_of, read_text
 from infembed_ray.storage.releases import RELEASE
 from infembed_ray.storage.run_state import recorded
-from infembed_ray.storage.steps import LATEST, Published, Step, set_latest
+from infembed_ray.storage.steps import LATEST, Published, Step
 
 Check = Callable[..., Iterator[str]]
 """`check.check`: verb, settings, whether to ask endpoints -> its plan line by line; InputError for every mistake."""
@@ -32,7 +33,7 @@ def run(settings: PipelineSettings) -> None:
     Raises:
         InputError: a stage has bad input: before the first stage if that does not depend on an earlier one's output.
         GateError: the records or the model failed a gate; nothing was promoted.
-        StartError: the API did not start, or the canary was rolled back.
+        ClusterError: the API did not start, the canary was rolled back, or Ray lost a process of the run.
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
     check_all(*(partial(_check_own, settings, stage, load("cli.check:check")) for stage in checked))
@@ -42,26 +43,26 @@ def run(settings: PipelineSettings) -> None:
 
 def _run_stages(settings: PipelineSettings) -> None:
     made: dict[str, Published] = {}
-    served = _latest(output_of(settings, RELEASE))
     for number, stage in enumerate(settings.stages, start=1):
-        if stage == "serve":
-            _publish_release(settings, made)
+        more = {"ready": _publish_release(settings, made).become_latest} if stage == "serve" else {}
         say(f"\npipeline: {stage} ({number} of {len(settings.stages)})")
         own = section(settings, stage, {name: output.address for name, output in made.items()})
         try:
             if stage == "train":  # a wrong name or token of the hub fails before the training
                 load("modeling.hub:create_repository")(settings.train)
-            output = VERBS[stage].run(own)
-        except (GateError, InputError, StartError) as error:
-            if stage == "serve" and served:  # the API still has that release
-                set_latest(place_of(output_of(settings, RELEASE)), served)
-                say(f"pipeline: release {served} stays the latest")
-            raise type(error)(*(f"{stage}: {fault}" for fault in error.args)) from error
+            output = VERBS[stage].run(own, **more)
+        except Exception as raised:
+            error = explained(raised, stage)
+            if not isinstance(error, KNOWN):
+                raise
+            if isinstance(error, InputError):
+                raise error.within(f"{stage}.") from raised
+            raise type(error)(*(f"{stage}: {fault}" for fault in error.args)) from raised
         if isinstance(output, Published):
             made[stage] = output
             say(f"{stage}: {output.summary}")
     if "serve" not in settings.stages:
-        _publish_release(settings, made)
+        _publish_release(settings, made).become_latest()
 
 
 def section(settings: PipelineSettings, stage: str, made: Mapping[str, str]) -> Settings:
@@ -86,7 +87,7 @@ def section(settings: PipelineSettings, stage: str, made: Mapping[str, str]) -> 
         values["gate"] = own.gate  # type: ignore[attr-defined]
     if "output" in type(own).model_fields:
         values["output"] = output_of(settings, stage)
-    return type(own).from_mapping(own.model_dump(mode="json", exclude_unset=True) | values, stage)
+    return type(own).from_mapping(own.model_dump(mode="json", exclude_unset=True) | values, f"{stage}.")
 
 
 def output_of(settings: PipelineSettings, stage: str) -> str:
@@ -101,7 +102,7 @@ def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
     Raises:
         InputError: mistakes were found; each line names the stage.
     """
-    faults: list[str] = []
+    faults: list[Fault] = []
     for stage in settings.stages:
         waiting = [made for made in _makers(settings, stage) if not _latest(output_of(settings, made))]
         try:
@@ -111,7 +112,7 @@ def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
             else:
                 yield from (f"{stage}: {line}" for line in check(stage, section(settings, stage, {}), False))
         except InputError as error:
-            faults += [fault if waiting else f"{stage}: {fault}" for fault in error.args]
+            faults += error.faults if waiting else error.within(f"{stage}.").faults
     if faults:
         raise InputError(*faults)
 
@@ -126,8 +127,8 @@ def _check_own(settings: PipelineSettings, stage: str, check: Check) -> None:
         for _ in check(stage, section(settings, stage, dict.fromkeys(WIRES, NOT_MADE)), False):
             pass
     except InputError as error:
-        if faults := [f"{stage}: {fault}" for fault in error.args if NOT_MADE not in fault]:
-            raise InputError(*faults) from error
+        if faults := [fault for fault in error.faults if NOT_MADE not in str(fault)]:
+            raise InputError(*faults).within(f"{stage}.") from error
 
 
 def _makers(settings: PipelineSettings, stage: str) -> list[str]:
@@ -142,12 +143,16 @@ def _latest(output: str) -> str:
         return (read_text(place / LATEST) or "").strip()
 
 
-def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> None:
-    """Publish the addresses and identities of the stages' outputs, all of which passed their gates; upload the model."""
+def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> Step:
+    """Publish the addresses and identities of the stages' outputs, all of which passed their gates; upload the model.
+
+    Returns:
+        The step of the release. `latest` does not name it yet.
+    """
     identities = {stage: str(output.manifest["identity"]) for stage, output in made.items()}
     step = Step(RELEASE, settings, output_of(settings, RELEASE), {}, identities)
-    if not (done := step.finished()):
-        with step.publish() as staging:
+    if not (done := step.found()):
+        with step.publish(latest=False) as staging:
             staging.facts["stages"] = {
                 stage: {"address": output.address, "identity": identities[stage]}
                 for stage, output in made.items()
@@ -157,3 +162,4 @@ def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) 
     say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")
     if settings.train and "train" in made:
         load("modeling.hub:upload")(settings.train, made["train"])
+    return step

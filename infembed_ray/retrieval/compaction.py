@@ -73,7 +73,7 @@ class Compaction:
         log = change_log(base, facts)
         log.check(facts.folded)
         given = {**manifest["settings"], "vectors": facts.vectors}  # older versions have no such setting
-        settings = IndexSettings.from_mapping(given, where=f"index={base}: settings of the build")
+        settings = IndexSettings.from_mapping(given, where="index.")
         if factory not in (None, AUTO):
             factories.new(factory, facts.dimension)
         new = {"factory": factory, "memory_gib": memory_gib, "recall_floor": recall_floor}

@@ -22,13 +22,12 @@ from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy
-from ray.exceptions import RayTaskError
 
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
-from infembed_ray.ray_cluster import connect, on_a_cluster, require_resources
+from infembed_ray.ray_cluster import connect, errors_of_tasks, on_a_cluster, require_resources
 from infembed_ray.retrieval import factory, versions
 from infembed_ray.retrieval.build import (
     Partitioned,
@@ -185,11 +184,9 @@ def _as_completed(tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     try:
         while pending:
             (done,), pending = ray.wait(pending)
-            yield done, ray.get(done)
-    except RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise
+            with errors_of_tasks():
+                result = ray.get(done)
+            yield done, result
     finally:
         for task in pending:
             ray.cancel(task)

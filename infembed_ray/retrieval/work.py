@@ -244,7 +244,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
 def work_directory(step: Step, settings: IndexSettings) -> Iterator[Work]:
     """Hold the work of these passages and vectors; InputError if another run holds it."""
     root = work_root(step, settings)
-    with lease(root.parent, root.name.strip(".").removesuffix(".encoded"), f"output={root.parent}"):
+    with lease(root.parent, root.name.strip(".").removesuffix(".encoded"), "output", root.parent):
         if isinstance(root, Path):
             root.mkdir(exist_ok=True)
         yield Work(root)

@@ -93,7 +93,7 @@ class ApiArguments(Arguments):
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
         *("shard_replicas", "max_queue", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
-        *("max_changed_documents", "ranking", "obedience_sample", "filter_model"),
+        *("max_changed_documents", "ranking"),
     }
     locked: bool
     """API keys are configured; a replica that finds none does not start."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,12 +62,15 @@ CANARY_MARGIN_S = 60.0
 CHECK_QUERY = "Is anybody there?"
 
 
-def run(settings: ServeSettings) -> None:
+def run(settings: ServeSettings, ready: Callable[[], None] = lambda: None) -> None:
     """Serve until interrupted; with `wait=False` leave the API running on the cluster and return.
 
     If the same index is already served with the same settings, nothing happens. If the cluster serves another index at
     this address, that one serves until the new one has started, and keeps serving if the new one fails. An API that
     another command of this machine started is upgraded in place: this command returns, and the API ends with the other.
+
+    Args:
+        ready: called once the API answers with the index and the settings, or the file of `config_file` is written.
 
     Raises:
         InputError: a setting, the index, the model or the port is wrong; nothing was started.
@@ -77,14 +80,15 @@ def run(settings: ServeSettings) -> None:
     if settings.config_file is not None:
         plan.write_config(Path(settings.config_file))
         say(f"serve: wrote {settings.config_file}; start it with: serve deploy {settings.config_file}")
-        return
+        return ready()
     served = served_fingerprint(plan.url)
     if served == plan.release.fingerprint:
         say(f"serve: nothing to do: same index and settings, already served at {plan.url}")
-        return
+        return ready()
     upgrades = served is not None and not on_a_cluster()
     require_cluster(settings, upgrades)
     _deploy(plan)
+    ready()
     say(plan.startup_message())
     if upgrades:
         say("serve: upgraded the running API; it still ends with the command or the cluster that started it")

@@ -281,7 +281,6 @@ def _spec(
         writable=settings.writable,
         lexical=index.facts.lexical,
         reranker=reranker and model_name(reranker.model, local(reranker.model)),
-        suggests_filters=settings.filter_model is not None,
         suggestions=suggestions,
     )
     applications = encoder.arguments.application, index.arguments.application

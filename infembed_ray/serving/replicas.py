@@ -48,7 +48,6 @@ from infembed_ray.serving.http.body import LIMIT_VARIABLE
 from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
 from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import Inputs
-from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.served import Served, ServedMetrics
@@ -303,18 +302,9 @@ class Ingress:
                 f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxy_limit:g} and keep it; "
                 f"end Serve with `serve shutdown` first, or set max_body_mib={proxy_limit:g} or less"
             )
-        self._suggester = None
-        if settings.filter_model:
-            from infembed_ray.serving.filter_suggestions import (
-                FilterSuggester,  # imports `openai`, which takes a second
-            )
-
-            self._suggester = FilterSuggester(settings.filter_model)
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
         self._outcomes = Outcomes(self._registry)
-        share = settings.obedience_sample
-        self._obedience = ObedienceLog(self._registry, share) if share else None
         self._served: Served | None = None
         self._registry.register(ServedMetrics(lambda: self._served))
         self._switching: asyncio.Task[None] | None = None
@@ -330,7 +320,6 @@ class Ingress:
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
             searches=self._choose,
             collections=lambda: self._now.releases,
-            suggester=self._suggester,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -342,7 +331,7 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         spec = ReleaseSpec.model_validate(user_config)
-        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes, self._obedience)
+        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(new))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._served is None:
@@ -356,8 +345,6 @@ class Ingress:
         self._served = new
         if new.canary is None:
             self._outcomes.clear()  # the series of releases that serve no more would add up
-            if self._obedience:
-                self._obedience.clear()
 
     def _choose(self, model: str | None) -> Release:
         """Return what answers a new search of the default collection.

@@ -311,7 +311,6 @@ class Model(BaseModel):
     writable: bool = Field(False, description="whether documents can be put and deleted")
     lexical: bool = Field(False, description="whether the index has words, for searches with `hybrid`")
     reranker: str | None = Field(None, description="model that re-ranks the first hits; null: none")
-    suggests_filters: bool = Field(False, description="whether POST /v1/filters turns instructions into filters")
     suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
 
 

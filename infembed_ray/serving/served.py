@@ -12,7 +12,6 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.serving.arguments import ENCODER, RERANKER
 from infembed_ray.serving.routing.blue_green import CollectionSpec, Release, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls
-from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import OUTCOMES, RerankStage
@@ -34,7 +33,6 @@ def open_release(
     settings: ServeSettings,
     metrics: RemoteDeployment,
     outcomes: Outcomes | None = None,
-    obedience: ObedienceLog | None = None,
 ) -> Release:
     """Return a release of one collection whose shards are the Serve deployments that a spec names."""
     return Release(
@@ -47,7 +45,6 @@ def open_release(
         max_changed_documents=settings.max_changed_documents,
         ranking=settings.ranking,
         outcomes=outcomes,
-        obedience=obedience,
         reranker=RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.rerank.application))
         if spec.rerank
         else None,
@@ -76,18 +73,17 @@ class Served(NamedTuple):
         settings: ServeSettings,
         metrics: RemoteDeployment,
         outcomes: Outcomes,
-        obedience: ObedienceLog | None = None,
     ) -> Served:
         """Open a release; the collections with the same encoder share its calls and its query cache."""
         encoders = {one.encoder: open_encoder(one.encoder, settings) for one in spec.by_name.values()}
         releases = {
-            name: open_release(one, encoders[one.encoder], settings, metrics, outcomes, obedience)
+            name: open_release(one, encoders[one.encoder], settings, metrics, outcomes)
             for name, one in spec.by_name.items()
         }
         canary = None
         if spec.canary is not None:  # with calls of its own: the query cache of the current release would favour it
             trial = spec.canary.release
-            canary = open_release(trial, open_encoder(trial.encoder, settings), settings, metrics, outcomes, obedience)
+            canary = open_release(trial, open_encoder(trial.encoder, settings), settings, metrics, outcomes)
         return cls(spec, encoders, releases, canary)
 
 

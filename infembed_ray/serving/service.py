@@ -98,10 +98,6 @@ class NotApplied(Exception):
     """A shard has not applied the changes up to `min_sequence` in time; the arguments are that, the shard and its sequence."""
 
 
-class NoSuggestion(Exception):
-    """The LLM gave no usable filter; the text says why, in one line without the endpoint's own words."""
-
-
 class ShardState(NamedTuple):
     """The state of a shard's changes."""
 

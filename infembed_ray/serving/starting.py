@@ -8,8 +8,9 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
 
-from infembed_ray.errors import InputError, StartError
+from infembed_ray.errors import StartError, quoted_input_error
 from infembed_ray.progress import say
+from infembed_ray.ray_failures import memory_report
 
 START_TIMEOUT_S = 600.0
 """Time for replicas to start: a large model is read and warmed up, and a node may have to be added first. `Plan.reading_s` is
@@ -44,11 +45,9 @@ def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
 def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:
     """Return why an application did not start: the last lines of its replicas' tracebacks."""
     messages = [deployment.message for deployment in application.deployments.values() if deployment.message]
-    reasons = [message.strip().splitlines()[-1] for message in messages]
-    for reason in reasons:
-        _, is_input_error, message = reason.partition(f"{InputError.__qualname__}: ")
-        if is_input_error:
-            return InputError(message)
+    if mistake := next(filter(None, map(quoted_input_error, messages)), None):
+        return mistake
+    reasons = [memory_report(message) or message.strip().splitlines()[-1] for message in messages]
     return StartError(f"{name} did not start: {'; '.join(reasons) or application.message}")
 
 

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 from obstore.exceptions import BaseError
 from pyarrow import ArrowException
 
-from infembed_ray.errors import InputError
+from infembed_ray.errors import Fault, InputError
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, Version
@@ -39,13 +40,13 @@ _POLL_S = 1.0
 
 
 @contextlib.contextmanager
-def lease(place: Path | Folder, name: str, setting: str) -> Iterator[Callable[[], None]]:
+def lease(place: Path | Folder, name: str, setting: str, value: Any) -> Iterator[Callable[[], None]]:
     """Hold the lease on a name below a directory or a folder of an object store.
 
     A store's lease that another process holds is observed until that process renews it or the lease expires.
 
     Args:
-        setting: beginning of the error messages, such as `output=PATH`.
+        setting: named by errors, with its `value`.
 
     Yields:
         A check, to be called before the result is published; it raises InputError if the lease is lost.
@@ -54,7 +55,7 @@ def lease(place: Path | Folder, name: str, setting: str) -> Iterator[Callable[[]
         InputError: another process holds the lease; the message names it.
     """
     if isinstance(place, Folder):
-        held = _StoreLease(place, f".{name}.lease", setting)
+        held = _StoreLease(place, f".{name}.lease", setting, value)
         held.acquire()
         try:
             with held.renewed():
@@ -67,7 +68,7 @@ def lease(place: Path | Folder, name: str, setting: str) -> Iterator[Callable[[]
         try:
             stack.enter_context(durable.exclusive_lock(path))
         except BlockingIOError as error:
-            raise _busy(setting, path.read_text(encoding="utf-8")) from error
+            raise InputError(_busy(setting, value, path.read_text(encoding="utf-8"))) from error
         path.write_text(json.dumps(_owner()), encoding="utf-8")
         yield lambda: None
 
@@ -91,21 +92,21 @@ def _owner() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "id": secrets.token_hex(8)}
 
 
-def _busy(setting: str, text: str | bytes) -> InputError:
-    """Return the error that names the owner of a lease."""
+def _busy(setting: str, value: Any, text: str | bytes) -> Fault:
+    """Return the fault that names the owner of a lease."""
     try:
         owner = json.loads(text)
         by = f"process {owner['pid']} on {owner['host']} has been writing this output since {owner['since']}"
     except (ValueError, KeyError, TypeError):  # the owner has just begun
         by = "another process is writing this output"
-    return InputError(f"{setting}: {by}; wait for it, or stop it")
+    return Fault(setting, value, by, "wait for it, or stop it")
 
 
 class _StoreLease:
     """A lease in an object store."""
 
-    def __init__(self, folder: Folder, name: str, setting: str) -> None:
-        self._folder, self._name, self._setting = folder, name, setting
+    def __init__(self, folder: Folder, name: str, setting: str, value: Any) -> None:
+        self._folder, self._name, self._setting, self._value = folder, name, setting, value
         self._owner = _owner() | {"seconds": SECONDS}
         self._renewals = 0
         self._version: Version | None = None
@@ -134,10 +135,10 @@ class _StoreLease:
                 first, left = held, self._seconds_left(text, held)
                 deadline = time.monotonic() + left
                 if left > 0:
-                    owner = _busy(self._setting, text).args[0].rpartition(";")[0]
-                    say(f"{owner}; this run goes on in at most {left:.0f} s if that process is dead")
+                    wait = f"this run goes on in at most {left:.0f} s if that process is dead"
+                    say(str(replace(_busy(self._setting, self._value, text), remedy=wait)))
             elif held != first:
-                raise _busy(self._setting, text)
+                raise InputError(_busy(self._setting, self._value, text))
             if time.monotonic() >= deadline:
                 if (version := self._folder.replace(self._name, self._body(), held)) is not None:
                     break
@@ -166,8 +167,13 @@ class _StoreLease:
                 self._version = self._folder.replace(self._name, self._body(), self._version) or self._own()
             if self._version is None:
                 raise InputError(
-                    f"{self._setting}: this process could not renew its lease for {SECONDS:g} s, and another process has "
-                    "taken it over; nothing is published. Wait for the other process, then run again"
+                    Fault(
+                        self._setting,
+                        self._value,
+                        f"another process took the lease over, which this one could not renew for {SECONDS:g} s, so nothing "
+                        "is published",
+                        "wait for the other process, then run again",
+                    )
                 )
 
     def _own(self) -> Version | None:

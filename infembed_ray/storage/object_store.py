@@ -31,6 +31,7 @@ from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import holds_credentials, where_they_belong
 from infembed_ray.storage import durable
 from infembed_ray.storage.store_clients import RETRY_TIMEOUT, control_client, file_system
 
@@ -77,7 +78,7 @@ def scratch() -> Path:
     path = _scratch_path()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not os.environ.get(SCRATCH) and path.stat().st_uid != os.getuid():
-        raise InputError(f"{path}: belongs to another user; set {SCRATCH} to a directory of your own")
+        raise InputError.of(str(path), None, "belongs to another user", f"set {SCRATCH} to a directory of your own")
     return path
 
 
@@ -148,21 +149,20 @@ class Folder:
         """
         base, _, query = uri.partition("?")
         folder = cls(base.rstrip("/"), query)
-        user, _, place = base.partition("://")[2].rpartition("@")  # abfs://container@account.dfs.core.windows.net
-        if ":" in user:
-            raise InputError(
-                f"{setting}={place}: a URI must not hold credentials, because logs show it; set them in the environment"
-            )
+        if holds_credentials(base):
+            raise InputError.of(setting, base, where_they_belong(base))
         if not {key for key, _ in parse_qsl(query, keep_blank_values=True)} <= _QUERY:
-            raise InputError(
-                f"{setting}={folder.base}: the query of a URI may hold only {', '.join(sorted(_QUERY))}; set credentials "
-                "in the environment, because logs show the URI"
+            raise InputError.of(
+                setting,
+                folder.base,
+                f"the query of a URI may hold only {', '.join(sorted(_QUERY))}",
+                "set credentials in the environment, because logs show the URI",
             )
         with convert_errors(folder.base, setting):
             system, path = folder.file_system()
             bucket = path.split("/", 1)[0]
             if system.get_file_info(bucket).type == filesystems.FileType.NotFound:
-                raise InputError(f"{setting}={folder.base}: no bucket {bucket}; create it, or check the endpoint")
+                raise InputError.of(setting, folder.base, f"no bucket {bucket}", "create it, or check the endpoint")
         return folder
 
     def __str__(self) -> str:
@@ -352,13 +352,17 @@ def convert_errors(place: str, setting: str) -> Iterator[None]:
         reason = str(error).partition("Debug source:")[0]
         reason = " ".join((reason.partition("non-2xx status code: ")[2] or reason).split())
         if isinstance(error, OSError) and error.errno in _DISK:
-            raise InputError(
-                f"{setting}={place}: a file of this machine cannot be used ({reason[:240]}); {SCRATCH} is {_scratch_path()}: free "
-                "space there, or set it to another writable directory"
+            raise InputError.of(
+                setting,
+                place,
+                f"a file of this machine cannot be used ({reason[:240]})",
+                f"{SCRATCH} is {_scratch_path()}: free space there, or set it to another writable directory",
             ) from error
-        raise InputError(
-            f"{setting}={place}: the object store failed ({reason[:240]}); check the address, the credentials and region in "
-            "the environment, and AWS_ENDPOINT_URL"
+        raise InputError.of(
+            setting,
+            place,
+            f"the object store failed ({reason[:240]})",
+            "check the address, the credentials and region in the environment, and AWS_ENDPOINT_URL",
         ) from error
 
 

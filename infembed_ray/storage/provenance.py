@@ -1,6 +1,7 @@
 """Provenance: which code, job, submitter, image and nodes made an output.
 
-Nothing is copied from the environment except the variables that are named here, so no secret reaches a manifest.
+Nothing is copied from the environment except the variables that are named here, with credentials masked, so no secret
+reaches a manifest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from infembed_ray import __version__
 from infembed_ray.ray_compat import JOB_CONFIG_VARIABLE
+from infembed_ray.redaction import masked
 from infembed_ray.telemetry import running_ray
 
 if TYPE_CHECKING:
@@ -42,9 +44,9 @@ def collect() -> dict[str, Any]:
         "code": code(),
         "python": platform.python_version(),
         "job": _job(),
-        "submitter": os.environ.get(SUBMITTER) or _user(),
+        "submitter": masked(os.environ.get(SUBMITTER, "")) or _user(),
         "host": socket.gethostname(),
-        "image": os.environ.get(IMAGE),
+        "image": masked(os.environ.get(IMAGE, "")) or None,
         "nodes": _nodes(),
     }
 

@@ -47,11 +47,13 @@ def promote(release: str, alias: str, mlflow: str | None = None) -> None:
         InputError: there is no such release, the alias has another ending, or MLflow refused; then the alias is unchanged.
     """
     if not alias.endswith(ALIAS):
-        raise InputError(f"ALIAS={alias}: must end in {ALIAS}, so that settings know it from other files; add it")
+        raise InputError.of("ALIAS", alias, f"must end in {ALIAS}, so that settings know it from other files", "add it")
     place = find_input(followed(release, "RELEASE"), "RELEASE")
     manifest = read_manifest(place, "RELEASE")
     if (stage := manifest["stage"]) != RELEASE:
-        raise InputError(f"RELEASE={release}: is an output of `{stage}`; give one in a pipeline's folder `{RELEASE}`")
+        raise InputError.of(
+            "RELEASE", release, f"is an output of `{stage}`", f"give one in a pipeline's folder `{RELEASE}`"
+        )
     target = open_place(alias, "ALIAS")
     if mlflow is not None:
         _register(mlflow, manifest, PurePosixPath(alias).name.removesuffix(ALIAS))
@@ -69,13 +71,13 @@ def _register(model: str, manifest: Mapping[str, Any], alias: str) -> None:
         InputError: MLflow is not installed or set up, refused, or the release has no checkpoint.
     """
     if find_spec("mlflow") is None:
-        raise InputError(
-            f"--mlflow={model}: mlflow-skinny is not installed; pip install mlflow-skinny, or leave it out"
+        raise InputError.of(
+            "--mlflow", model, "mlflow-skinny is not installed", "pip install mlflow-skinny, or leave it out"
         )
     if not any(map(os.environ.get, REGISTRIES)):
-        raise InputError(f"--mlflow={model}: no registry is named; set {' or '.join(REGISTRIES)}")
+        raise InputError.of("--mlflow", model, "no registry is named", f"set {' or '.join(REGISTRIES)}")
     if "train" not in manifest["stages"]:
-        raise InputError(f"--mlflow={model}: the release has no output of `train` to register; leave --mlflow out")
+        raise InputError.of("--mlflow", model, "the release has no output of `train` to register", "leave --mlflow out")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow import MlflowClient
@@ -95,7 +97,7 @@ def _register(model: str, manifest: Mapping[str, Any], alias: str) -> None:
             version = client.create_model_version(model, checkpoint, tags={RELEASE: release})
         client.set_registered_model_alias(model, alias, version.version)
     except MlflowException as error:
-        raise InputError(f"--mlflow={model}: {in_one_line(error)}; the alias is unchanged") from error
+        raise InputError.of("--mlflow", model, in_one_line(error), "the alias is unchanged") from error
     say(f"promote: version {version.version} of {model} in MLflow is {alias}")
 
 
@@ -120,7 +122,7 @@ def _resolved(name: str, value: Any) -> Any:
     stages = read_manifest(find_input(followed(value, name), name), name)["stages"]
     found = next((stages[stage]["address"] for stage in STAGES[name] if stage in stages), None)
     if found is None:
-        raise InputError(f"{name}={value}: its release has no output of {' or '.join(STAGES[name])}; name one itself")
+        raise InputError.of(name, value, f"its release has no output of {' or '.join(STAGES[name])}", "name one itself")
     say(f"{name}: {value} is {found}")
     return found
 
@@ -137,5 +139,5 @@ def followed(value: str, setting: str) -> str:
     with errors_at(place, setting):
         found = read_json(place)
     if found is None:
-        raise InputError(f"{setting}={value}: no such alias; `infembed promote RELEASE {value}` makes it")
+        raise InputError.of(setting, value, "no such alias", f"`infembed promote RELEASE {value}` makes it")
     return str(found["release"])

@@ -18,6 +18,7 @@ from typing import Any
 
 from infembed_ray import telemetry
 from infembed_ray.errors import in_one_line
+from infembed_ray.redaction import masked
 from infembed_ray.storage.places import Place, delete, write_json
 
 SUFFIX = ".state.json"
@@ -41,7 +42,7 @@ def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
     state: dict[str, Any] = {
         "stage": stage,
         "run": run,
-        "command": shlex.join([*words, *sys.argv[1:]]),
+        "command": masked(shlex.join([*words, *sys.argv[1:]])),
         "host": socket.gethostname(),
     }
     state |= {"pid": os.getpid(), "began": _now(), "updated": _now(), "progress": "", "error": None}
@@ -55,7 +56,7 @@ def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
             write_json(file, state)
 
     def progress(line: str) -> None:
-        state["progress"] = line
+        state["progress"] = masked(line)
         if time.monotonic() - written >= UPDATE_S:
             write()
 
@@ -64,7 +65,7 @@ def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            write(error=in_one_line(error))
+            write(error=in_one_line(error, stage))
             raise
     with contextlib.suppress(Exception):
         delete(file)

@@ -8,9 +8,7 @@ itself, and `resolve` follows `latest`.
 An object store cannot rename. An output for one is written to a scratch directory of this machine (`object_store.scratch`),
 then uploaded to `OUTPUT/<identity>`. Workers may also write there directly. `manifest.json` is created last, conditionally,
 and `latest` is moved after it by compare-and-swap. An output without a manifest is incomplete. Inputs are downloaded to the
-scratch directory once, and again when they change.
-
-A lease (`leases.lease`) keeps two writers of one output apart, on one machine or on several.
+scratch directory once, and again when they change. A lease (`leases.lease`) keeps two writers of one output apart.
 """
 
 from __future__ import annotations
@@ -54,7 +52,9 @@ def local_path(value: str, name: str) -> Path:
     """
     if "://" in value and not value.startswith("file://"):
         known = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
-        raise InputError(f"{name}={value}: must be a path of this machine; mount it, or give a shared directory{known}")
+        raise InputError.of(
+            name, value, "must be a path of this machine", f"mount it, or give a shared directory{known}"
+        )
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
@@ -90,7 +90,7 @@ def resolve_input(
         return _download(value, name, parts, without)
     path = local_path(value, name)
     if not path.exists():
-        raise InputError(f"{name}={value}: no such file or directory")
+        raise InputError.of(name, value, "no such file or directory")
     return resolve(path)
 
 
@@ -105,7 +105,7 @@ def open_input(uri: str, name: str) -> Folder:
         if folder.read(MANIFEST) is None and (newest := folder.read(LATEST)):
             folder = folder / newest.strip()
         if not folder.exists():
-            raise InputError(f"{name}={folder}: no object has this name or begins with it; check the path")
+            raise InputError.of(name, folder, "no object has this name or begins with it", "check the path")
     return folder
 
 
@@ -125,8 +125,8 @@ def _download(uri: str, name: str, parts: Collection[str] | None, without: Calla
                 if wanted and not (target.is_file() and target.stat().st_size == entry.size):
                     folder.download(file, target)
                     if (size := target.stat().st_size) != entry.size:
-                        raise InputError(
-                            f"{name}={folder}/{file}: has {size} of {entry.size} bytes; run again, or restore it"
+                        raise InputError.of(
+                            name, f"{folder}/{file}", f"has {size} of {entry.size} bytes", "run again, or restore it"
                         )
     return copy
 
@@ -157,8 +157,7 @@ def fingerprint(path: Place) -> str:
     an object store is not read: sizes and times of the objects stand for their bytes.
     """
     if isinstance(path, Folder):
-        entries = path.entries()
-        return listing_digest({name: entry for name, entry in entries.items() if name.split("/")[0] not in _HISTORY})
+        return listing_digest({name: e for name, e in path.entries().items() if name.split("/")[0] not in _HISTORY})
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
@@ -175,14 +174,17 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
     with errors_at(path, name):
         text = read_text(path / MANIFEST)
     if text is None:
-        raise InputError(f"{name}={path}: not a published output (no {MANIFEST}); give the output of a finished step")
+        raise InputError.of(name, path, f"not a published output (no {MANIFEST})", "give the output of a finished step")
     try:
         manifest: dict[str, Any] = json.loads(text)
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
-        raise InputError(
-            f"{name}={path}: {MANIFEST} is damaged ({error}); restore it, or delete this directory and run the step again"
+        raise InputError.of(
+            name,
+            path,
+            f"{MANIFEST} is damaged ({error})",
+            "restore it, or delete this directory and run the step again",
         ) from error
     return manifest
 
@@ -274,12 +276,11 @@ class Step:
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
-        require_writable(self.root, "output")
+        for root in {self.root, place}:
+            require_writable(root, "output")
         self._remote_root = place if isinstance(place, Folder) else None
         self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
-        if self._remote_root is not None:
-            _require_conditional_writes(self._remote_root, "output")
 
     @property
     def partial(self) -> Path:
@@ -289,9 +290,13 @@ class Step:
     def finished(self) -> Published | None:
         """Return the output if an earlier run published it, and let `latest` name it again."""
         if done := self.found():
-            with errors_at(self.place, "output"):
-                self._set_latest(self._seen_latest())
+            self.become_latest()
         return done
+
+    def become_latest(self) -> None:
+        """Let `latest` name this output, which is published."""
+        with errors_at(self.place, "output"):
+            self._set_latest(self._seen_latest())
 
     def found(self) -> Published | None:
         """Return the output if an earlier run published it; change nothing."""
@@ -302,12 +307,12 @@ class Step:
         return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
 
     @contextlib.contextmanager
-    def publish(self) -> Iterator[Staging]:
+    def publish(self, latest: bool = True) -> Iterator[Staging]:
         """Publish what the block writes to `Staging.path`, if it ends without an exception.
 
         An interrupted run with the same identity leaves its directory, from which the stage can resume. A lease keeps two
         runs of one identity apart. Should it fail to, because the store did not answer for long, only one run creates the
-        manifest; the other one publishes nothing.
+        manifest; the other one publishes nothing. Without `latest`, `become_latest` is left to the caller.
 
         Raises:
             InputError: another run writes this output, or has just published it; or the object store failed.
@@ -315,15 +320,17 @@ class Step:
         before: dict[str, Entry] = {}
         with contextlib.ExitStack() as held:
             # The directory of this machine has a lease of its own, also where the output is in an object store.
-            still_held = held.enter_context(lease(self.root, self.identity, f"output={self.place}"))
+            still_held = held.enter_context(lease(self.root, self.identity, "output", self.place))
             if self._remote_root is not None and self.remote is not None:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
                 with errors_at(self.place, "output"):
-                    still_held = held.enter_context(lease(self._remote_root, self.identity, f"output={self.place}"))
+                    still_held = held.enter_context(lease(self._remote_root, self.identity, "output", self.place))
                     before = self.remote.entries()
             held.enter_context(recorded(self.place, self.stage, self.identity))
             if self.found():
-                raise InputError(f"output={self.place}: another run has just finished this output; run again to use it")
+                raise InputError.of(
+                    "output", self.place, "another run has just finished this output", "run again to use it"
+                )
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
@@ -336,7 +343,8 @@ class Step:
                 still_held()
                 self._create_manifest(staging.path / MANIFEST)
                 durable.publish_directory(staging.path, self.path)
-                self._set_latest(seen)
+                if latest:
+                    self._set_latest(seen)
 
     def published(self) -> Published:
         """Return the output that `publish` made."""
@@ -345,9 +353,11 @@ class Step:
     def _create_manifest(self, file: Path) -> None:
         """Put the manifest of an output whose other files are in the store, unless another run has."""
         if self.remote is not None and self.remote.create(MANIFEST, file.read_bytes()) is None:
-            raise InputError(
-                f"output={self.remote}: another run has published this output; that of this run stays in {file.parent}. "
-                "Run again to use the published one"
+            raise InputError.of(
+                "output",
+                self.remote,
+                "another run has published this output",
+                f"that of this run stays in {file.parent}. Run again to use the published one",
             )
 
     def _seen_latest(self) -> tuple[bytes, Version] | None:
@@ -395,9 +405,11 @@ def _require_conditional_writes(remote: Folder, name: str) -> None:
             ignored = remote.replace(probe, b"4", first) is not None
         remote.delete(probe)
     if ignored:
-        raise InputError(
-            f"{name}={remote}: this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart; "
-            "upgrade it, or give a directory"
+        raise InputError.of(
+            name,
+            remote,
+            "this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart",
+            "upgrade it, or give a directory",
         )
 
 
@@ -448,4 +460,6 @@ def require_writable(root: Place, name: str) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"{name}={root}: cannot be written ({error.strerror}); choose a writable directory") from error
+        raise InputError.of(
+            name, root, f"cannot be written ({error.strerror})", "choose a writable directory"
+        ) from error

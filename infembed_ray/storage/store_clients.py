@@ -93,8 +93,11 @@ def _aws_profile() -> Any:
     try:
         provider = importlib.import_module("obstore.auth.boto3")
     except ImportError as error:
-        raise InputError(
-            "AWS_PROFILE: credentials in AWS's files need boto3; pip install 'infembed-ray[aws]', or set AWS_ACCESS_KEY_ID"
+        raise InputError.of(
+            "AWS_PROFILE",
+            None,
+            "credentials in AWS's files need boto3",
+            "pip install 'infembed-ray[aws]', or set AWS_ACCESS_KEY_ID",
         ) from error
     try:
         return provider.Boto3CredentialProvider()

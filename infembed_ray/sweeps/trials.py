@@ -222,7 +222,7 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
 
 def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainSettings:
     """Return the checked training of a row, with absolute paths, without its backbone and seed."""
-    train = TrainSettings.from_mapping(settings.train.model_dump() | change, where=f"row {row}")
+    train = TrainSettings.from_mapping(settings.train.model_dump() | change, where=f"row {row}: ")
     update: dict[str, Any] = {}
     try:
         Objective.from_settings(train)
@@ -255,7 +255,7 @@ def _trial(
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
     folder = place_of(settings.output) / "trials" / f"{readable}-{digest}"
     evaluate = EvaluateSettings.from_mapping(
-        settings.evaluate.model_dump() | {"models": {}, "output": address(folder / "results")}, where="evaluate"
+        settings.evaluate.model_dump() | {"models": {}, "output": address(folder / "results")}, where="evaluate."
     )
     if train is not None:
         train = train.model_copy(update={"output": address(folder / "checkpoint")})

@@ -5,7 +5,7 @@ in the journal decide the next wave. The batches of a wave are submitted as the 
 budget admit them. A request that a batch leaves unanswered (expired, cancelled, faulty) goes out again with the next wave,
 at most `batches.attempts` times; `batches.rest` then decides. The online run that follows replays the journal.
 
-You never pay for the same request twice. A batch's requests are on disk before the upload, the intention to submit before
+A batch is not submitted twice. Its requests are on disk before the upload, the intention to submit before
 the submission, and the batch's id before the wait. A run that finds an intention without an id searches the endpoint for
 the batch's tag; a run that finds an id waits for that batch and collects it. A batch that the endpoint refuses because of
 its quota costs nothing; its requests go out in new batches.

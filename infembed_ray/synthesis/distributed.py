@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import Canary, SynthesizeSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
@@ -307,8 +307,7 @@ def _slots(settings: SynthesizeSettings) -> int:
 
 
 def _failed(error: ray.exceptions.RayError) -> str:
-    reason = " ".join(str(error).partition("\n\nThe above exception")[0].split())[-300:]
-    return f"an actor of the run failed ({reason}); run the same command again, the journal resumes"
+    return f"an actor of the run failed ({in_one_line(error, 'synthesize')}); run the same command again, the journal resumes"
 
 
 def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: JournalPlace) -> RateLimiter:

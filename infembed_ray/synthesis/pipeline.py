@@ -35,6 +35,7 @@ from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.llm.partitions import route_of
 from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records.tables import SCENARIOS, Seed
+from infembed_ray.redaction import masked
 from infembed_ray.synthesis import filters, judge, templates
 from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
 
@@ -112,7 +113,9 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     except (RunFailure, MemoryError):  # these concern all rows
         raise
     except Exception as error:
-        return replace(row.dead_letter(in_one_line(error)), traceback=replace_surrogates(traceback.format_exc()))
+        return replace(
+            row.dead_letter(in_one_line(error)), traceback=replace_surrogates(masked(traceback.format_exc()))
+        )
     return replace(row.outcome("kept"), complement=complement)
 
 

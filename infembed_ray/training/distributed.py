@@ -20,9 +20,10 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from infembed_ray import ray_compat, telemetry
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import ClusterError, InputError, explained, in_one_line
 from infembed_ray.progress import say
 from infembed_ray.ray_cluster import connect, on_a_cluster
+from infembed_ray.ray_failures import cause_of, meaning
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.object_store import Folder, is_uri
 from infembed_ray.storage.places import place_of
@@ -40,7 +41,8 @@ def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path
 
     Raises:
         InputError: the cluster lacks resources for the workers, or a worker rejected its input.
-        RuntimeError: the run failed more than `max_failures` times; the message holds the last failure.
+        ClusterError, RuntimeError: the run failed more than `max_failures` times; the message holds the last failure, which
+            is a ClusterError if it is one of Ray.
     """
     grows = on_a_cluster()
     connect()
@@ -124,9 +126,7 @@ def _listed(resources: dict[str, float]) -> str:
 
 def _explained(error: TrainingFailedError, settings: TrainSettings) -> Exception:
     """Return an error of one line for a run that Ray Train gave up."""
-    if isinstance(error, ControllerError):
-        if not isinstance(error.controller_failure, ray_compat.placement_errors()):
-            return error
+    if isinstance(error, ControllerError) and isinstance(error.controller_failure, ray_compat.placement_errors()):
         needed, free = _per_worker(settings), ray.available_resources()
         return InputError(
             f"placement_timeout_s={settings.placement_timeout_s:g}: no resources for workers={settings.workers} of "
@@ -135,19 +135,19 @@ def _explained(error: TrainingFailedError, settings: TrainSettings) -> Exception
         )
     failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     if not failures:
-        return error
-    causes = {rank: ray_compat.worker_error(failure) for rank, failure in failures.items()}
+        return explained(error, "train")
+    causes = {rank: cause_of(failure) for rank, failure in failures.items()}
     rank, cause = min(causes.items(), key=lambda item: _remoteness(item[1]))
     if isinstance(cause, InputError):
         return cause
-    what = " ".join(str(cause).split())
-    return RuntimeError(
+    kind = RuntimeError if meaning(cause) is None else ClusterError
+    return kind(
         f"worker {rank} of {settings.workers} failed, after max_failures={settings.max_failures} earlier failures: "
-        f"{type(cause).__name__}: {what}; run the same command again to resume from the last checkpoint"
+        f"{in_one_line(cause, 'train')}; run the same command again to resume from the last checkpoint"
     )
 
 
-def _remoteness(failure: Exception) -> int:
+def _remoteness(failure: BaseException) -> int:
     """Rank a failure by its distance from the cause: a worker that lost the others in a collective failed after them."""
     if isinstance(failure, InputError):
         return 0

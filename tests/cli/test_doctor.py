@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import subprocess
 import time
 
 import pytest
@@ -108,7 +109,10 @@ def test_an_address_where_no_cluster_answers_is_a_fault(address, capsys, monkeyp
 def test_token_mode_without_a_token_is_a_fault(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    assert "ray get-auth-token --generate" in fault(doctor._ray, capsys)
+    _, _, remedy = fault(doctor._ray, capsys).partition("(a new one: ")
+    subprocess.run(["bash", "-ec", remedy.partition("))")[0] + ")"], check=True)
+    assert (tmp_path / "none").stat().st_mode & 0o77 == 0
+    assert next(doctor._ray())
 
 
 def test_a_port_that_is_taken_is_a_fault(capsys):

@@ -35,7 +35,7 @@ def test_dictionaries_are_set_key_by_key():
 @pytest.mark.parametrize(
     ("settings", "override", "message"),
     [
-        (TrainSettings, "epoch=3", "unknown key epoch: did you mean epochs?"),
+        (TrainSettings, "epoch=3", "epoch: unknown key; did you mean epochs?"),
         (TrainSettings, "epochs=two", "epochs='two': Input should be a valid integer"),
         (TrainSettings, "seed=true", "seed=True: Input should be a number"),
         (TrainSettings, "epochs=2.0", "epochs=2.0: Input should be a whole number"),
@@ -44,7 +44,7 @@ def test_dictionaries_are_set_key_by_key():
         (TrainSettings, "mixture.a=.inf", "mixture.a=inf: Input should be a finite number"),
         (TrainSettings, "epochs", "override 'epochs': write it as key=value"),
         (TrainSettings, "model.path=x", "override 'model.path=x': model is a single value"),
-        (SynthesizeSettings, "generator.temprature=1", "unknown key generator.temprature: did you mean temperature?"),
+        (SynthesizeSettings, "generator.temprature=1", "generator.temprature: unknown key; did you mean temperature?"),
         (ServeSettings, "port=99999", "port=99999: Input should be less than or equal to 65535"),
     ],
 )
@@ -56,7 +56,7 @@ def test_an_invalid_setting_is_rejected_with_field_value_and_remedy(settings, ov
 
 
 def test_a_missing_setting_is_named():
-    with pytest.raises(InputError, match=r"model is missing: set model=\.\.\."):
+    with pytest.raises(InputError, match=r"model: is missing; set model=\.\.\."):
         TrainSettings.load(None, ["records=r", "output=o"])
 
 
@@ -100,14 +100,14 @@ BM25 = {"kind": "bm25", "instructed_query": "{query}", "plain_query": "{query}"}
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"model": "m", "kindd": "bm25"}, r"unknown key models\.x\.kindd: did you mean kind\?"),
-        ({**BM25, "bm25": {"k": 1}}, r"unknown key models\.x\.bm25\.k: did you mean k1\?"),
+        ({"model": "m", "kindd": "bm25"}, r"models\.x\.kindd: unknown key; did you mean kind\?"),
+        ({**BM25, "bm25": {"k": 1}}, r"models\.x\.bm25\.k: unknown key; did you mean k1\?"),
         ({"kind": "bm"}, r"models\.x\.kind='bm': Input should be 'encoder'"),
         (3, r"models\.x=3: Input should be a valid string"),
     ],
 )
 def test_errors_of_a_union_follow_the_form_of_the_value(model, said):
-    with pytest.raises(InputError, match=f"^settings: {said}"):
+    with pytest.raises(InputError, match=f"^{said}"):
         EvaluateSettings.from_mapping({"records": "r", "output": "o", "models": {"x": model}})
 
 
@@ -128,5 +128,5 @@ def test_collections_are_named_and_the_default_one_comes_first():
 
 @pytest.mark.parametrize("name", ["", "News", "a b", "a/b", "..", "ü", "a" * 65, "index", "a\n"])
 def test_other_names_of_collections_are_refused(name):
-    with pytest.raises(InputError, match=r"^settings: collections: .* (give 1 to 64 lower-case|choose another name)"):
+    with pytest.raises(InputError, match=r"^collections: .* (give 1 to 64 lower-case|choose another name)"):
         ServeSettings.from_mapping({"index": "a", "collections": {name: "runs/b"}})

@@ -19,7 +19,7 @@ def settings(**sections):
         ({"train": TRAIN}, "train.records is missing: set it, or add the stage clean or synthesize"),
         ({"index": {"corpus": "/c"}}, "index.model is missing: set it, or add the stage train"),
         ({"serve": {}}, "serve.index is missing: set it, or add the stage index"),
-        ({"train": TRAIN | {"record": "/r"}}, "unknown key train.record: did you mean records?"),
+        ({"train": TRAIN | {"record": "/r"}}, "train.record: unknown key; did you mean records?"),
         ({"evaluate": {"models": {"a": "/a", "b": "/b"}}}, "evaluate.gate=trained: not a label of evaluate.models"),
         (
             {"train": TRAIN | {"records": "/r", "launcher": "torchrun"}},

@@ -11,7 +11,7 @@ import pytest
 
 from infembed_ray.cli import main as cli
 from infembed_ray.config.base import Settings, settings_classes
-from infembed_ray.serving import embeddings_schema, filter_schema, schema
+from infembed_ray.serving import embeddings_schema, schema
 from infembed_ray.telemetry import METRICS
 from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
 
@@ -94,7 +94,7 @@ def test_every_block_runs_or_says_what_it_needs(block: Block) -> None:
 
 @pytest.mark.parametrize("page", written())
 def test_inline_settings_and_identifiers_exist(page: str) -> None:
-    classes = [*vars(schema).values(), *vars(embeddings_schema).values(), *vars(filter_schema).values()]
+    classes = [*vars(schema).values(), *vars(embeddings_schema).values()]
     requests = {name for cls in classes if hasattr(cls, "model_fields") for name in cls.model_fields}
     unknown = []
     for code in inline_code(page):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,8 +60,7 @@ def running_head(secrets: dict[str, str]) -> Iterator[Head]:
     """Run a head, and kill it with all its processes; `secrets` are in the environment of every job."""
     # Not pytest's tmp_path: paths of Ray's Unix sockets may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
-        token, log = Path(directory, "auth_token"), Path(directory, "head.log")
-        token.write_text("any-secret-of-at-least-thirty-two-characters", encoding="utf-8")
+        token, log = prepared_token(Path(directory)), Path(directory, "head.log")
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -79,6 +79,18 @@ def running_head(secrets: dict[str, str]) -> Iterator[Head]:
             os.killpg(head.pid, signal.SIGKILL)  # SIGTERM would first drain the node, for 30 s
             head.wait()
             _wait_until_gone(directory)
+
+
+def prepared_token(home: Path) -> Path:
+    """Run the commands of docs/operations/cluster.md that prepare the token and the secrets; return the token's file."""
+    page = (ROOT / "docs" / "operations" / "cluster.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```bash\n(pip install boto3.*?)```", page, re.DOTALL)
+    _, _, commands = block.partition("\n")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    subprocess.run(["bash", "-ec", commands], env=bare | {"HOME": str(home), "EDITOR": "touch"}, check=True)
+    token = home / ".infembed" / "cluster" / "auth_token"
+    assert [file.stat().st_mode & 0o77 for file in (token, token.with_name("secrets.env"))] == [0, 0]
+    return token
 
 
 def wait_until_up(address: str, head: subprocess.Popen[bytes], log: Path) -> None:

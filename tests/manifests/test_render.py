@@ -131,7 +131,7 @@ def test_kustomize_builds_the_base_in_the_namespace(tmp_path: Path) -> None:
         ("groups.gpu.resources={cpu: 500m, nvidia.com/gpu: 8}", r"stages.train.nodes: room for 0 of workers=8"),
         ("stages.train.max_nodes={gpu: 2}", "stages.train.max_nodes: only `serve` is autoscaled"),
         ("gpu_image=null", "groups.gpu: has GPUs; set gpu_image"),
-        ("stages.index.config=nope.yaml", "--config nope.yaml: no such file"),
+        ("stages.index.config=nope.yaml", "--config=nope.yaml: no such file"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:

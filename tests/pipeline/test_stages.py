@@ -1,11 +1,17 @@
 """Stages in order, what they pass on, and where a gate stops them."""
 
+from types import SimpleNamespace
+
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from infembed_ray.cli.main import main
 from infembed_ray.config.pipeline import PipelineSettings
-from infembed_ray.errors import GateError, InputError
+from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import ClusterError, GateError, InputError, StartError
 from infembed_ray.pipeline import stages
+from infembed_ray.serving import distributed
 from infembed_ray.storage.steps import read_manifest, resolve
 from tests.analysis.samples import publish
 
@@ -69,20 +75,68 @@ def test_a_gate_stops_the_pipeline_and_a_lower_limit_goes_on_from_there(tmp_path
     assert len(list((tmp_path / "out" / "release").glob("*/manifest.json"))) == 1
 
 
-def test_a_release_that_is_not_served_does_not_stay_the_latest(tmp_path, capsys):
+def died(message):
+    """Return an error of Ray with a report of several lines."""
+    return ActorDiedError(ActorDiedErrorContext(error_message=f"{message}\nline 2", class_name="C", actor_id=b"1" * 16))
+
+
+FAILED_STARTS = {
+    "bad input": (InputError("index=/none: bad"), InputError, "^serve: index=/none: bad$"),
+    "two faults": (InputError("a=1: bad", "b=2: bad"), InputError, "^serve: a=1: bad; serve: b=2: bad$"),
+    "no start": (StartError("the API did not start"), StartError, "^serve: the API did not start$"),
+    "a dead actor": (died("killed"), ClusterError, r"^serve: a process of the run ended .*killed line 2.*$"),
+    "input of a replica": (
+        RayTaskError("f", "Traceback", InputError("model=x: bad")),
+        InputError,
+        "^serve: model=x: bad$",
+    ),
+    "a fault of ours": (ZeroDivisionError("x"), ZeroDivisionError, "^x$"),
+    "Ctrl-C": (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+}
+
+
+@pytest.mark.parametrize(("failure", "kind", "said"), FAILED_STARTS.values(), ids=FAILED_STARTS)
+@pytest.mark.parametrize("before", [True, False])
+def test_latest_names_a_release_once_the_api_answers_with_it(tmp_path, monkeypatch, failure, kind, said, before):
+    releases = tmp_path / "out" / "release"
     given = {"output": str(tmp_path / "out"), "analyze": {"records": str(publish(tmp_path / "records"))}}
-    stages.run(PipelineSettings.from_mapping(given))
-    served = resolve(tmp_path / "out" / "release")
-    with pytest.raises(InputError, match=r"^serve: index=/none: "):
-        stages.run(PipelineSettings.from_mapping(given | {"serve": {"index": "/none"}}))
-    assert len(list((tmp_path / "out" / "release").glob("*/manifest.json"))) == 2
-    assert resolve(tmp_path / "out" / "release") == served
-    assert f"pipeline: release {served.name} stays the latest" in capsys.readouterr().out
+    if before:
+        stages.run(PipelineSettings.from_mapping(given))
+    served = resolve(releases)
+
+    def serve(settings, ready):
+        assert resolve(releases) == served
+        if failure is not None:
+            raise failure
+        ready()
+        assert resolve(releases) != served
+
+    monkeypatch.setattr("infembed_ray.serving.distributed.run", serve)
+    monkeypatch.setattr(stages, "_check_own", lambda *_: None)
+    settings = PipelineSettings.from_mapping(given | {"serve": {"index": "/none"}})
+    with pytest.raises(kind, match=said):
+        stages.run(settings)
+    assert resolve(releases) == served
+    assert len(list(releases.glob("*/manifest.json"))) == 1 + before
+    failure = None
+    stages.run(settings)
+    assert read_manifest(resolve(releases), "output")["settings"]["serve"]["index"] == "/none"
+    assert len(list(releases.glob("*/manifest.json"))) == 1 + before
+
+
+def test_a_file_for_serve_and_an_api_that_is_already_served_are_ready(tmp_path, monkeypatch):
+    plan = SimpleNamespace(url="http://x", release=SimpleNamespace(fingerprint="0123"), write_config=lambda path: None)
+    monkeypatch.setattr(distributed.Plan, "resolve", lambda settings: plan)
+    monkeypatch.setattr(distributed, "served_fingerprint", lambda url: "0123")
+    for settings in (ServeSettings(index="i", config_file="f.yaml"), ServeSettings(index="i")):
+        called = []
+        distributed.run(settings, ready=lambda called=called: called.append(True))
+        assert called == [True]
 
 
 def test_bad_input_of_a_stage_names_the_stage(tmp_path):
     settings = PipelineSettings.from_mapping({"output": str(tmp_path), "analyze": {"records": str(tmp_path / "none")}})
-    with pytest.raises(InputError, match=r"^analyze: records="):
+    with pytest.raises(InputError, match=r"^analyze.records="):
         stages.run(settings)
 
 
@@ -117,18 +171,19 @@ def test_faults_of_later_stages_are_found_before_the_first_one(tmp_path, monkeyp
     settings = PipelineSettings.from_mapping(ALL | LATE_FAULTS | {"output": str(tmp_path / "out")})
     with pytest.raises(InputError) as error:
         stages.run(settings)
+    lines = [str(fault).replace(": ", ".", 1) if not fault.value else str(fault) for fault in error.value.faults]
     for fault in (
-        "train: keep_best=2: ",
-        "train: model=/backbone: ",
-        "evaluate: models.base.model=/backbone: ",
-        "evaluate: tasks=followri: ",
-        "evaluate: gate=trianed: ",
-        "index: metadata.text: ",
-        "index: corpus=/corpus.jsonl: ",
-        "serve: host=0.0.0.0: ",
+        "train.keep_best=2: ",
+        "train.model=/backbone: ",
+        "evaluate.models.base.model=/backbone: ",
+        "evaluate.tasks=followri: ",
+        "evaluate.gate=trianed: ",
+        "index.metadata.text: ",
+        "index.corpus=/corpus.jsonl: ",
+        "serve.host=0.0.0.0: ",
     ):
-        assert any(found.startswith(fault) for found in error.value.args), fault
-    assert not any(stages.NOT_MADE in found for found in error.value.args)
+        assert any(line.startswith(fault) for line in lines), fault
+    assert not any(stages.NOT_MADE in line for line in lines)
     assert not (tmp_path / "out").exists()
 
 

@@ -123,7 +123,7 @@ def test_text_and_json_agree(capsys):
         ({"gpu": "a100"}, "gpu=a100: unknown GPU; did you mean a100-80g"),
         ({"factory": "HNWS32"}, "factory=HNWS32"),
         ({"model": "/no/model"}, "/no/model"),
-        ({"pasages": 10}, "unknown key pasages: did you mean passages"),
+        ({"pasages": 10}, "pasages: unknown key; did you mean passages"),
     ],
 )
 def test_bad_input_is_one_line(change, message):

@@ -58,4 +58,4 @@ def test_index_with_settings_is_still_the_build(tmp_path: Path, capsys: pytest.C
     assert main(["index", "corpus=nowhere.jsonl", "model=m", f"output={tmp_path}"]) == 2
     assert "infembed index: corpus=nowhere.jsonl: no such file" in capsys.readouterr().err
     assert main(["index", "compact", "indx=somewhere"]) == 2
-    assert "unknown key indx: did you mean index?" in capsys.readouterr().err
+    assert "indx: unknown key; did you mean index?" in capsys.readouterr().err

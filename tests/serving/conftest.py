@@ -31,6 +31,5 @@ def settings(index: str) -> ServeSettings:
         max_body_mib=4,
         runtime="torch",
         dtype="float32",
-        obedience_sample=1.0,
         wait=False,
     )

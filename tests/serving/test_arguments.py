@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.config.serving import FilterModelSettings, RerankSettings, ServeSettings
+from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.serving.arguments import ApiArguments, EncoderArguments, IndexArguments
 
 SETTINGS = ServeSettings(index="index")
@@ -24,7 +24,6 @@ SETTINGS = ServeSettings(index="index")
         ({"shard_replicas": 2}, {"index", "api"}),
         ({"ingress_replicas": 2}, {"api"}),
         ({"max_body_mib": 1}, {"api"}),
-        ({"filter_model": FilterModelSettings(model="m")}, {"api"}),
         ({"rerank": RerankSettings(kind="late_interaction")}, set()),
     ],
 )

@@ -26,7 +26,7 @@ def publish_release(output, tag):
             (staging.path / "data").write_text(tag)
         made[stage] = step.published()
     settings = PipelineSettings.from_mapping({"output": output, "index": {"model": "m", "corpus": "c"}})
-    stages._publish_release(settings, made)
+    stages._publish_release(settings, made).become_latest()
     return {stage: published.address for stage, published in made.items()}
 
 

@@ -245,7 +245,7 @@ def test_of_two_writers_on_two_machines_one_publishes_and_the_other_names_it(fau
 
 def test_a_writer_whose_lease_was_taken_over_publishes_nothing(place, tmp_path):
     one, folder = remote_step(place, tmp_path), Folder.open(place, "x")
-    message = "another process has taken it over; nothing is published"
+    message = "so nothing is published"
     with pytest.raises(InputError, match=message), one.publish() as staging:
         (staging.path / "file.txt").write_text("late")
         folder.write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
@@ -355,8 +355,8 @@ def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):
     [
         ("s3://no-such-bucket/x", "records=s3://no-such-bucket/x: no bucket no-such-bucket"),
         ("s3://bucket/nothing/here", "records=s3://bucket/nothing/here: no object has this name or begins with it"),
-        ("s3://key:secret@bucket/x", "records=bucket/x: a URI must not hold credentials"),
-        ("abfs://c:key@account.dfs.core.windows.net/x", "records=account.dfs.core.windows.net/x: a URI must not"),
+        ("s3://key:secret@bucket/x", r"records=s3://\*\*\*@bucket/x: must not hold credentials, .* AWS_ACCESS_KEY_ID"),
+        ("abfs://c:key@account.dfs.core.windows.net/x", r"records=abfs://\*\*\*@account.*/x: must not hold .* AZURE_"),
         (
             "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=abc",
             "records=[^?]*/x: the query of a URI may hold only .*environment",

@@ -179,7 +179,7 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
             "row v: validation.records=/no/file: no such file",
         ),
         ({"grid": {"teacher": ["/no/model"]}}, "teacher=/no/model: no such model directory"),
-        ({"train": {"record": "x"}}, "unknown key train.record: did you mean records"),
+        ({"train": {"record": "x"}}, "train.record: unknown key; did you mean records"),
     ],
 )
 def test_bad_input_is_rejected_before_any_work(values, change, message):

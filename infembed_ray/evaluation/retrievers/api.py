@@ -1,7 +1,7 @@
 """Remote embedders: OpenAI-compatible /embeddings, and Cohere's /embed, through the LLM client (`infembed_ray.llm`).
 
-Every embedding is in a journal before it is used, and the journal is read before a request is sent: you never pay for the
-same text twice, whatever task or run it is in. Each request's worst-case cost is reserved from the budget first.
+Every embedding is in a journal before it is used, and the journal is read before a request is sent: an embedding in the
+journal is never paid for again, whatever task or run its text is in. Each request's worst-case cost is reserved from the budget first.
 """
 
 from __future__ import annotations

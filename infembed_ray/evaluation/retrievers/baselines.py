@@ -176,8 +176,8 @@ def _absolute(model: str, setting: str) -> str:
     if path.is_dir():
         return str(steps.resolve(path).resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise InputError(
-            f"{setting}={model}: no such model directory; give an existing one, or a hub name like org/model"
+        raise InputError.of(
+            setting, model, "no such model directory", "give an existing one, or a hub name like org/model"
         )
     return model
 

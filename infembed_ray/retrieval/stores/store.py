@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import holds_credentials, where_they_belong
 from infembed_ray.retrieval.stores.address import is_address
 
 TOKEN_ENV = "INFEMBED_STORE_TOKEN"
@@ -43,10 +44,9 @@ class Address:
     def parse(cls, value: str, setting: str, token_env: str | None = TOKEN_ENV) -> Address:
         """Parse the value of a setting; InputError if it is no address, or it holds credentials."""
         parts = urlsplit(value)
-        if "@" in parts.netloc:
+        if holds_credentials(value):
             raise InputError(
-                f"{setting}={parts.scheme}://...@{parts.netloc.rpartition('@')[2]}{parts.path}: an address must not hold "
-                f"credentials, because logs show it; set {token_env or TOKEN_ENV}=user:password in the environment"
+                f"{setting}={value}: {where_they_belong(value, f'{token_env or TOKEN_ENV} (user:password or an API key)')}"
             )
         *database, alias = parts.path.strip("/").split("/")
         if not (is_address(value) and parts.netloc and alias.isidentifier() and alias.isascii()) or len(database) > 1:

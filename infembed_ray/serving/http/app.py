@@ -6,7 +6,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import anyio
 from fastapi import FastAPI, Request, Response
@@ -24,14 +24,10 @@ from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.collection_routes import add_collection_routes
 from infembed_ray.serving.http.collections import Collections
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, ApiError, invalid, too_large
-from infembed_ray.serving.http.filter_routes import add_filter_routes
 from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
 from infembed_ray.serving.http.openapi import openapi_document
 from infembed_ray.serving.http.routes import add_document_routes, add_query_routes, add_status_routes
 from infembed_ray.serving.service import Service
-
-if TYPE_CHECKING:
-    from infembed_ray.serving.filter_suggestions import FilterSuggester
 
 DESCRIPTION = f"""
 Instruction-following retrieval. `POST /v1/embeddings` is OpenAI's endpoint, so OpenAI's clients work with `base_url` set to
@@ -66,7 +62,6 @@ def create_app(
     request_ids: bool = True,
     searches: Callable[[str | None], Service] | None = None,
     collections: Callable[[], Mapping[str, Service]] | None = None,
-    suggester: FilterSuggester | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
@@ -76,7 +71,6 @@ def create_app(
         keys: the accepted API keys; without any, the API serves its own machine only.
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
-        suggester: turns instructions into filters; None: `POST /v1/filters` answers 404.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
         searches: returns the service of a new search of the default collection that names this model or none; None:
             `service`.
@@ -102,7 +96,6 @@ def create_app(
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
     add_query_routes(app.router, served, searches or (lambda _: current()))
-    add_filter_routes(app.router, served, suggester)
     add_document_routes(app.router, served)
     add_collection_routes(app.router, served)
     add_status_routes(app.router, served, fingerprint)

@@ -16,7 +16,7 @@ from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, EmptySequence, QueueFull
-from infembed_ray.serving.service import NoSuggestion, NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
+from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
 
 MAX_MESSAGE_CHARACTERS = 500
 STUCK_RETRY_S = 30.0
@@ -28,14 +28,13 @@ STATUSES: Mapping[int, str] = {
     400: "The request is invalid; `param` names the field",
     401: "No valid API key",
     403: "The API key lacks the scope or the collection, the index is read-only, or an API without keys is called under a foreign host name",
-    404: "No such model, collection, document or path, or the server is not configured for it",
+    404: "No such model, collection, document or path",
     405: "The path does not support the method; `Allow` lists those it supports",
     408: "The body did not arrive in time",
     413: "The body is too large; it was not read",
     415: "The Content-Type is not application/json",
     429: "Too many requests are waiting, or more come than the API key allows: try again after `Retry-After` seconds",
     500: "Internal error; the server's log has the details, with the request id",
-    502: "The LLM gave no usable answer",
     503: "A part of the service is not available, or changes are not applied: try again after `Retry-After` seconds",
     504: "No answer in time: try again after `Retry-After` seconds",
     507: "As many documents have changed as may: compact the index",
@@ -165,9 +164,6 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]]
     ),
     QueueFull: lambda _, error: ApiError.later(
         429, "too many requests are waiting", error.retry_after_s, type="rate_limit_error", code="queue_full"
-    ),
-    NoSuggestion: lambda _, error: ApiError(
-        502, f"{error}; try again, or write the filter yourself", code="no_suggestion"
     ),
     ReplicaLost: lambda _, error: ApiError.later(
         503, "a part of the service is not available", error.retry_after_s, code="replica_lost"

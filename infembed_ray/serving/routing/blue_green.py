@@ -29,7 +29,6 @@ from infembed_ray.serving.routing.channels import Channels
 from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
 from infembed_ray.serving.routing.hedging import HedgedCalls
-from infembed_ray.serving.routing.obedience import ObedienceLog
 from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.reranking import Reranked, RerankSpec, RerankStage
 from infembed_ray.serving.service import (
@@ -123,7 +122,6 @@ class Release:
         max_changed_documents: documents that may differ from the index version per shard; None: any number.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
         outcomes: counts the searches.
-        obedience: samples instructed searches.
         reranker: re-orders the first hits; None: there is none.
 
     Attributes:
@@ -142,12 +140,10 @@ class Release:
         max_changed_documents: int | None = None,
         ranking: RankingSettings = NO_CHANNELS,
         outcomes: Outcomes | None = None,
-        obedience: ObedienceLog | None = None,
         reranker: RerankStage | None = None,
     ) -> None:
         self.spec = spec
         self.reranker = reranker
-        self._obedience = obedience
         self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
         # A release that a canary or a roll-back serves beside the new one may have no words.
@@ -219,8 +215,6 @@ class Release:
             if search.explain:
                 with tracing.span("explain"):
                     found = await self._explained(search, found, vectors, deadline)
-            if self._obedience:
-                self._obedience.sample(self.spec.fingerprint, search, self.search)
             return found
 
     async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:

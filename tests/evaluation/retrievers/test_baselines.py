@@ -213,17 +213,17 @@ def test_the_identity_of_a_hub_model_includes_its_current_commit(tmp_path, monke
     [
         ({"model": "/nowhere"}, r"models\.x\.model=/nowhere: no such model directory"),
         ("./nowhere", r"models\.x\.model=\./nowhere: no such model directory"),
-        ({}, r"models\.x: model is missing"),
-        ({"kind": "seq2seq", "model": "a/b"}, r"models\.x: instructed_query is missing"),
-        ({"kind": "monot5"}, r"models\.x: kind='monot5'"),
-        ({"model": "a/b", "prompt": "x"}, r"models\.x: unknown key prompt"),
+        ({}, r"models\.x\.model: is missing"),
+        ({"kind": "seq2seq", "model": "a/b"}, r"models\.x\.instructed_query: is missing"),
+        ({"kind": "monot5"}, r"models\.x\.kind='monot5'"),
+        ({"model": "a/b", "prompt": "x"}, r"models\.x\.prompt: unknown key"),
         (
             {"model": "a/b", "pair": "{query} {passage}"},
-            r"models\.x: unknown key pair: a setting of kind seq2seq or causal; drop it",
+            r"models\.x\.pair: unknown key; a setting of kind seq2seq or causal; drop it",
         ),
         (
             {"baseline": "bm25", "dtype": "float16"},
-            r"models\.x: unknown key dtype: a setting of kind encoder or sentence_transformers or",
+            r"models\.x\.dtype: unknown key; a setting of kind encoder or sentence_transformers or",
         ),
         ({"model": "a/b", "plain_query": "{query}"}, "give instructed_query and plain_query both, or neither"),
         ({"baseline": "bm25", "plain_query": "{query} {instruction}"}, r"plain_query=.*: write it with \{query\}"),

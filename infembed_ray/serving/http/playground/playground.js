@@ -147,7 +147,6 @@ function present(card) {
     return element("li", "", chip);
   }));
   $("try").hidden = !card.suggestions.length;
-  $("suggest-filter").hidden = !card.suggests_filters;
   const fields = Object.entries(card.metadata);
   $("fields").replaceChildren(...(fields.length ? ["Fields: "] : []), ...fields.map(([name, type]) => {
     const chip = element("button", "chip", `${name} ${type}`);
@@ -169,33 +168,6 @@ function beginCondition(name, type) {
   filter.focus();
   const quote = value.startsWith('"') ? 1 : 0;
   filter.setSelectionRange(start.length + quote, start.length + value.length - quote);
-}
-
-/** Fill the filter from the instruction, by the server's LLM; nothing is searched until the user does. */
-async function suggestFilter() {
-  clearFaults();
-  const { q, b } = question();
-  if (!b.trim()) return fault("instruction-b", "Type an instruction to turn into a filter.");
-  const button = $("suggest-filter");
-  button.disabled = true;
-  $("suggested").textContent = "Asking.";
-  try {
-    const asked = { instruction: b.trim(), ...(q.trim() && { query: q.trim() }) };
-    const found = await call(path("filters"), { method: "POST", body: JSON.stringify(asked) });
-    const empty = !Object.keys(found.filter).length;
-    $("filter").value = empty ? "" : JSON.stringify(found.filter);
-    $("suggested").textContent =
-      [empty ? "The metadata decides nothing of this instruction." : "", found.explanation, ...found.notes]
-        .filter(Boolean).join(" ");
-    $("filter").focus();
-  } catch (error) {
-    if (!(error instanceof Refusal)) throw error;
-    $("suggested").textContent = "";
-    if (error.status === 401) return askForKey(apiKey && error.message);
-    fault("filter", error.message);
-  } finally {
-    button.disabled = false;
-  }
 }
 
 /** Ask; `address` says whether the question goes into the page's address. */
@@ -302,7 +274,6 @@ $("collection").addEventListener("change", ({ target }) => {
   if ($("query").value) search();
 });
 $("ask").addEventListener("input", forget);
-$("suggest-filter").addEventListener("click", suggestFilter);
 $("again").addEventListener("click", () => search());
 $("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();

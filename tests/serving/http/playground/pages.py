@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from infembed_ray.serving.filter_suggestions import FilterSuggester
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.schema import Suggestion
@@ -89,12 +88,11 @@ def served(
     service: Search,
     *keys: str,
     file: Path | None = None,
-    suggester: FilterSuggester | None = None,
     **others: Search,
 ) -> Iterator[Server]:
     """The API at a free port of this machine while the block runs; `others` are further collections."""
     services: dict[str, Service] = {"index": service, **others}
-    app = create_app(service, "playground", ApiKeys(keys, file), collections=lambda: services, suggester=suggester)
+    app = create_app(service, "playground", ApiKeys(keys, file), collections=lambda: services)
     with listening(app) as url:
         yield Server(service, f"{url}/")
 

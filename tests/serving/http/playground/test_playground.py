@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import urllib.error
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.config.serving import FilterModelSettings
 from infembed_ray.serving.encoder.batching import QueueFull
-from infembed_ray.serving.filter_suggestions import FilterSuggester
 from infembed_ray.serving.http.auth import new_key
 from infembed_ray.serving.service import Document, ReplicaLost
 from tests.serving.debug import CARD
@@ -32,7 +29,6 @@ from tests.serving.http.playground.pages import (
     shown,
     until,
 )
-from tests.support.stand_in_llm import stand_in
 
 pytestmark = pytest.mark.integration
 
@@ -392,50 +388,3 @@ def test_a_key_of_one_collection_searches_that_one(open_page: Any, tmp_path: Pat
         page.keyboard.press("Enter")
         assert set(shown(page, "b")) == {"law/1", "law/2"}
         assert not page.locator("#collection").is_visible()
-
-
-def test_a_filter_is_suggested_from_the_instruction_and_nothing_is_searched_until_the_user_does(open_page: Any) -> None:
-    service = Search()
-    service.card = service.card.model_copy(update={"suggests_filters": True})
-    with stand_in() as llm:
-        settings = FilterModelSettings(model="small", base_url=llm.url, api_key_env=None)
-        with served(service, suggester=FilterSuggester(settings)) as server:
-            page = open_page(server.url)
-            searches = []
-            page.on("request", lambda request: searches.append(request.url) if "v1/search" in request.url else None)
-            page.locator("#query").fill("drag")
-            page.get_by_text("Filter", exact=True).click()
-            suggest = page.get_by_role("button", name="Suggest from the instruction")
-            suggest.click()
-            assert page.locator("#instruction-b-fault").inner_text() == "Type an instruction to turn into a filter."
-            page.locator("#instruction-b").fill("Reports since 1950, no drafts, by a known publisher.")
-            suggest.click()
-            page.get_by_role("status").get_by_text("conditions stand for parts").wait_for()
-            assert json.loads(page.locator("#filter").input_value()) == {"year": {"gte": 1950}, "draft": {"ne": True}}
-            assert "publisher" in page.locator("#suggested").inner_text()
-            picture(page, "suggested")
-            assert searches == []
-            page.locator("#search").click()
-            given = {"year": {"gte": 1950}, "draft": {"ne": True}}
-            assert shown(page, "a") == ids(server.search("drag", None, filter=given))
-            assert len(searches) == 1
-            page.set_viewport_size({"width": 390, "height": 844})
-            picture(page, "suggested-narrow")
-            page.locator("#instruction-b").fill("Well written.")
-            suggest.click()
-            page.get_by_role("status").get_by_text("The metadata decides nothing").wait_for()
-            assert page.locator("#filter").input_value() == ""
-        assert len(llm.log("answered")) == 2
-
-
-def test_without_an_llm_no_filter_is_offered(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    page.get_by_text("Filter", exact=True).click()
-    until(page, "document.getElementById('fields').textContent")
-    assert page.locator("#suggest-filter").is_hidden()
-
-
-def picture(page: Any, name: str) -> None:
-    """Keep a screenshot in the directory INFEMBED_PICTURES, if it is set."""
-    if pictures := os.environ.get("INFEMBED_PICTURES"):
-        page.screenshot(path=Path(pictures) / f"playground-{name}.png", full_page=True)

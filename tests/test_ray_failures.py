@@ -1,0 +1,222 @@
+"""Failures of Ray as one line: real errors of Ray, and a verb whose processes Ray kills for their memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import exceptions
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal import exceptions as train_internal
+from ray.train.v2.api import exceptions as train_api
+
+from infembed_ray import ray_failures
+from infembed_ray.cli.main import main
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.config.verbs import VERBS
+from infembed_ray.errors import LONGEST, ClusterError, GateError, InputError, explained, in_one_line
+from infembed_ray.ray_failures import MEANINGS, MEMORY
+from infembed_ray.training.distributed import _explained
+from tests.modeling import backbones
+from tests.support.files import write_jsonl
+
+STRANGER = "python /home/neighbour/train.py --hub-token=hf_neighbour"
+REPORT = f"""5 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.5, ID: 7ee5a582) was 22.41GB used / 23.59GB limit (0.95)
+OOM kill reason: Memory usage 3998523392B exceeded threshold of 3962588928B (15.6% of 25325268992B limit)
+Object store memory usage: [- objects spillable: 2
+- bytes spillable: 3424]
+Ray killed 5 worker(s) based on the killing policy
+Top 10 memory users: PID	MEM(GB)	COMMAND
+20955	0.73	ray::RayTrainWorker
+17074	0.60	{STRANGER}
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/en/latest/debug-memory.html."""
+"""As Ray 2.60 wrote it, with another user's process."""
+
+
+def task_error(cause: Exception) -> exceptions.RayTaskError:
+    return exceptions.RayTaskError("encode", f"Traceback ...\n  File x\n{type(cause).__name__}: {cause}", cause)
+
+
+def died() -> exceptions.ActorDiedError:
+    said = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+    return exceptions.ActorDiedError(
+        ActorDiedErrorContext(error_message=said, class_name="ServeController", actor_id=b"\1" * 16)
+    )
+
+
+def init_failed(cause: Exception) -> exceptions.ActorDiedError:
+    error = task_error(cause)
+    error.traceback_str = f"Traceback ...\n  File x\ninfembed_ray.errors.{type(cause).__name__}: {cause}"
+    error._actor_id = "0"
+    return exceptions.ActorDiedError(error)
+
+
+out_of_memory = exceptions.OutOfMemoryError(REPORT)
+FAILURES = {
+    "memory": (
+        out_of_memory,
+        r"^node 10\.0\.0\.5 ran out of memory \(22\.41 of 23\.59 GB used\), .*; lower actors or batch",
+    ),
+    "memory in a task": (task_error(out_of_memory), "^node 10"),
+    "memory of a worker": (train_internal.WorkerHealthCheckFailedError("A worker ...", out_of_memory), "^node 10"),
+    "memory of the controller": (ControllerError(out_of_memory), "^node 10"),
+    "memory in training": (WorkerGroupError(REPORT, {1: out_of_memory}), "^node 10"),
+    "memory of a GPU": (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        "^memory ran out; lower",
+    ),
+    "Serve": (RuntimeError(f"Deploying application infembed failed: {REPORT}"), "^node 10"),
+    "Serve for another reason": (
+        RuntimeError("Deploying application infembed failed: x\ny"),
+        "^Ray Serve did not start",
+    ),
+    "an actor": (died(), r"ended unexpectedly.*ServeController.*; lower .*; the same command resumes$"),
+    "an actor that does not start": (init_failed(KeyError("x")), "ended unexpectedly.*KeyError: 'x'"),
+    "a worker process": (exceptions.WorkerCrashedError(), "ended unexpectedly"),
+    "a node": (exceptions.NodeDiedError("its node died"), "a node of the cluster was lost"),
+    "a preempted node": (exceptions.ObjectLostError("0" * 56, None, ""), "data of the run was lost"),
+    "an actor without a place": (exceptions.ActorUnschedulableError("the node is dead"), "no node has the resources"),
+    "a task without a place": (exceptions.TaskUnschedulableError("the node is dead"), "no node has the resources"),
+    "an environment": (exceptions.RuntimeEnvSetupError("pip failed"), "could not prepare the environment.*pip failed"),
+    "a placement": (ControllerError(train_internal.WorkerGroupStartupTimeoutError(2)), "no node has the resources"),
+    "an object store": (exceptions.ObjectStoreFullError("full"), "--object-store-memory"),
+    "a disk": (exceptions.OutOfDiskError("full"), "RAY_TMPDIR"),
+    "a token": (exceptions.AuthenticationError("wrong token"), "RAY_AUTH_TOKEN_PATH"),
+}
+
+
+@pytest.mark.parametrize(("error", "said"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_of_ray_is_one_line_with_a_remedy_and_no_process_of_others(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    known = explained(error, "evaluate")
+    assert isinstance(known, ClusterError)
+    assert re.search(said, str(known)), known
+    for line in (str(known), in_one_line(error), in_one_line(error, "evaluate")):
+        assert "\n" not in line
+        assert "neighbour" not in line
+        assert len(line) <= 600
+
+    def fail(directory: str) -> None:
+        raise error
+
+    monkeypatch.setattr("infembed_ray.cli.runs.print_runs", fail)
+    assert main(["runs", "x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("infembed runs: ")
+    assert "neighbour" not in line
+
+
+@pytest.mark.parametrize("wrap", [task_error, init_failed, lambda e: task_error(e).as_instanceof_cause()])
+def test_a_users_mistake_in_a_process_of_ray_is_one_of_the_user(wrap: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    known = explained(wrap(InputError("model=x: no such model; give another")))
+    assert type(known) is InputError
+    assert known.args == ("model=x: no such model; give another",)
+
+
+def test_every_name_is_a_class_of_ray_and_every_stage_a_verb() -> None:
+    for name in MEANINGS:
+        found = [getattr(module, name, None) for module in (exceptions, train_internal, train_api)]
+        assert any(isinstance(cls, type) and issubclass(cls, Exception) for cls in found), name
+    for stage, settings in MEMORY.items():
+        fields = VERBS[stage].settings.model_fields
+        named = [word for word in settings.replace(",", "").split() if "_" in word or word in ("workers", "actors")]
+        assert set(named) <= set(fields), stage
+
+
+def test_other_errors_keep_their_message_in_one_short_line() -> None:
+    assert explained(ZeroDivisionError("x")).args == ("x",)
+    assert ray_failures.meaning(MemoryError("out of memory")) is None
+    line = in_one_line(ValueError("a\nb" * LONGEST + "the reason"))
+    assert len(line) <= LONGEST
+    assert line.endswith("the reason")
+    assert in_one_line(task_error(ValueError("bad"))) == "ValueError: bad"
+    wrapped = train_internal.UserExceptionWithTraceback(KeyError("bad"), "Traceback ...")
+    assert ray_failures.cause_of(wrapped).args == ("bad",)
+
+
+def test_a_lost_training_worker_is_one_line_and_its_fault_another_kind() -> None:
+    settings = TrainSettings(records="r", model="m", output="o", max_failures=0)
+    lost = _explained(WorkerGroupError(REPORT, {0: out_of_memory, 1: died()}), settings)
+    assert isinstance(lost, ClusterError)
+    assert str(lost).startswith(
+        "worker 0 of 2 failed, after max_failures=0 earlier failures: OutOfMemoryError: node 10."
+    )
+    assert "neighbour" not in str(lost)
+    assert "\n" not in str(lost)
+    assert type(_explained(WorkerGroupError("", {0: KeyError("x")}), settings)) is RuntimeError
+
+
+def test_an_error_that_nothing_foresaw_has_its_traceback_and_one_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(directory: str) -> None:
+        raise ZeroDivisionError("http://user:secretpw@host")
+
+    monkeypatch.setattr("infembed_ray.cli.runs.print_runs", fail)
+    assert main(["runs", "x"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in said
+    assert said.splitlines()[-1].startswith("infembed runs: unexpected ZeroDivisionError: http://***@host; ")
+    monkeypatch.setenv("INFEMBED_LOG_FORMAT", "json")
+    assert main(["runs", "x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Traceback" in json.loads(line)["exc_text"]
+    assert "secretpw" not in said + line
+
+
+def test_failed_gates_read_as_lines() -> None:
+    failed = GateError("gates.min_kept=0.5: 0.4", "gate=trained: worse")
+    assert str(failed) == "gates.min_kept=0.5: 0.4; gate=trained: worse"
+    assert pickle.loads(pickle.dumps(failed)).args == failed.args
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_a_verb_whose_processes_ray_kills_for_their_memory_ends_in_one_line(tmp_path: Path) -> None:
+    """The output is that of a job, which includes the lines of all processes."""
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", ({"id": str(n), "text": f"passage {n}"} for n in range(8)))
+    (tmp_path / "model").mkdir()
+    model = backbones.write("qwen2", tmp_path / "model")
+    limits = {
+        "RAY_memory_usage_threshold": "0.001",
+        "RAY_memory_monitor_refresh_ms": "100",
+        "RAY_task_oom_retries": "0",
+    }
+    bare = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    marker = "the-neighbours-process"
+    neighbour = subprocess.Popen(
+        [sys.executable, "-c", "import time; x = bytearray(600 << 20); time.sleep(400)", marker]
+    )  # among the ten largest
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "infembed_ray.cli", "index", f"corpus={corpus}", f"model={model}", "output=out"],
+            cwd=tmp_path,
+            env=bare | limits | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+    assert done.returncode == 1, done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("infembed index: ")]
+    assert len(lines) == 1
+    assert "ran out of memory" in lines[0]
+    assert "lower actors or batch_tokens" in lines[0]
+    assert "Traceback" not in done.stdout
+    assert marker not in done.stdout
+    assert marker not in "".join(file.read_text() for file in tmp_path.rglob("*.json"))

@@ -1,0 +1,301 @@
+"""Which texts hold credentials, and that no output of the package shows them."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from pydantic import ValidationError
+
+from infembed_ray import telemetry
+from infembed_ray.cli.main import main
+from infembed_ray.config.base import Settings
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.progress import say
+from infembed_ray.redaction import holds_credentials, masked
+from infembed_ray.storage import provenance
+from infembed_ray.storage.run_state import recorded
+
+PASSWORD = "hunter2pw"
+WITH_CREDENTIALS = [
+    f"http://user:{PASSWORD}@host/v1",
+    f"https://user:{PASSWORD}@host:8443/v1?x=1",
+    f"HTTPS://user:{PASSWORD}@HOST",
+    f"https://{PASSWORD}@github.com/org/repo",
+    f"http://:{PASSWORD}@host",
+    f"http://user:a@{PASSWORD}@host",
+    f"http://user:a/{PASSWORD}@host/v1",
+    f"http://user:a#{PASSWORD}@host",
+    f"http://user:8080{PASSWORD}@host",
+    f"http://user:{PASSWORD}@[::1]:80/",
+    f"http:/user:{PASSWORD}@host",
+    f"//user:{PASSWORD}@host/path",
+    f"milvus+http://user:{PASSWORD}@host:19530/docs",
+    f"milvus+https://{PASSWORD}@host:19530/docs",
+    f"rediss://user:{PASSWORD}@cache:6379",
+    f"redis://:{PASSWORD}@cache:6379/0",
+    f"postgresql+psycopg2://mlflow:{PASSWORD}@db/mlflow",
+    f"s3://AKIA:{PASSWORD}@bucket/path",
+    f"abfss://container:{PASSWORD}@account.dfs.core.windows.net/x",
+    f"hdfs://user:{PASSWORD}@name:9000/x",
+    f"user:{PASSWORD}@proxy:3128",
+    f"user:{PASSWORD}@10.0.0.5:3128",
+    f":{PASSWORD}@infembed-redis:6379",
+    f"user:{PASSWORD}@proxy.example.com",
+    f"https://host/v1?api_key={PASSWORD}",
+    f"https://host/v1?x=1&api-key={PASSWORD}&y=2",
+    f"https://host/v1?token={PASSWORD}",
+    f"https://account.blob.core.windows.net/c?sv=2024&sp=r&sig={PASSWORD}",
+    f"https://bucket.s3.amazonaws.com/x?X-Amz-Credential=a&X-Amz-Signature={PASSWORD}",
+    f"https://host/?subscription-key={PASSWORD}",
+    f"https://host/cb#access_token={PASSWORD}",
+    f"https://f.azurewebsites.net/api?code={PASSWORD}",
+]
+PLAIN = [
+    "https://api.openai.com/v1",
+    "http://127.0.0.1:8000/v1/models?limit=3&after=x",
+    "http://host:8000/users/a@b.c",
+    "http://[::1]:8000/x@y",
+    "abfss://container@account.dfs.core.windows.net/data",
+    "gs://anonymous@bucket/x",
+    "ssh://git@github.com/org/repo",
+    "git@github.com:org/repo",
+    "s3://bucket/path?endpoint_override=http%3A%2F%2Flocalhost%3A9000&scheme=http&credential_kind=environment",
+    "models:/encoder@production",
+    "infembed-redis:6379",
+    "ghcr.io/org/image:2.60@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "image:2.60@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "module.name:function",
+    "gate=trained: nDCG@10 fell",
+    "trained:nDCG@10",
+    "Write to me: a@b.org, or see http://host: it has MRR@10.",
+    "org/model@main",
+    "max_tokens=5&monkeys=2",
+]
+VERBS_WITH_SETTINGS = VERBS | MAINTENANCE | {f"plan {name}": verb for name, verb in PLANS.items()}
+
+
+@pytest.mark.parametrize("value", WITH_CREDENTIALS)
+def test_credentials_are_found_and_masked(value):
+    assert holds_credentials(value)
+    for text in (value, f"cannot connect to '{value}': refused", f'{{"url": "{value}"}}'):
+        assert PASSWORD not in masked(text)
+        assert masked(masked(text)) == masked(text)
+    assert "host" in masked(f"http://user:{PASSWORD}@host/v1")
+
+
+@pytest.mark.parametrize("value", PLAIN)
+def test_other_texts_stay_as_they_are(value):
+    assert not holds_credentials(value)
+    assert masked(value) == value
+
+
+def test_a_table_of_processes_is_left_out():
+    table = "Top 10 memory users: PID\tMEM(GB)\tCOMMAND\n5794\t0.29\tpython secret-of-another-user.py\n"
+    for text in (table, " ".join(table.split()), f"killed\n{table}Refer to the documentation"):
+        assert "another-user" not in masked(text)
+    assert masked(f"killed. {table}Refer to the documentation") == "killed. Refer to the documentation"
+
+
+def test_long_texts_take_no_time():
+    for text in ("a" * 200_000, ":" * 20_000, "http://" * 20_000, "x:y" * 50_000, "http://a:b" * 5_000, "%" * 100_000):
+        began = time.process_time()
+        masked(text)
+        assert time.process_time() - began < 5
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+def sections(cls, seen=None):
+    """Yield every settings class."""
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from sections(sub)
+
+
+def text_fields():
+    assert all(verb.settings for verb in VERBS_WITH_SETTINGS.values())  # imports their modules
+    for cls in sorted(set(sections(Settings)), key=str):
+        if cls.__module__.startswith("infembed_ray"):
+            for name, field in cls.model_fields.items():
+                shapes = [wrap for kind, wrap in SHAPES.items() if kind in str(field.annotation)]
+                if field.annotation is str:
+                    shapes = [lambda value: value]
+                yield from ((cls, name, wrap) for wrap in shapes)
+
+
+SHAPES = {
+    "str |": lambda value: value,
+    "tuple[str": lambda value: [value],
+    "dict[str, str": lambda value: {"a": value},
+    "dict[str, typing.Any": lambda value: {"a": [{"b": value}]},
+}
+
+
+def test_every_text_of_every_settings_class_refuses_credentials():
+    tried = 0
+    for cls, name, wrap in text_fields():
+        value = wrap(f"rediss://user:{PASSWORD}@host/x")
+        with pytest.raises(InputError) as error:
+            cls.from_mapping({name: value})
+        assert name in str(error.value), cls
+        assert PASSWORD not in repr(error.value)
+        assert PASSWORD not in str(error.value.__cause__)
+        tried += 1
+    assert tried > 100
+
+
+@pytest.mark.parametrize("value", WITH_CREDENTIALS)
+def test_an_endpoint_refuses_every_form(value):
+    belongs = {"s3": "AWS_SECRET_ACCESS_KEY", "abfss": "AZURE_STORAGE_ACCOUNT_KEY"}.get(
+        value.partition("://")[0], "the variable that `api_key_env` names"
+    )
+    with pytest.raises(InputError, match=rf"^base_url=.*must not hold credentials.*{belongs}") as error:
+        Endpoint.from_mapping({"base_url": value})
+    assert PASSWORD not in str(error.value)
+    with pytest.raises(ValidationError) as caught:
+        Endpoint(base_url=value)
+    assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", PLAIN)
+def test_an_endpoint_takes_every_other_text(value):
+    assert Endpoint.from_mapping({"base_url": value, "deployments": {"a": value}}).base_url == value
+
+
+FAULTY = {
+    "a wrong type": "in_flight={}",
+    "an unknown key": "{}=1",
+    "no =": "{}",
+    "a key below a value": "seeds.{}=1",
+    "broken YAML": "seeds=[{}",
+    "a nested list": "more_endpoints=[{{base_url: '{}'}}]",
+    "a key of a mapping": "endpoint.deployments={{'{}': a}}",
+    "a whole section": "endpoint={}",
+}
+
+
+@pytest.mark.parametrize("override", FAULTY.values(), ids=FAULTY)
+@pytest.mark.parametrize("value", [WITH_CREDENTIALS[0], WITH_CREDENTIALS[20], WITH_CREDENTIALS[24]])
+def test_no_error_of_the_settings_shows_a_password(override, value, capsys):
+    assert main(["synthesize", "output=o", override.format(value)]) == 2
+    said = capsys.readouterr()
+    assert PASSWORD not in said.out + said.err
+    assert "infembed synthesize: " in said.err
+
+
+def test_no_error_of_a_settings_file_shows_a_password(tmp_path, capsys):
+    for text in (f"endpoint: [http://u:{PASSWORD}@h\n", f"a: 'http://u:{PASSWORD}@h\nb: c: d"):
+        (tmp_path / "s.yaml").write_text(text)
+        assert main(["synthesize", "--config", str(tmp_path / "s.yaml")]) == 2
+    assert PASSWORD not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [
+            "manifests",
+            "output={}",
+            f"redis=rediss://user:{PASSWORD}@cache:6379",
+            "image=i",
+            "stages={{}}",
+            "groups={{}}",
+        ],
+        ["lineage", f"http://user:{PASSWORD}@host:8000"],
+        ["runs", f"s3://key:{PASSWORD}@bucket"],
+        ["doctor", "--endpoint", f"http://user:{PASSWORD}@host/v1"],
+        ["index", "versions", f"milvus+http://user:{PASSWORD}@host:1/a"],
+        ["train", f"--frobnicate=http://user:{PASSWORD}@host"],
+        ["data", "fetch", f"user:{PASSWORD}@host:21"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_no_command_prints_or_writes_a_password(command, tmp_path, capfd):
+    try:
+        status = main([word.format(tmp_path / "out") for word in command])
+    except SystemExit as end:  # argparse
+        status = end.code
+    said = "".join(capfd.readouterr())
+    assert status == 2
+    assert PASSWORD not in said
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------- logs, states and manifests
+
+
+def test_lines_errors_states_and_provenance_are_masked(tmp_path, capsys, monkeypatch):
+    url = f"http://user:{PASSWORD}@host"
+    monkeypatch.setenv(provenance.IMAGE, f"https://user:{PASSWORD}@registry/image")
+    monkeypatch.setattr(sys, "argv", ["infembed", "train", f"model={url}"])
+    say(f"asking {url}")
+    monkeypatch.setenv(telemetry.LOG_FORMAT, "json")
+    say(f"asking {url}")
+    assert PASSWORD not in in_one_line(OSError(f"no route to {url}"))
+    assert PASSWORD not in str(InputError(f"proxy={url}: refused"))
+    with pytest.raises(OSError, match="host"), recorded(tmp_path, "train", "0123"):
+        raise OSError(f"no route to {url}")
+    state = (tmp_path / ".0123.state.json").read_text()
+    assert json.loads(state)["error"] == "OSError: no route to http://***@host"
+    said = capsys.readouterr().out + state + json.dumps(provenance.collect())
+    assert PASSWORD not in said
+    assert "registry/image" in said
+
+
+PROXY = """
+import asyncio, os, sys
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.llm.chat import RunFailure
+from infembed_ray.llm.client import Unanswered
+from infembed_ray.llm.endpoint import CHAT, Route, list_models, one_line
+from infembed_ray.llm.transport import Transport
+
+async def post():
+    transport = Transport()
+    try:
+        await transport.post(Route(Endpoint(api_key_env=None, base_url=sys.argv[1]), CHAT.path).address("m"), b"{}", {})
+    except Exception as error:
+        print(type(error).__name__, one_line(error))
+    await transport.close()
+
+asyncio.run(post())
+try:
+    list_models(Endpoint(api_key_env=None, base_url=sys.argv[1]))
+except RunFailure as failure:
+    print(failure)
+"""
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "https_proxy"])
+@pytest.mark.parametrize(
+    "proxy", ["{}@127.0.0.1:9", "http://{}@127.0.0.1:9", "http://{}@nowhere.invalid:9", "{}@no where"]
+)
+def test_no_transport_error_shows_the_password_of_a_proxy(variable, proxy):
+    scheme = variable.lower().partition("_")[0]
+    bare = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROXY, f"{scheme}://endpoint.invalid/v1"],
+        env=bare | {variable: proxy.format(f"user:{PASSWORD}")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert PASSWORD not in done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    if "no where" not in proxy:
+        assert "InvalidURL" not in done.stdout  # a proxy without a scheme is one of HTTP, as for curl
+
+
+def test_warnings_of_the_log_show_no_password(caplog):
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("infembed_ray.x").warning("%s", in_one_line(OSError(f"http://u:{PASSWORD}@h refused")))
+    assert PASSWORD not in caplog.text
