@@ -154,10 +154,10 @@ def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) 
     if not (done := step.found()):
         with step.publish(latest=False) as staging:
             staging.facts["stages"] = {
-                stage: {"address": output.address, "identity": identities[stage]}
-                for stage, output in made.items()
-                if stage != "analyze" or (settings.analyze and settings.analyze.clean)  # else it makes only a report
+                stage: {"address": output.address, "identity": identities[stage]} for stage, output in made.items()
             }
+            if settings.analyze and not settings.analyze.clean and "analyze" in made:
+                staging.facts["stages"]["analyze"]["report_only"] = True
         done = step.published()
     say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")
     if settings.train and "train" in made:
