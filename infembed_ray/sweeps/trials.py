@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -71,13 +70,10 @@ def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
     if not objectives and not settings.variants:
         objectives = [Objective.parse(settings.train.objective)]
     made: dict[str, dict[str, Any]] = {}
-    for objective in objectives:
-        for values in itertools.product(*settings.grid.values()):
-            change = dict(zip(settings.grid, values, strict=True))
-            label = ", ".join([str(objective), *(f"{name}={value}" for name, value in change.items())])
-            if label in made:
-                raise InputError(f"objectives: {label} is listed twice; list each once")
-            made[label] = {"objective": str(objective), **change}
+    for objective in map(str, objectives):
+        if objective in made:
+            raise InputError(f"objectives: {objective} is listed twice; list each once")
+        made[objective] = {"objective": objective}
     for label, change in settings.variants.items():
         if label in made or label == BASE:
             raise InputError(f"variants.{label}: another row has this label; choose another")
